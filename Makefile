@@ -1,0 +1,35 @@
+# Every target builds what it needs in .venv; PYTHON chooses the interpreter for that, nothing else is required.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROTOS := $(wildcard proto/meridian/v1/*.proto)
+
+.PHONY: demo test lint proto clean
+
+demo: $(VENV)/ready
+	$(BIN)/python -m tests.demo
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m tests.check_proto
+
+# Some CPU wheels of vLLM pull CUDA builds of torchvision and friends that break the import of transformers models.
+# Text serving needs none of them, so they go, only where the import really fails.
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,control,dev]'
+	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM' 2>/dev/null || \
+		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM'
+	touch $@
+
+proto: $(VENV)/ready
+	$(BIN)/python -m tests.check_proto --write
+
+clean:
+	rm -rf $(VENV) build dist

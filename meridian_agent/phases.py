@@ -1,0 +1,166 @@
+"""The phase machine: which tokens open and close thinking, and what phase each token of a request belongs to.
+
+Pure: token ids in, phases out. Knows neither vLLM nor text. Used on the engine-core thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """The values of meridian.v1.Phase."""
+
+    PROMPT = 1
+    THINK = 2
+    OUTPUT = 3
+
+
+class Event(IntEnum):
+    TEXT = 0
+    START = 1
+    END = 2
+
+
+# Every state x event. A text token in PROMPT means the model answers directly; a start marker in OUTPUT is re-entry.
+TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.PROMPT, Event.TEXT): Phase.OUTPUT,
+    (Phase.PROMPT, Event.START): Phase.THINK,
+    (Phase.PROMPT, Event.END): Phase.OUTPUT,
+    (Phase.THINK, Event.TEXT): Phase.THINK,
+    (Phase.THINK, Event.START): Phase.THINK,
+    (Phase.THINK, Event.END): Phase.OUTPUT,
+    (Phase.OUTPUT, Event.TEXT): Phase.OUTPUT,
+    (Phase.OUTPUT, Event.START): Phase.THINK,
+    (Phase.OUTPUT, Event.END): Phase.OUTPUT,
+}
+
+# Row flags of meridian.v1.TokenColumns; the upper bits say how many earlier tokens turn out to belong to the marker.
+FLAG_MARKER = 1
+FLAG_END = 2
+TAKE_BACK_SHIFT = 8
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The token sequences that open and close thinking; several spellings of each are allowed.
+
+    Raises ValueError when a sequence is empty or the same sequence opens and closes.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+    by_last: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = field(init=False, compare=False, repr=False)
+    longest: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.ends:
+            raise ValueError("no end-of-thinking marker")
+        named = [(m, Event.START) for m in self.starts] + [(m, Event.END) for m in self.ends]
+        if any(not m for m, _ in named) or set(self.starts) & set(self.ends):
+            raise ValueError("a thinking marker is empty, or opens and closes at once")
+        table: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = {}
+        # Longest first, so that a marker that ends in another one wins.
+        for marker, event in sorted(named, key=lambda m: -len(m[0])):
+            table[marker[-1]] = (*table.get(marker[-1], ()), (marker, event))
+        object.__setattr__(self, "by_last", table)
+        object.__setattr__(self, "longest", max(len(m) for m, _ in named))
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """The tokens that a forced end writes."""
+        return self.ends[0]
+
+    def match(self, tokens: list[int]) -> tuple[Event, int]:
+        """The event that the last of these tokens completes, and the marker's length (0 for TEXT)."""
+        for marker, event in self.by_last.get(tokens[-1], ()):
+            if len(marker) <= len(tokens) and tuple(tokens[-len(marker) :]) == marker:
+                return event, len(marker)
+        return Event.TEXT, 0
+
+    def last_event(self, tokens: list[int]) -> tuple[Event, int]:
+        """The last marker in a token list and how many tokens follow it; (TEXT, 0) when there is none."""
+        last_ids = [i for i in self.by_last if i in tokens]
+        best = -1
+        event = Event.TEXT
+        for last_id in last_ids:
+            for position in _positions_from_end(tokens, last_id):
+                found, _ = self.match(tokens[max(0, position + 1 - self.longest) : position + 1])
+                if found is not Event.TEXT:
+                    if position > best:
+                        best, event = position, found
+                    break
+        return (event, len(tokens) - 1 - best) if best >= 0 else (Event.TEXT, 0)
+
+
+def _positions_from_end(tokens: list[int], token: int) -> list[int]:
+    positions, at = [], -1
+    for _ in range(tokens.count(token)):
+        at = tokens.index(token, at + 1)
+        positions.append(at)
+    return positions[::-1]
+
+
+# How many tokens (the template's newlines) may follow an end marker that closes thinking in the generation prompt.
+CLOSED_TAIL_TOKENS = 3
+
+
+def initial_phase(markers: Markers, prompt: list[int], supports_think_disable: bool) -> Phase:
+    """The phase a prompt leaves a request in: open (THINK), closed by the template (OUTPUT) or undecided (PROMPT)."""
+    event, after = markers.last_event(prompt)
+    if event is Event.START:
+        return Phase.THINK
+    if event is Event.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
+        return Phase.OUTPUT
+    return Phase.PROMPT
+
+
+@dataclass(slots=True)
+class PhaseState:
+    """One request's phase and token counts. Markers are counted as neither thinking nor output."""
+
+    phase: Phase
+    think_tokens: int = 0
+    output_tokens: int = 0
+    ends: int = 0
+    tail: list[int] = field(default_factory=list)
+
+    def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
+        """Advance by one token; returns the phase that token belongs to and its row flags."""
+        if markers.longest == 1:
+            found = markers.by_last.get(token)
+            if found is None:
+                return self._text()
+            return self._marker(found[0][1], 1)
+        self.tail.append(token)
+        if len(self.tail) > markers.longest:
+            del self.tail[0]
+        event, length = markers.match(self.tail)
+        return self._text() if event is Event.TEXT else self._marker(event, length)
+
+    def _text(self) -> tuple[Phase, int]:
+        if self.phase is Phase.THINK:
+            self.think_tokens += 1
+            return Phase.THINK, 0
+        self.phase = Phase.OUTPUT
+        self.output_tokens += 1
+        return Phase.OUTPUT, 0
+
+    def _marker(self, event: Event, length: int) -> tuple[Phase, int]:
+        before, self.phase = self.phase, TRANSITIONS[self.phase, event]
+        taken = self._take_back(before, length - 1)
+        closes = before is Phase.THINK and self.phase is Phase.OUTPUT
+        self.ends += closes
+        flags = FLAG_MARKER | (FLAG_END if closes else 0) | taken << TAKE_BACK_SHIFT
+        return (before if event is Event.END and before is not Phase.PROMPT else self.phase), flags
+
+    def _take_back(self, before: Phase, length: int) -> int:
+        """Uncount the marker's earlier tokens, which were counted as text when they came."""
+        if before is Phase.THINK:
+            length = min(length, self.think_tokens)
+            self.think_tokens -= length
+        else:
+            length = min(length, self.output_tokens)
+            self.output_tokens -= length
+        return length
