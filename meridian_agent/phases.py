@@ -36,9 +36,11 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.OUTPUT, Event.END): Phase.OUTPUT,
 }
 
-# Row flags of meridian.v1.TokenColumns; the upper bits say how many earlier tokens turn out to belong to the marker.
+# Row flags of meridian.v1.TokenColumns. The bits from TAKE_BACK_SHIFT up say how many earlier tokens, counted as output
+# with FLAG_FROM_OUTPUT and else as thinking, turn out to belong to the marker.
 FLAG_MARKER = 1
 FLAG_END = 2
+FLAG_FROM_OUTPUT = 4
 TAKE_BACK_SHIFT = 8
 
 
@@ -92,6 +94,10 @@ class Markers:
                         best, event = position, found
                     break
         return (event, len(tokens) - 1 - best) if best >= 0 else (Event.TEXT, 0)
+
+
+# What an engine without known markers has: nothing it generates is thinking.
+NO_MARKERS = Markers((), ((-1,),))
 
 
 def _positions_from_end(tokens: list[int], token: int) -> list[int]:
@@ -149,18 +155,17 @@ class PhaseState:
 
     def _marker(self, event: Event, length: int) -> tuple[Phase, int]:
         before, self.phase = self.phase, TRANSITIONS[self.phase, event]
-        taken = self._take_back(before, length - 1)
         closes = before is Phase.THINK and self.phase is Phase.OUTPUT
         self.ends += closes
-        flags = FLAG_MARKER | (FLAG_END if closes else 0) | taken << TAKE_BACK_SHIFT
+        flags = FLAG_MARKER | (FLAG_END if closes else 0) | self._take_back(before, length - 1)
         return (before if event is Event.END and before is not Phase.PROMPT else self.phase), flags
 
     def _take_back(self, before: Phase, length: int) -> int:
-        """Uncount the marker's earlier tokens, which were counted as text when they came."""
+        """Uncount the marker's earlier tokens, which were counted as text when they came; returns row flags."""
         if before is Phase.THINK:
             length = min(length, self.think_tokens)
             self.think_tokens -= length
-        else:
-            length = min(length, self.output_tokens)
-            self.output_tokens -= length
-        return length
+            return length << TAKE_BACK_SHIFT
+        length = min(length, self.output_tokens)
+        self.output_tokens -= length
+        return length << TAKE_BACK_SHIFT | FLAG_FROM_OUTPUT

@@ -486,7 +486,10 @@ class TokenColumns(_message.Message):
 
     @_builtins.property
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bit 0: the token is part of a marker and not counted as thinking. Bit 1: the token ended a thinking phase."""
+        """Bit 0: the token completes a marker and counts as neither thinking nor output. Bit 1: it ended a thinking phase.
+        Bits 8 and up: how many earlier tokens belong to that marker and are to be uncounted, from output when bit 2 is
+        set and else from thinking.
+        """
 
     def __init__(
         self,
@@ -631,7 +634,6 @@ class AgentCounters(_message.Message):
     PROBE_TOKENS_FIELD_NUMBER: _builtins.int
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     SCHEDULER_SECONDS_FIELD_NUMBER: _builtins.int
-    HOOK_ERRORS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     output_critical: _builtins.int
     """Answering requests chosen as preemption victims; the target is zero."""
@@ -643,7 +645,6 @@ class AgentCounters(_message.Message):
     """Time the agent spent in the engine-core thread."""
     scheduler_seconds: _builtins.float
     """Time the engine spent in its own schedule and update_from_output."""
-    hook_errors: _builtins.int
     def __init__(
         self,
         *,
@@ -655,11 +656,10 @@ class AgentCounters(_message.Message):
         probe_tokens: _builtins.int = ...,
         agent_seconds: _builtins.float = ...,
         scheduler_seconds: _builtins.float = ...,
-        hook_errors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "hook_errors", b"hook_errors", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -902,20 +902,23 @@ class ThinkCap(_message.Message):
     decision_id: _builtins.int
     slot: _builtins.int
     max_think_tokens: _builtins.int
+    """Absent lifts the cap."""
     shadow: _builtins.bool
     def __init__(
         self,
         *,
         decision_id: _builtins.int = ...,
         slot: _builtins.int = ...,
-        max_think_tokens: _builtins.int = ...,
+        max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "decision_id", b"decision_id", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
 
 Global___ThinkCap: _TypeAlias = ThinkCap  # noqa: Y015
 
@@ -930,6 +933,7 @@ class DispatchPlan(_message.Message):
     MAX_SKIP_STEPS_FIELD_NUMBER: _builtins.int
     HOLD_ADMISSION_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    STOCK_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     think_per_step: _builtins.int
     """Thinking sequences that may join a step while answers stream; absent for no limit."""
@@ -938,6 +942,8 @@ class DispatchPlan(_message.Message):
     hold_admission: _builtins.bool
     """Admit nothing new except preempted answers: thinking holds more KV than its share while answers wait."""
     shadow: _builtins.bool
+    stock: _builtins.bool
+    """Obey vLLM's own order; all else in the plan is ignored."""
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose rank changed. Lower is more urgent and preempted later; equal ranks keep arrival order."""
@@ -954,10 +960,11 @@ class DispatchPlan(_message.Message):
         max_skip_steps: _builtins.int = ...,
         hold_admission: _builtins.bool = ...,
         shadow: _builtins.bool = ...,
+        stock: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step", "think_per_step", b"think_per_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step", "decision_id", b"decision_id", "hold_admission", b"hold_admission", "max_skip_steps", b"max_skip_steps", "rank", b"rank", "shadow", b"shadow", "slot", b"slot", "think_per_step", b"think_per_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step", "decision_id", b"decision_id", "hold_admission", b"hold_admission", "max_skip_steps", b"max_skip_steps", "rank", b"rank", "shadow", b"shadow", "slot", b"slot", "stock", b"stock", "think_per_step", b"think_per_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__think_per_step: _TypeAlias = _typing.Literal["think_per_step"]  # noqa: Y015
     _WhichOneofArgType__think_per_step: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step"]  # noqa: Y015

@@ -1,0 +1,374 @@
+"""The engine-core role: what happens at each hook of the scheduler.
+
+Glue between vLLM's scheduler (passed in, never imported) and the pure parts: tracker, directives, dispatch, probes,
+reclaim. Every method here runs on the engine-core thread and under the guard; none waits, none does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_agent import hooks, probes
+from meridian_agent.directives import Directives, Outcome, Tier
+from meridian_agent.dispatch import left_out
+from meridian_agent.observe import REQUEST, RESULT
+from meridian_agent.phases import NO_MARKERS, Markers, Phase
+from meridian_agent.reclaim import unreachable_blocks
+from meridian_agent.tracker import RequestInfo, Tracked, Tracker
+
+if TYPE_CHECKING:
+    from meridian.v1 import agent_pb2
+
+    from meridian_agent.link import Link
+
+logger = logging.getLogger("vllm.meridian")
+
+# vLLM's finish reasons, by name, as meridian.v1.FinishReason.
+FINISH_REASON = {"stop": 1, "length": 2, "abort": 3, "error": 4}
+_ABORT = 3
+
+
+class Agent:
+    """One engine's agent. `link` may change the settings below from its thread; each is read once per step."""
+
+    def __init__(self, scheduler: Any, markers: Markers, link: Link, model: str) -> None:
+        self.link, self.model = link, model
+        self.tracker = Tracker(markers)
+        self.directives = Directives(self.tracker)
+        self.markers, self.supports_think_disable, self.observe_entropy = markers, True, False
+        self.is_async = hooks.is_async(scheduler)
+        self.is_fcfs = hooks.fcfs(scheduler)
+        self.block_size = scheduler.block_size
+        self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
+        self.mask_words = (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32
+        self.placed: dict[str, probes.Placed] = {}
+        self.preempted_think = self.output_critical = self.blocks_reclaimed = self.think_skips = 0
+        self.probe_tokens = 0
+        # Seconds spent in these methods, and in stock schedule plus update_from_output.
+        self.agent_seconds = self.scheduler_seconds = 0.0
+        self._began = 0.0
+        self._probe_number = 0
+        self._off = False
+        self._state = ""
+        self._tail: Any = None
+
+    def apply_settings(self, vllm_config: Any, settings: agent_pb2.Settings) -> str:
+        """Take in settings, effective from the next step on; returns why not, or nothing. Called by the link."""
+        starts, ends = list(settings.think_start_token_ids), list(settings.think_end_token_ids)
+        try:
+            markers = hooks.resolve_markers(vllm_config, starts, ends, settings.reasoning_parser)
+        except ValueError as error:
+            return str(error)
+        self.supports_think_disable = settings.supports_think_disable
+        self.observe_entropy = settings.observe_entropy
+        if markers != self.markers:
+            self.markers = markers
+        return ""
+
+    # ------------------------------------------------------------------------------------------------ request events
+
+    def opened(self, scheduler: Any, request: Any) -> None:
+        """A request was added to the engine. Nothing is tracked that does not generate text."""
+        params = request.sampling_params
+        if params is None or request.request_id in self.tracker.by_id or request.request_id in self.placed:
+            return
+        lora = request.lora_request
+        extra = params.extra_args or {}
+        own_cap = extra.get("meridian_max_think_tokens")
+        info = RequestInfo(
+            request_id=request.request_id,
+            model=lora.lora_name if lora is not None else self.model,
+            tenant=str(extra.get("meridian_tenant", "")),
+            slo_class=str(extra.get("meridian_slo_class", "")),
+            prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            max_think_tokens=int(own_cap) if isinstance(own_cap, (int, float)) and own_cap >= 0 else None,
+        )
+        prompt = request.prompt_token_ids or []
+        self.tracker.open(info, prompt, scheduler.current_step, request, self.supports_think_disable)
+
+    def finished(self, request_ids: list[str]) -> None:
+        """Requests were ended from outside (client gone)."""
+        for request_id in request_ids:
+            if tr := self.tracker.by_id.get(request_id):
+                self._close(tr, _ABORT)
+
+    def preempted(self, request: Any) -> None:
+        tr = self.tracker.by_id.get(request.request_id)
+        if tr is None:
+            return
+        tr.preempted = True
+        self.tracker.preempted.add(tr)
+        self.tracker.record.preempted.append(tr.slot)
+        if tr.state.phase is Phase.OUTPUT:
+            self.output_critical += 1
+            logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
+        else:
+            self.preempted_think += 1
+
+    def freeing(self, scheduler: Any, request: Any) -> None:
+        """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
+        if request.request_id in self.placed:
+            self._evict(scheduler, request, request.num_prompt_tokens - len(self.markers.ending))
+            return
+        tr = self.tracker.by_id.get(request.request_id)
+        if tr is None or tr.tier is None or not request.is_finished():
+            return
+        (decision_id, tier, shadow), tr.tier = tr.tier, None
+        if tier != Tier.UNREACHABLE:
+            self.directives.report(decision_id, Outcome.APPLIED)
+        elif shadow:
+            self.directives.report(decision_id, Outcome.SHADOWED)
+        elif len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
+            self.directives.report(decision_id, Outcome.REFUSED, detail="several KV cache groups")
+        else:
+            count = self._evict(scheduler, request, tr.info.prompt_tokens)
+            self.blocks_reclaimed += count
+            self.directives.report(decision_id, Outcome.APPLIED, detail=f"{count} blocks")
+
+    def _evict(self, scheduler: Any, request: Any, reachable_tokens: int) -> int:
+        manager = scheduler.kv_cache_manager
+        pool = manager.block_pool.blocks
+        (ids,) = manager.get_block_ids(request.request_id)
+        blocks = unreachable_blocks(ids, reachable_tokens, self.block_size, lambda b: int(pool[b].ref_cnt))
+        blocks = {b for b in blocks if pool[b].block_hash is not None}
+        manager.evict_blocks(blocks)
+        return len(blocks)
+
+    # ------------------------------------------------------------------------------------------------------ each step
+
+    def before_schedule(self, scheduler: Any) -> int | None:
+        """Take in decisions, order the queues, leave thinkers out, place probes.
+
+        Returns the number of running requests to allow in this step, None for vLLM's own limit.
+        """
+        self._began = time.perf_counter()
+        if self._lease_lost():
+            return None
+        self._take_inbox()
+        plan = self.directives.active_plan()
+        if plan is None:
+            if self.directives.probes:
+                self._place_probes(scheduler)
+            return None
+        self._order(scheduler)
+        if plan.think_per_step is not None and self.tracker.answering:
+            self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
+        if self.directives.probes:
+            self._place_probes(scheduler)
+        return self._admission_limit(scheduler) if plan.hold_admission and self.tracker.answering else None
+
+    def _lease_lost(self) -> bool:
+        """Past the lease every decision but the caps is dropped; said once, at the change."""
+        expired = self.link.lease_expired()
+        if expired != self._off:
+            self._off = expired
+            if expired:
+                self.directives.drop(report=True)
+        state = "DEGRADED" if expired else "READY" if self.link.connected else "STALE"
+        if state != self._state:
+            self._state = state
+            logger.info("meridian: %s (revision %d)", state, self.link.revision)
+        return expired
+
+    def _take_inbox(self) -> None:
+        inbox = self.link.inbox
+        if self.tracker.markers is not self.markers:
+            self.tracker.markers = self.markers
+        while inbox:
+            message = inbox.popleft()
+            if message is None:
+                self.directives.new_stream()
+            else:
+                self.directives.accept(message)
+
+    def _order(self, scheduler: Any) -> None:
+        """Running: most urgent first, for vLLM preempts from the end. Waiting: preempted answers before all else."""
+        if not self.is_fcfs:
+            return
+        tracker, running = self.tracker, scheduler.running
+        # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
+        if running and (tracker.reorder or running[-1] is not self._tail):
+            by_id = tracker.by_id
+            running.sort(key=lambda r: tr.effective_rank if (tr := by_id.get(r.request_id)) else 1)
+            tracker.reorder, self._tail = False, running[-1]
+        answers = self._preempted_answers()
+        if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
+            answers = [r for r in answers if r in scheduler.waiting]
+            scheduler.waiting.remove_requests(answers)
+            for request in reversed(answers):
+                scheduler.waiting.prepend_request(request)
+
+    def _preempted_answers(self) -> list[Any]:
+        return [tr.ref for tr in self.tracker.preempted if tr.state.phase is Phase.OUTPUT]
+
+    def _leave_out(self, scheduler: Any, think_per_step: int, max_skip_steps: int) -> None:
+        step = scheduler.current_step + 1
+        by_id = self.tracker.by_id
+        running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
+        thinkers = [tr for tr in running if tr is not None and tr.state.phase is Phase.THINK]
+        skipped = set(left_out(thinkers, think_per_step, max_skip_steps))
+        for tr in thinkers:
+            tr.joined_step, tr.skipped_steps = (
+                (step, 0) if tr not in skipped else (tr.joined_step, tr.skipped_steps + 1)
+            )
+        for tr in skipped:
+            tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, step + 1)
+        self.think_skips += len(skipped)
+
+    def _admission_limit(self, scheduler: Any) -> int:
+        return min(int(scheduler.max_num_active_reqs), len(scheduler.running) + len(self._preempted_answers()))
+
+    def _place_probes(self, scheduler: Any) -> None:
+        asked, self.directives.probes = self.directives.probes, []
+        for decision_id, tr in asked:
+            # All tokens known so far; those since the last full block are computed again.
+            tokens = [*tr.ref.all_token_ids, *self.markers.ending]
+            cost = len(tokens) - (len(tokens) - len(self.markers.ending)) // self.block_size * self.block_size
+            reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
+            if reason or not self.observe_entropy:
+                self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
+                continue
+            self._probe_number += 1
+            probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._probe_number}", tokens)
+            self.placed[probe.request_id] = probes.Placed(decision_id, tr.slot, tr.state.think_tokens)
+            scheduler.add_request(probe)
+            scheduler.waiting.remove_requests([probe])
+            scheduler.waiting.prepend_request(probe)
+
+    def _room(self, scheduler: Any) -> probes.Room:
+        limit = min(scheduler.max_num_active_reqs, scheduler.max_num_running_reqs)
+        return probes.Room(
+            limit - len(scheduler.running) - len(self.placed),
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            scheduler.max_num_scheduled_tokens,
+            scheduler.kv_cache_manager.enable_caching,
+        )
+
+    def after_schedule(self, scheduler: Any, output: Any) -> None:
+        """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
+        if self.observe_entropy and output.num_scheduled_tokens and self.markers is not NO_MARKERS:
+            setattr(output, REQUEST, self.markers.ending[0])
+        scheduled = output.num_scheduled_tokens
+        if self.is_async and any(tr.info.request_id in scheduled for tr in self.tracker.due):
+            output.pending_structured_output_tokens = True
+        for request_id, placed in list(self.placed.items()):
+            if request_id in scheduled:
+                placed.cost_tokens += scheduled[request_id]
+            else:
+                self._withdraw(scheduler, request_id)
+
+    def _withdraw(self, scheduler: Any, request_id: str) -> None:
+        """The step had no room for a probe after all: take it back out."""
+        placed = self.placed[request_id]
+        scheduler.finish_requests(request_id, hooks.aborted_status())
+        del self.placed[request_id]
+        self.directives.report(placed.decision_id, Outcome.REFUSED, detail="no room in the step")
+
+    def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
+        """The step's token masks with a forced token for every request whose thinking ends now.
+
+        output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
+        """
+        self._take_inbox()
+        if not self.tracker.due or (self.is_async and not output.pending_structured_output_tokens):
+            return base
+        forced: dict[str, dict[int, int]] = {}
+        rows: dict[str, int] = {}
+        for tr in self.tracker.due:
+            request_id = tr.info.request_id
+            if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk:
+                continue
+            count = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            if tokens := self.directives.forced_tokens(tr, count):
+                forced[request_id], rows[request_id] = tokens, count
+        return self._merge(output, base, forced, rows) if forced else base
+
+    def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]], rows: dict[str, int]) -> Any:
+        own = list(base.structured_output_request_ids) if base is not None else []
+        words = base.grammar_bitmask.shape[1] if base is not None else self.mask_words
+        parts: list[Any] = [base.grammar_bitmask.copy()] if base is not None else []
+        added = [r for r in forced if r not in own]
+        parts.append(np.full((sum(rows[r] for r in added), words), -1, dtype=np.int32))
+        mask = np.concatenate(parts)
+        at = 0
+        for request_id in [*own, *added]:
+            count = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            for row, token in forced.get(request_id, {}).items():
+                mask[at + row] = 0
+                mask[at + row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+            at += count
+        return hooks.grammar_output([*own, *added], mask, base)
+
+    def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
+        """Account the step's tokens, settle decisions, send the record."""
+        signals = getattr(runner_output, RESULT, None)
+        by_id = self.tracker.by_id
+        index = runner_output.req_id_to_index
+        for group in outputs.values():
+            if self.placed:
+                self._collect_probes(group, signals, index)
+            for out in group.outputs:
+                if tr := by_id.get(out.request_id):
+                    self._account(tr, out, index, signals)
+        record = self.tracker.record
+        record.signals = signals
+        record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
+        record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
+        record.step_time_ms = (time.perf_counter() - self._began) * 1e3
+        record.counters = self._counters()
+        self.link.send(self.tracker.take_record(), self.tracker.snapshot)
+
+    def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
+        if out.new_token_ids:
+            if tr.preempted:
+                tr.preempted = False
+                self.tracker.preempted.discard(tr)
+                self.tracker.record.resumed.append(tr.slot)
+            row = index.get(out.request_id, 0)
+            first = int(signals.first_row[row]) if signals is not None else row
+            ended = self.tracker.feed(tr, out.new_token_ids, first)
+            if ended or tr.ending is not None or (tr.cap is not None and tr.cap.shadow):
+                self.directives.after_tokens(tr, ended)
+        if out.finish_reason is not None:
+            self._close(tr, FINISH_REASON.get(str(out.finish_reason), 0))
+
+    def _collect_probes(self, group: Any, signals: Any, index: dict[str, int]) -> None:
+        """Take probe results out of what goes to the clients."""
+        for out in group.outputs:
+            placed = self.placed.pop(out.request_id, None)
+            if placed is None:
+                continue
+            row = index.get(out.request_id)
+            if signals is None or row is None:
+                self.directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+                continue
+            eat_nats = float(signals.entropy_nats[signals.first_row[row]])
+            self.probe_tokens += placed.cost_tokens
+            self.tracker.record.probes.append(
+                (placed.decision_id, placed.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
+            )
+            self.directives.report(placed.decision_id, Outcome.APPLIED)
+        group.outputs = [o for o in group.outputs if not o.request_id.startswith(probes.PREFIX)]
+        if group.finished_requests:
+            group.finished_requests = {r for r in group.finished_requests if not r.startswith(probes.PREFIX)}
+
+    def _close(self, tr: Tracked, reason: int) -> None:
+        self.directives.close(tr)
+        self.tracker.close(tr, reason)
+
+    def _counters(self) -> tuple[tuple[str, Any], ...]:
+        return (
+            ("preempted_think", self.preempted_think),
+            ("output_critical", self.output_critical),
+            ("blocks_reclaimed", self.blocks_reclaimed),
+            ("think_skips", self.think_skips),
+            ("reports_dropped", self.link.reports_dropped),
+            ("probe_tokens", self.probe_tokens),
+            ("agent_seconds", self.agent_seconds),
+            ("scheduler_seconds", self.scheduler_seconds),
+        )

@@ -1,0 +1,249 @@
+"""Decisions waiting to be applied, and the one outcome each of them ends in.
+
+Owns the meaning of forces, caps, plans and tiers on tracked requests; what a scheduler does with them is the mixin's.
+Pure but for the tracker it changes. Runs on the engine-core thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from meridian_agent.phases import Phase
+from meridian_agent.tracker import Cap, Ending, Tracked, Tracker
+
+if TYPE_CHECKING:
+    from meridian.v1 import agent_pb2
+
+
+class Outcome(IntEnum):
+    """The values of meridian.v1.Outcome."""
+
+    APPLIED = 1
+    SHADOWED = 2
+    SUPERSEDED = 3
+    ENDED_NATURALLY = 4
+    REQUEST_GONE = 5
+    REFUSED = 6
+    AGENT_OFF = 7
+
+
+class Tier(IntEnum):
+    """The values of meridian.v1.EvictionTier."""
+
+    REUSABLE = 1
+    UNREACHABLE = 2
+
+
+@dataclass(slots=True)
+class Plan:
+    """The dispatch plan in force."""
+
+    decision_id: int
+    think_per_step: int | None
+    max_skip_steps: int
+    hold_admission: bool
+    shadow: bool
+    stock: bool
+    reported: bool = False
+
+
+class Directives:
+    """Applies what the control plane sent to the tracked requests, and reports outcomes into the step record."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.plan: Plan | None = None
+        # Probes to place: (decision id, request).
+        self.probes: list[tuple[int, Tracked]] = []
+
+    def report(self, decision_id: int, outcome: Outcome, tr: Tracked | None = None, detail: str = "") -> None:
+        """Record the outcome of a decision; id 0 marks what the agent does on its own account."""
+        if decision_id:
+            think = tr.state.think_tokens if tr is not None else 0
+            self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
+
+    def accept(self, message: agent_pb2.Directives) -> None:
+        """Take in one message of the stream."""
+        for force in message.forces:
+            self._force(force, message.step)
+        for cap in message.caps:
+            self._cap(cap, message.step)
+        for tier in message.tiers:
+            self._tier(tier, message.step)
+        for probe in message.probes:
+            if tr := self._target(probe.slot, probe.decision_id, message.step):
+                self.probes.append((probe.decision_id, tr))
+        if message.HasField("plan"):
+            self._accept_plan(message.plan, message.step)
+
+    def _target(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+        """The request a decision was meant for: one opened after the decision merely has the same slot."""
+        tr = self._tracker.by_slot.get(slot)
+        if tr is None or tr.opened_step > step:
+            self.report(decision_id, Outcome.REQUEST_GONE)
+            return None
+        return tr
+
+    def _force(self, force: agent_pb2.ForceEnd, step: int) -> None:
+        tr = self._target(force.slot, force.decision_id, step)
+        if tr is None:
+            return
+        if tr.state.phase is not Phase.THINK:
+            self.report(force.decision_id, Outcome.ENDED_NATURALLY, tr)
+        elif force.shadow:
+            self.report(force.decision_id, Outcome.SHADOWED, tr)
+        elif tr.ending is not None:
+            self.report(force.decision_id, Outcome.SUPERSEDED, tr)
+        else:
+            tr.ending = Ending(self._tracker.markers.ending, force.decision_id)
+            self._tracker.due.add(tr)
+
+    def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
+        tr = self._target(cap.slot, cap.decision_id, step)
+        if tr is None:
+            return
+        if tr.cap is not None and tr.ending is not None and tr.ending.decision_id == tr.cap.decision_id:
+            tr.ending.decision_id = cap.decision_id
+        self._close_cap(tr, Outcome.SUPERSEDED)
+        if not cap.HasField("max_think_tokens"):
+            tr.cap = None
+            self.report(cap.decision_id, Outcome.APPLIED, tr)
+            return
+        tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
+        if tr.state.ends and tr.state.phase is not Phase.THINK:
+            self._close_cap(tr, Outcome.ENDED_NATURALLY)
+        self._tracker.watch_limit(tr)
+
+    def _tier(self, tier: agent_pb2.TierChange, step: int) -> None:
+        tr = self._target(tier.slot, tier.decision_id, step)
+        if tr is None:
+            return
+        if tr.tier is not None:
+            self.report(tr.tier[0], Outcome.SUPERSEDED)
+        tr.tier = (tier.decision_id, tier.tier, tier.shadow)
+
+    def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
+        if self.plan is not None and not self.plan.reported:
+            self.report(self.plan.decision_id, Outcome.SUPERSEDED)
+        limit = plan.think_per_step if plan.HasField("think_per_step") else None
+        self.plan = Plan(plan.decision_id, limit, plan.max_skip_steps, plan.hold_admission, plan.shadow, plan.stock)
+        for slot, rank in zip(plan.slot, plan.rank, strict=True):
+            tr = self._tracker.by_slot.get(slot)
+            if tr is not None and tr.opened_step <= step:
+                tr.rank = rank
+        self._tracker.reorder = True
+
+    def active_plan(self) -> Plan | None:
+        """The plan to obey in this step, reported once; None when vLLM's own order holds."""
+        plan = self.plan
+        if plan is None:
+            return None
+        if not plan.reported:
+            plan.reported = True
+            self.report(plan.decision_id, Outcome.SHADOWED if plan.shadow else Outcome.APPLIED)
+        return None if plan.shadow or plan.stock else plan
+
+    def _close_cap(self, tr: Tracked, outcome: Outcome) -> None:
+        if tr.cap is not None and not tr.cap.reported:
+            tr.cap.reported = True
+            self.report(tr.cap.decision_id, outcome, tr)
+
+    def shadow_cap(self, tr: Tracked) -> None:
+        """Report a shadowed cap at the moment it would have ended thinking."""
+        if tr.cap and tr.cap.shadow and not tr.cap.reported and tr.state.think_tokens >= tr.cap.max_think_tokens:
+            self._close_cap(tr, Outcome.SHADOWED)
+
+    def forced_tokens(self, tr: Tracked, rows: int) -> dict[int, int]:
+        """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
+
+        Starts an ending when the cap falls into these rows, so that it is exact with draft tokens too.
+        """
+        first = 0
+        if tr.ending is None:
+            limit = tr.limit
+            first = 0 if limit is None else max(0, limit - tr.state.think_tokens)
+            if limit is None or first >= rows:
+                return {}
+            cap = tr.cap
+            counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
+            tr.ending = Ending(self._tracker.markers.ending, cap.decision_id if cap and counts else 0)
+        left = tr.ending.tokens[tr.ending.position :]
+        tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
+        return tr.expected
+
+    def after_tokens(self, tr: Tracked, ended: bool) -> None:
+        """Settle endings and caps once a step's tokens are known."""
+        ending = tr.ending
+        if ending is not None and ending.position == len(ending.tokens):
+            tr.ending, tr.forced = None, True
+            if tr.cap is not None and tr.cap.decision_id == ending.decision_id:
+                tr.cap.reported = True
+            self.report(ending.decision_id, Outcome.APPLIED, tr)
+        elif ending is not None and ended:
+            tr.ending = None
+            if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+                self.report(ending.decision_id, Outcome.ENDED_NATURALLY, tr)
+        elif ending is not None and ending.position == 0 and tr.state.phase is Phase.THINK:
+            self._drop_unstarted_cap(tr, ending)
+        if ended:
+            self._close_cap(tr, Outcome.ENDED_NATURALLY)
+        elif tr.cap is not None and tr.cap.shadow:
+            self.shadow_cap(tr)
+
+    def _drop_unstarted_cap(self, tr: Tracked, ending: Ending) -> None:
+        """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
+        limit = tr.limit
+        if (
+            limit is not None
+            and tr.state.think_tokens < limit
+            and (ending.decision_id == 0 or (tr.cap is not None and tr.cap.decision_id == ending.decision_id))
+        ):
+            tr.ending = None
+
+    def close(self, tr: Tracked) -> None:
+        """Settle everything that still waits for a request that is gone."""
+        if tr.ending is not None:
+            if tr.cap is None or tr.cap.decision_id != tr.ending.decision_id:
+                self.report(tr.ending.decision_id, Outcome.REQUEST_GONE, tr)
+            tr.ending = None
+        self._close_cap(tr, Outcome.REQUEST_GONE)
+        if tr.tier is not None:
+            self.report(tr.tier[0], Outcome.REQUEST_GONE)
+            tr.tier = None
+        for decision_id, target in self.probes:
+            if target is tr:
+                self.report(decision_id, Outcome.REQUEST_GONE, tr)
+        self.probes = [p for p in self.probes if p[1] is not tr]
+
+    def drop(self, report: bool) -> None:
+        """Forget all decisions but the caps: the stream is lost past its lease (`report` False: its ids with it)."""
+        outcome = Outcome.AGENT_OFF
+        if self.plan is not None and not self.plan.reported and report:
+            self.report(self.plan.decision_id, outcome)
+        self.plan = None
+        for tr in self._tracker.by_id.values():
+            tr.rank = None
+            cap_id = tr.cap.decision_id if tr.cap else 0
+            if tr.ending is not None and tr.ending.position == 0 and tr.ending.decision_id not in (0, cap_id):
+                if report:
+                    self.report(tr.ending.decision_id, outcome, tr)
+                tr.ending = None
+            if tr.tier is not None and report:
+                self.report(tr.tier[0], outcome)
+            tr.tier = None
+        if report:
+            for decision_id, tr in self.probes:
+                self.report(decision_id, outcome, tr)
+        self.probes = []
+        self._tracker.reorder = True
+
+    def new_stream(self) -> None:
+        """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
+        self.drop(report=False)
+        for tr in self._tracker.by_id.values():
+            if tr.cap is not None:
+                tr.cap.decision_id, tr.cap.reported = 0, True
+            if tr.ending is not None:
+                tr.ending.decision_id = 0

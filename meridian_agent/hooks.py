@@ -1,0 +1,284 @@
+"""The one module that imports vLLM: installation, the check of every hook that is used, and what the rest of the agent
+asks of vLLM's tokenizers, parsers and request types.
+
+`install` runs in every vLLM process (front end, engine core, workers); each hook acts only where it is reached. Nothing
+here touches a GPU at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from meridian_agent.phases import Markers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+# Minor releases whose hooks were read and whose tests were run or whose sources were compared.
+SUPPORTED = ((0, 30), (0, 33))
+_INSTALLED = "_meridian_installed"
+
+
+class Unsupported(RuntimeError):  # noqa: N818
+    """This vLLM cannot host the agent; the text names the version or every missing hook."""
+
+
+def vllm_version() -> str:
+    return str(vllm.__version__)
+
+
+def _check_version() -> None:
+    parts = vllm_version().split("+")[0].split(".")
+    version = (int(parts[0]), int(parts[1]))
+    low, high = SUPPORTED
+    if not low <= version <= high:
+        raise Unsupported(f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}")
+
+
+def missing_hooks() -> list[str]:
+    """Names of the vLLM functions and fields the agent needs that this vLLM does not have."""
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    needed = {
+        SchedulerConfig: ("get_scheduler_cls",),
+        Scheduler: (
+            "schedule",
+            "update_from_output",
+            "get_grammar_bitmask",
+            "add_request",
+            "finish_requests",
+            "shutdown",
+            "_preempt_request",
+            "_free_request_blocks",
+        ),
+        KVCacheManager: ("get_block_ids", "evict_blocks", "usage"),
+        WorkerWrapperBase: ("init_device",),
+        GrammarOutput: ("structured_output_request_ids", "grammar_bitmask"),
+        SchedulerOutput: ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "pending_structured_output_tokens"),
+        ModelRunnerOutput: ("req_ids", "req_id_to_index"),
+    }
+    fields = {cls: set(getattr(cls, "__dataclass_fields__", ())) for cls in needed}
+    missing = [
+        f"{cls.__name__}.{name}"
+        for cls, names in needed.items()
+        for name in names
+        if not hasattr(cls, name) and name not in fields[cls]
+    ]
+    source = inspect.getsource(Request.__init__)
+    wanted = ("next_decode_eligible_step", "block_hashes", "is_prefill_chunk", "num_computed_tokens")
+    return missing + [f"Request.{name}" for name in wanted if f"self.{name}" not in source]
+
+
+def install() -> None:
+    """Wrap the two places through which vLLM builds schedulers and workers.
+
+    Raises Unsupported when this vLLM is not one the agent knows.
+    """
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if getattr(SchedulerConfig, _INSTALLED, False):
+        return
+    _check_version()
+    if missing := missing_hooks():
+        raise Unsupported(f"vLLM {vllm_version()} lacks: {', '.join(missing)}")
+    _wrap_scheduler(SchedulerConfig)
+    _wrap_worker(WorkerWrapperBase)
+    setattr(SchedulerConfig, _INSTALLED, True)
+    logger.info("meridian: agent installed in vLLM %s", vllm_version())
+
+
+def _wrap_scheduler(config_class: Any) -> None:
+    """Make every scheduler class vLLM chooses a subclass of the same class with our mixin in front."""
+    original = config_class.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> type:
+        chosen: type = original(self)
+        try:
+            from meridian_agent.scheduler import governed
+
+            return governed(chosen)
+        except Exception:
+            logger.exception("meridian: %s is left as it is", chosen)
+            return chosen
+
+    config_class.get_scheduler_cls = get_scheduler_cls
+
+
+def _wrap_worker(wrapper_class: Any) -> None:
+    """Attach the observer to each worker once its model is loaded.
+
+    vLLM loads plugins inside `init_worker`; `init_device` is the first call of its own that comes after.
+    """
+    original = wrapper_class.init_device
+
+    @functools.wraps(original)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        try:
+            from meridian_agent.observe import attach
+
+            _after(self.worker, "load_model", functools.partial(attach, self.worker))
+        except Exception:
+            logger.exception("meridian: this worker will not report entropy")
+        return result
+
+    wrapper_class.init_device = init_device
+
+
+def _after(owner: Any, name: str, then: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        try:
+            then()
+        except Exception:
+            logger.exception("meridian: after %s", name)
+        return result
+
+    setattr(owner, name, call)
+
+
+# ------------------------------------------------------------------------------------------------- asked by the engine
+
+
+def tokenizer_of(vllm_config: Any) -> Any:
+    """The engine's tokenizer, or None when it runs without one."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(vllm_config.model_config)
+
+
+def resolve_markers(vllm_config: Any, starts: list[int], ends: list[int], parser_name: str) -> Markers:
+    """The thinking markers: what policy says first, then what the reasoning parser and the tokenizer say.
+
+    Raises ValueError when no end marker can be found, an id is outside the vocabulary or the parser is unknown.
+    """
+    vocab = vllm_config.model_config.get_vocab_size()
+    for token in (*starts, *ends):
+        if token >= vocab:
+            raise ValueError(f"think marker token id {token} is outside the vocabulary of {vocab}")
+    if starts and ends:
+        return Markers((tuple(starts),), (tuple(ends),))
+    found = _markers_from_parser(vllm_config, parser_name)
+    return Markers((tuple(starts),) if starts else found.starts, (tuple(ends),) if ends else found.ends)
+
+
+def _markers_from_parser(vllm_config: Any, parser_name: str) -> Markers:
+    from vllm.reasoning import ReasoningParserManager
+
+    name = parser_name or vllm_config.structured_outputs_config.reasoning_parser
+    tokenizer = tokenizer_of(vllm_config)
+    if tokenizer is None:
+        raise ValueError("the engine has no tokenizer: set think_start_token_ids and think_end_token_ids")
+    if not name:
+        return _encoded(tokenizer, ["<think>"], ["</think>"])
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"reasoning parser {name!r}: {error}") from error
+    return _encoded(tokenizer, _spellings(parser, "start"), _spellings(parser, "end"))
+
+
+def _spellings(parser: Any, which: str) -> list[str]:
+    """The texts that open or close thinking, as the parser itself names them."""
+    if text := getattr(parser, f"reasoning_{which}_str", None):
+        return [text]
+    several = getattr(parser, "valid_think_starts" if which == "start" else "valid_response_starts", None)
+    return list(several or ())
+
+
+def _encoded(tokenizer: Any, starts: list[str], ends: list[str]) -> Markers:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    sequences = [tuple(ids(t) for t in texts) for texts in (starts, ends)]
+    if not sequences[1] or any(unknown is not None and unknown in s for s in sequences[1]):
+        raise ValueError("no end-of-thinking marker: start vLLM with --reasoning-parser, or set think_end_token_ids")
+    return Markers(*sequences)
+
+
+def strips_think(tokenizer: Any, markers: Markers) -> bool:
+    """Whether the chat template drops thinking from earlier turns, found by rendering one."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return False
+    start, end = (tokenizer.decode(list(m[0])) if m else "" for m in (markers.starts, markers.ends))
+    turns = [
+        {"role": "user", "content": "meridianquestion"},
+        {"role": "assistant", "content": f"{start}meridianthought{end}meridiananswer"},
+        {"role": "user", "content": "meridianquestion"},
+    ]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception as error:
+        logger.warning("meridian: the chat template could not be rendered, nothing will be reclaimed: %s", error)
+        return False
+    return "meridiananswer" in text and "meridianthought" not in text
+
+
+def is_async(scheduler: Any) -> bool:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return isinstance(scheduler, AsyncScheduler)
+
+
+def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
+    """A GrammarOutput of these rows; `base` keeps its say on the drafts of the requests it covers, ours accept none."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    output = GrammarOutput(request_ids, bitmask)
+    drafts = getattr(base, "num_acceptable_drafts", None)
+    if drafts is not None:
+        output.num_acceptable_drafts = drafts + [0] * (len(request_ids) - len(drafts))
+    return output
+
+
+def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
+    """A one-token request over `tokens` that shares the parent's cached blocks."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    probe = Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+        pooling_params=None,
+        client_index=parent.client_index,
+        arrival_time=parent.arrival_time,
+        lora_request=parent.lora_request,
+        cache_salt=parent.cache_salt,
+        priority=parent.priority,
+    )
+    # The parent's hashes cover the shared prefix: only what follows is hashed anew.
+    probe.block_hashes = list(parent.block_hashes)
+    probe._block_hasher = parent._block_hasher
+    probe.update_block_hashes()
+    return probe
+
+
+def aborted_status() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+def fcfs(scheduler: Any) -> bool:
+    """Whether the scheduler preempts from the end of its running list and queues first come, first served."""
+    return str(getattr(scheduler.policy, "value", scheduler.policy)) == "fcfs"

@@ -1,0 +1,253 @@
+"""The stream to the control plane, on a thread of its own.
+
+Owns the channel, reconnection, the ring of records that wait to be sent and the inbox of messages that wait to be
+applied. The engine-core thread only appends to the one and pops from the other, and never waits. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc
+
+from meridian_agent.messages import mergeable, opened_message, step_report
+from meridian_agent.tracker import StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+logger = logging.getLogger("vllm.meridian")
+
+RING_RECORDS = 4096
+INBOX_MESSAGES = 4096
+MERGE_RECORDS = 256
+# Longest a record waits for the others of its report interval; an engine that falls idle still reports.
+MERGE_WAIT_S = 0.05
+BACKOFF_S = (0.2, 5.0)
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", 16 << 20),
+    # Ours to pace: the channel is rebuilt at each attempt.
+    ("grpc.enable_retries", 0),
+]
+
+
+@dataclass(slots=True)
+class SnapshotRecord:
+    step: int
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+Ring = queue.SimpleQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
+
+
+class Link:
+    """One engine's connection.
+
+    hello: builds the first message of every stream.
+    on_settings: applies new settings and returns an error text, empty for success; called on the link's thread.
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        targets: list[str],
+        hello: Callable[[], agent_pb2.Hello],
+        on_settings: Callable[[agent_pb2.Settings], str],
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._targets, self._hello, self._on_settings = targets, hello, on_settings
+        self._clock, self._jitter = clock, jitter
+        # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
+        self._ring: Ring = queue.SimpleQueue()
+        # Directives in order of arrival; None marks the start of a new stream.
+        self.inbox: deque[agent_pb2.Directives | None] = deque()
+        # Set on the link's thread, read and cleared on the engine's: records may flow, a snapshot is due first.
+        self.connected = False
+        self.snapshot_due = False
+        self.report_interval_steps = 1
+        self.lease_s = 30.0
+        self.revision = 0
+        self.reports_dropped = 0
+        self._streaming = False
+        # Outcomes of records that were dropped: each decision still gets its one outcome.
+        self._kept_outcomes: list[tuple[int, int, int, str]] = []
+        self._lost_since: float | None = clock()
+        self._unheard_since: float | None = None
+        self._stop = threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the stream and the thread; records that wait are lost."""
+        self._stop.set()
+        self.restart()
+        self._ring.put(None)
+
+    def restart(self) -> None:
+        """End the stream; the next one says Hello anew."""
+        if self._call is not None:
+            self._call.cancel()
+
+    # ------------------------------------------------------------------------------ called on the engine-core thread
+
+    def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
+        """Queue a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot."""
+        if not self.connected:
+            self._streaming = False
+            return
+        if self._ring.qsize() >= RING_RECORDS:
+            self._streaming = False
+            self.reports_dropped += 1
+            self._kept_outcomes += record.outcomes
+            return
+        if self.snapshot_due or not self._streaming:
+            self._begin(record, snapshot)
+        if self._unheard_since is None:
+            self._unheard_since = self._clock()
+        self._ring.put(record)
+
+    def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
+        """Send the whole state; what the record says of it is in there already. A new stream knows no old decision."""
+        if self.snapshot_due:
+            self._kept_outcomes, record.outcomes, record.probes = [], [], []
+        self.snapshot_due, self._streaming = False, True
+        record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
+        record.outcomes = self._kept_outcomes + record.outcomes
+        self._kept_outcomes = []
+        self._ring.put(SnapshotRecord(record.step, snapshot()))
+
+    def lease_expired(self) -> bool:
+        """Whether nothing was heard for longer than the lease while there was something to answer."""
+        since = self._lost_since or self._unheard_since
+        return since is not None and self._clock() - since > self.lease_s
+
+    # ----------------------------------------------------------------------------------------- the link's own thread
+
+    def _run(self) -> None:
+        attempt, index = 0, 0
+        while not self._stop.is_set():
+            heard = False
+            try:
+                heard = self._stream(self._targets[index % len(self._targets)])
+            except grpc.RpcError as error:
+                logger.debug("meridian: stream ended: %s", error)
+            except Exception:
+                logger.exception("meridian: the stream failed")
+            attempt, index = (0 if heard else attempt + 1), index + 1
+            low, high = BACKOFF_S
+            self._stop.wait(min(high, low * 2 ** min(attempt, 10)) * (0.5 + self._jitter()))
+
+    def _stream(self, target: str) -> bool:
+        """One stream from connect to its end; returns whether the server answered at all."""
+        heard = False
+        self._ring = queue.SimpleQueue()
+        with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+            call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring))
+            self._call = call
+            try:
+                for response in call:
+                    if not heard:
+                        heard = True
+                        logger.info("meridian: connected to %s", target)
+                    self._receive(response)
+            except grpc.RpcError as error:
+                if heard and not self._stop.is_set():
+                    logger.warning("meridian: stream to %s ended: %s", target, _status(error))
+            finally:
+                self._lost()
+                call.cancel()
+        return heard
+
+    def _lost(self) -> None:
+        if self._lost_since is None:
+            self._lost_since = self._clock()
+        self.connected = False
+        self._ring.put(None)
+
+    def _receive(self, response: agent_pb2.ConnectResponse) -> None:
+        self._unheard_since = None
+        kind = response.WhichOneof("message")
+        if kind == "directives":
+            if len(self.inbox) < INBOX_MESSAGES:
+                self.inbox.append(response.directives)
+        elif kind == "settings":
+            self._apply_settings(response.settings)
+        elif kind == "welcome":
+            self.inbox.clear()
+            self.inbox.append(None)
+            self._lost_since = None
+            self.snapshot_due = True
+            self.connected = True
+        elif kind == "going_away":
+            logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
+            self.restart()
+
+    def _apply_settings(self, settings: agent_pb2.Settings) -> None:
+        error = self._on_settings(settings)
+        if not error:
+            self.revision = settings.revision
+            self.lease_s = settings.lease_ms / 1000
+            self.report_interval_steps = max(1, settings.report_interval_steps)
+        else:
+            logger.error(
+                "meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error
+            )
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
+        self._ring.put(agent_pb2.ConnectRequest(settings_status=status))
+
+    def _requests(self, ring: Ring) -> Iterator[agent_pb2.ConnectRequest]:
+        """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""
+        yield agent_pb2.ConnectRequest(hello=self._hello())
+        held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
+        while True:
+            item = held if held is not None else ring.get()
+            held = None
+            if item is None:
+                return
+            if isinstance(item, agent_pb2.ConnectRequest):
+                yield item
+            elif isinstance(item, SnapshotRecord):
+                rows = [opened_message(row) for row in item.rows]
+                yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
+            else:
+                batch, held = self._gather(ring, item)
+                yield agent_pb2.ConnectRequest(step=step_report(batch))
+
+    def _gather(self, ring: Ring, first: StepRecord) -> tuple[list[StepRecord], Any]:
+        """The records to merge into one report: what the interval asks for, and whatever else already waits."""
+        batch = [first]
+        while len(batch) < MERGE_RECORDS:
+            wait = len(batch) < self.report_interval_steps
+            try:
+                item = ring.get(timeout=MERGE_WAIT_S) if wait else ring.get_nowait()
+            except queue.Empty:
+                return batch, None
+            if item is None:
+                ring.put(None)
+                return batch, None
+            if not isinstance(item, StepRecord) or not mergeable(batch, item):
+                return batch, item
+            batch.append(item)
+        return batch, None
+
+
+def _status(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code()}: {error.details()}"
+    return str(error)

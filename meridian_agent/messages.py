@@ -1,0 +1,89 @@
+"""Turns step records into protobuf messages, several steps into one report. Pure; runs on the link's thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_agent.tracker import StepRecord
+
+
+def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
+    slot, info, phase, think_tokens, output_tokens, forced, preempted = row
+    return agent_pb2.RequestOpened(
+        slot=slot,
+        request_id=info.request_id,
+        model=info.model,
+        tenant=info.tenant,
+        slo_class=info.slo_class,
+        prompt_tokens=info.prompt_tokens,
+        max_tokens=info.max_tokens,
+        phase=phase,
+        think_tokens=think_tokens,
+        output_tokens=output_tokens,
+        max_think_tokens=info.max_think_tokens,
+        forced=forced,
+        preempted=preempted,
+    )
+
+
+def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
+    """Whether a record may join those before it: not if it opens a slot that one of them closed."""
+    closed = {slot for record in records for slot, _ in record.closed}
+    return not any(row[0] in closed for row in following.opened)
+
+
+def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
+    """One report of consecutive steps; their token rows are concatenated, their gauges are the last step's."""
+    last = records[-1]
+    report = agent_pb2.StepReport(
+        step=last.step,
+        steps=len(records),
+        step_time_ms=last.step_time_ms,
+        kv_used=last.kv_used,
+        running=last.running,
+        waiting=last.waiting,
+    )
+    if last.counters:
+        report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))
+    for record in records:
+        _add(report, record)
+    return report
+
+
+def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
+    report.opened.extend(opened_message(row) for row in record.opened)
+    if record.slots:
+        _add_tokens(report.tokens, record)
+    for decision_id, slot, think_tokens, eat_nats, cost_tokens in record.probes:
+        report.probes.decision_id.append(decision_id)
+        report.probes.slot.append(slot)
+        report.probes.think_tokens.append(think_tokens)
+        report.probes.eat_nats.append(eat_nats)
+        report.probes.cost_tokens.append(cost_tokens)
+    report.preempted.extend(record.preempted)
+    report.resumed.extend(record.resumed)
+    report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]
+    for decision_id, outcome, think_tokens, detail in record.outcomes:
+        report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
+
+
+def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
+    columns.slot.extend(record.slots)
+    columns.phase.extend(record.phases)  # type: ignore[arg-type]
+    columns.flags.extend(record.flags)
+    rows = len(record.slots)
+    if record.signals is None:
+        columns.entropy_nats.extend([float("nan")] * rows)
+        columns.end_rank.extend([0] * rows)
+        columns.end_logprob_nats.extend([float("nan")] * rows)
+        return
+    at = np.asarray(record.rows, dtype=np.intp)
+    columns.entropy_nats.extend(record.signals.entropy_nats[at].tolist())
+    columns.end_rank.extend(record.signals.end_rank[at].tolist())
+    columns.end_logprob_nats.extend(record.signals.end_logprob_nats[at].tolist())

@@ -1,0 +1,135 @@
+"""The worker role: measures every sampled logits row before any mask changes it, and hands the columns to the engine
+core on the model runner's own output. Runs on the worker's thread; knows nothing of requests' meaning or of policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian_kernels import EntropyProbe
+
+from meridian_agent.guard import Guard
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("vllm.meridian")
+
+# Attribute of SchedulerOutput (engine core to worker): id of the end marker's first token, absent when not observing.
+REQUEST = "meridian_end_token_id"
+# Attribute of ModelRunnerOutput (worker to engine core).
+RESULT = "meridian_signals"
+
+
+@dataclass(slots=True)
+class StepSignals:
+    """Signals of one step, rows in the order of the runner's `req_ids`.
+
+    first_row: [requests] first row of each request; a request has 1 + drafts rows.
+    """
+
+    first_row: NDArray[np.int32]
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.int32]
+    end_logprob_nats: NDArray[np.float32]
+
+
+class Observer:
+    """Measures for one model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self.guard = Guard()
+        self._runner = runner
+        self._probe = EntropyProbe()
+        self._end_token_id: int | None = None
+        self._drafts: dict[str, list[int]] = {}
+        self._signals: StepSignals | None = None
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Note what the engine core asks for in this step."""
+        self._end_token_id = getattr(scheduler_output, REQUEST, None)
+        self._drafts = scheduler_output.scheduled_spec_decode_tokens
+
+    def before_sampling(self) -> None:
+        """Measure the step's raw logits, which the runner keeps between its forward pass and sampling."""
+        self._signals = None
+        state = self._runner.execute_model_state
+        if self._end_token_id is not None and state is not None and state.logits is not None:
+            self._measure(state.logits, self._first_rows(self._runner.input_batch.req_ids))
+
+    def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32]:
+        rows = np.arange(len(req_ids), dtype=np.int32)
+        if self._drafts:
+            drafts = [len(self._drafts.get(r, ())) for r in req_ids]
+            rows[1:] += np.cumsum(drafts, dtype=np.int32)[:-1]
+        return rows
+
+    def _measure(self, logits: Any, first_row: NDArray[np.int32]) -> None:
+        assert self._end_token_id is not None
+        s = self._probe.compute_batch(logits, self._end_token_id)
+        self._signals = StepSignals(first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
+
+    def attach_to(self, output: Any) -> None:
+        """Put the step's signals on the output that goes to the engine core."""
+        if self._signals is not None and getattr(output, "req_ids", None):
+            setattr(output, RESULT, self._signals)
+            self._signals = None
+
+
+def supported(worker: Any) -> str:
+    """Why this worker cannot observe; empty when it can."""
+    if str(worker.device.type) != "cpu":
+        return f"entropy kernels for {worker.device.type} are not part of this version"
+    if not hasattr(worker.model_runner, "sample_tokens") or not hasattr(worker.model_runner, "execute_model"):
+        return "the model runner has no sample_tokens or no execute_model"
+    if getattr(worker, "use_v2_model_runner", False):
+        return "entropy on Model Runner V2 is not part of this version"
+    return ""
+
+
+def attach(worker: Any) -> None:
+    """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone."""
+    if reason := supported(worker):
+        logger.warning("meridian: no entropy from this worker: %s", reason)
+        return
+    if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
+        return
+    runner = worker.model_runner
+    observer = Observer(runner)
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+
+    @functools.wraps(execute_model)
+    def observed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.guard.run(observer.begin, scheduler_output)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    @functools.wraps(sample_tokens)
+    def observed_sample(*args: Any, **kwargs: Any) -> Any:
+        observer.guard.run(observer.before_sampling)
+        output = sample_tokens(*args, **kwargs)
+        observer.guard.run(_attach_now_or_later, observer, output)
+        return output
+
+    runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
+    logger.info("meridian: observing logits on the %s", worker.device)
+
+
+def _attach_now_or_later(observer: Observer, output: Any) -> None:
+    """An asynchronous output exists only once `get_output` is called; the signals ride on what it returns."""
+    get_output = getattr(output, "get_output", None)
+    if get_output is None:
+        observer.attach_to(output)
+        return
+    signals, observer._signals = observer._signals, None
+
+    def with_signals() -> Any:
+        result = get_output()
+        if signals is not None and getattr(result, "req_ids", None):
+            setattr(result, RESULT, signals)
+        return result
+
+    output.get_output = with_signals

@@ -1,0 +1,63 @@
+"""EAT probes: which may be placed now, and what became of those that were. Engine-core thread.
+
+A probe is an internal request over a thinking request's tokens plus the end marker; the prefix cache serves its full
+blocks, so it costs the tokens since the last full block plus the marker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meridian_agent.phases import Phase
+
+if TYPE_CHECKING:
+    from meridian_agent.tracker import Tracked
+
+PREFIX = "meridian-probe-"
+# Probe tokens of one step, as a share of the step's token budget.
+STEP_SHARE = 8
+
+
+@dataclass(slots=True)
+class Placed:
+    """A probe that is in the engine, and what it has cost so far."""
+
+    decision_id: int
+    slot: int
+    think_tokens: int
+    cost_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the coming step has to spare.
+
+    sequences: running places left. blocks: free KV blocks. tokens: the step's token budget.
+    """
+
+    sequences: int
+    blocks: int
+    tokens: int
+    prefix_caching: bool
+
+
+def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:
+    """Why a probe of this request cannot be placed now; empty when it can.
+
+    It never takes the last running place, and leaves at least one free block for every block it takes.
+    """
+    request = tr.ref
+    blocks = 2 * (cost_tokens // block_size + 2)
+    obstacles = (
+        (tr.state.phase is not Phase.THINK or tr.ending is not None, "not thinking"),
+        (not room.prefix_caching, "prefix caching is off"),
+        (getattr(request, "lora_request", None) is not None, "LoRA request"),
+        (bool(getattr(request, "mm_features", None)), "multimodal prompt"),
+        (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),
+        (tr.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
+        (room.sequences < 2, "no running place to spare"),
+        (room.blocks < blocks, "no KV blocks to spare"),
+        (cost_tokens > room.tokens // STEP_SHARE, "over the step's probe budget"),
+    )
+    return next((reason for holds, reason in obstacles if holds), "")

@@ -1,0 +1,189 @@
+"""The mixin that puts the agent in front of whatever scheduler class vLLM chose. Each hook is stock behaviour plus one
+guarded call; when the agent is off they are stock behaviour alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent import __version__, hooks
+from meridian_agent.agent import Agent
+from meridian_agent.guard import Guard
+from meridian_agent.link import Link
+from meridian_agent.phases import NO_MARKERS, Markers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+
+@functools.cache
+def governed(chosen: type) -> type:
+    """The scheduler class vLLM chose, with the agent in front of it; already governed classes come back as they are."""
+    if issubclass(chosen, GovernedScheduler):
+        return chosen
+    return type(f"Governed{chosen.__name__}", (GovernedScheduler, chosen), {"__module__": __name__})
+
+
+class GovernedScheduler:
+    """Mixin over a vLLM scheduler class (see `governed`)."""
+
+    _agent: Agent | None = None
+    _guard: Guard
+    max_num_active_reqs: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._guard = Guard()
+        self._agent = self._guard.run(build_agent, self, self._guard)
+
+    def _tell(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """Run a hook of the agent's under the guard, and book its time."""
+        began = time.perf_counter()
+        result = self._guard.run(hook, *args)
+        if self._agent is not None:
+            self._agent.agent_seconds += time.perf_counter() - began
+        return result
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.opened, self, request)
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        done = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.finished, [getattr(r, "request_id", r) for r in done])
+        return done
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        agent = self._agent
+        if agent is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        limit = self._tell(agent.before_schedule, self)
+        began = time.perf_counter()
+        output = self._schedule_within(limit, *args, **kwargs)
+        agent.scheduler_seconds += time.perf_counter() - began
+        self._tell(agent.after_schedule, self, output)
+        return output
+
+    def _schedule_within(self, limit: int | None, *args: Any, **kwargs: Any) -> Any:
+        """Stock schedule, admitting nothing beyond `limit` running requests."""
+        if limit is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        stock_limit = self.max_num_active_reqs
+        self.max_num_active_reqs = limit
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_active_reqs = stock_limit
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        base = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        if self._agent is None or self._guard.fault:
+            return base
+        merged = self._tell(self._agent.bitmask, self, scheduler_output, base)
+        return base if self._guard.fault else merged
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        agent = self._agent
+        if agent is None:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        began = time.perf_counter()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        agent.scheduler_seconds += time.perf_counter() - began
+        self._tell(agent.after_update, self, model_runner_output, outputs)
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.preempted, request)
+        return result
+
+    def _free_request_blocks(self, request: Any) -> Any:
+        if self._agent is not None:
+            self._tell(self._agent.freeing, self, request)
+        return super()._free_request_blocks(request)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        if self._agent is not None:
+            self._guard.run(self._agent.link.stop)
+        super().shutdown()  # type: ignore[misc]
+
+
+def build_agent(scheduler: Any, guard: Guard) -> Agent:
+    """Make and start the agent of one engine core, from the environment and the engine's own configuration."""
+    config = scheduler.vllm_config
+    model = config.model_config.served_model_name
+    model = str(model[0] if isinstance(model, (list, tuple)) else model)
+    markers = _markers(config)
+    identity = _identity(config)
+    strips = hooks.strips_think(hooks.tokenizer_of(config), markers)
+    agent: Agent
+
+    def hello() -> agent_pb2.Hello:
+        return agent_pb2.Hello(
+            **identity,
+            model=model,
+            block_size_tokens=scheduler.block_size,
+            num_blocks=config.cache_config.num_gpu_blocks,
+            max_num_seqs=scheduler.max_num_running_reqs,
+            vocab_size=config.model_config.get_vocab_size(),
+            capabilities=capabilities(scheduler, strips),
+            revision=agent.link.revision,
+            fault=guard.fault,
+        )
+
+    targets = [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
+    link = Link(targets, hello, lambda settings: agent.apply_settings(config, settings))
+    agent = Agent(scheduler, markers, link, model)
+    guard.on_trip = link.restart
+    link.start()
+    logger.info("meridian: governing %s, control plane %s", type(scheduler).__name__, ", ".join(targets))
+    return agent
+
+
+def _markers(config: Any) -> Markers:
+    try:
+        return hooks.resolve_markers(config, [], [], "")
+    except ValueError as error:
+        logger.warning("meridian: nothing counts as thinking until policy names the markers: %s", error)
+        return NO_MARKERS
+
+
+def _identity(config: Any) -> dict[str, Any]:
+    rank = getattr(config.parallel_config, "data_parallel_rank", 0)
+    default = platform.node() + (f"-dp{rank}" if rank else "")
+    pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
+    return {
+        "engine_id": os.environ.get("MERIDIAN_ENGINE_ID", default),
+        "incarnation": uuid.uuid4().hex,
+        "agent_version": __version__,
+        "vllm_version": hooks.vllm_version(),
+        "labels": {key.strip(): value.strip() for key, _, value in pairs},
+    }
+
+
+def capabilities(scheduler: Any, strips_think: bool) -> agent_pb2.Capabilities:
+    """What this engine can honour."""
+    caching = bool(scheduler.kv_cache_manager.enable_caching)
+    one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
+    on_cpu = str(scheduler.vllm_config.device_config.device_type) == "cpu"
+    entropy = on_cpu and not scheduler.use_v2_model_runner
+    return agent_pb2.Capabilities(
+        token_entropy=entropy,
+        force_end=True,
+        eat_probe=entropy and caching,
+        dispatch=hooks.fcfs(scheduler),
+        reclaim=caching and one_group,
+        template_strips_think=strips_think,
+    )

@@ -1,0 +1,209 @@
+"""The live requests of one engine as the agent sees them, and the record of each engine step.
+
+Owns slots, phases, counts and the pending decisions of each request. Knows no vLLM type beyond opaque references, no
+policy and no network. Runs on the engine-core thread only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.phases import Markers, Phase, PhaseState, initial_phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
+PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 1, Phase.THINK: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What policy may match on. Never text."""
+
+    request_id: str
+    model: str
+    tenant: str
+    slo_class: str
+    prompt_tokens: int
+    max_tokens: int
+    max_think_tokens: int | None
+
+
+@dataclass(slots=True)
+class Cap:
+    decision_id: int
+    max_think_tokens: int
+    shadow: bool
+    reported: bool = False
+
+
+@dataclass(slots=True)
+class Ending:
+    """A forced end of thinking under way: which of its tokens come next."""
+
+    tokens: tuple[int, ...]
+    decision_id: int
+    position: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One live request. `ref` is vLLM's own request object, opaque here."""
+
+    slot: int
+    info: RequestInfo
+    state: PhaseState
+    opened_step: int
+    ref: Any
+    cap: Cap | None = None
+    ending: Ending | None = None
+    # Ending tokens written into this step's masks, by row.
+    expected: dict[int, int] = field(default_factory=dict)
+    forced: bool = False
+    rank: int | None = None
+    tier: tuple[int, int, bool] | None = None
+    preempted: bool = False
+    skipped_steps: int = 0
+    # Step the request last joined, for fair rotation of those left out.
+    joined_step: int = 0
+
+    @property
+    def effective_rank(self) -> int:
+        return PHASE_RANK[self.state.phase] if self.rank is None else self.rank
+
+    @property
+    def limit(self) -> int | None:
+        """Thinking tokens after which an end is forced here, stream or no stream: the smaller of both caps."""
+        own = self.info.max_think_tokens
+        if self.cap is None or self.cap.shadow:
+            return own
+        return self.cap.max_think_tokens if own is None else min(own, self.cap.max_think_tokens)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one engine step did: plain lists, turned into a StepReport on the link's thread."""
+
+    step: int = 0
+    step_time_ms: float = 0.0
+    kv_used: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    opened: list[tuple[Any, ...]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    phases: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    # Row of `signals` each token was drawn from.
+    rows: list[int] = field(default_factory=list)
+    signals: Any = None
+    # (decision id, slot, thinking tokens, EAT in nats, cost in tokens)
+    probes: list[tuple[int, int, int, float, int]] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    closed: list[tuple[int, int]] = field(default_factory=list)
+    # (decision id, outcome, thinking tokens, detail)
+    outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
+    counters: tuple[Any, ...] = ()
+
+
+def opened_row(tr: Tracked) -> tuple[Any, ...]:
+    """The fields of RequestOpened, copied so that another thread may read them."""
+    i, s = tr.info, tr.state
+    return (tr.slot, i, int(s.phase), s.think_tokens, s.output_tokens, tr.forced, tr.preempted)
+
+
+class Tracker:
+    """Live requests by id and by slot, and the record being filled."""
+
+    def __init__(self, markers: Markers) -> None:
+        self.markers = markers
+        self.by_id: dict[str, Tracked] = {}
+        self.by_slot: dict[int, Tracked] = {}
+        # Requests that may need a forced token in the coming step.
+        self.due: set[Tracked] = set()
+        # Requests that wait after a preemption.
+        self.preempted: set[Tracked] = set()
+        self.record = StepRecord()
+        self.answering = 0
+        self.thinking = 0
+        # Ranks, phases or membership changed since the running queue was last ordered.
+        self.reorder = False
+        # Tokens of a step that may come on top of the first one: a cap must be looked at this much earlier.
+        self.lookahead = 0
+        self._free: list[int] = []
+        self._next_slot = 0
+
+    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any, supports_think_disable: bool) -> Tracked:
+        """Start tracking a request that was just admitted to the engine."""
+        slot = heapq.heappop(self._free) if self._free else self._take_slot()
+        phase = initial_phase(self.markers, prompt, supports_think_disable)
+        tr = Tracked(slot, info, PhaseState(phase), step, ref)
+        self.by_id[info.request_id] = self.by_slot[slot] = tr
+        self._count(phase, 1)
+        self.watch_limit(tr)
+        self.reorder = True
+        self.record.opened.append(opened_row(tr))
+        return tr
+
+    def _take_slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot - 1
+
+    def _count(self, phase: Phase, by: int) -> None:
+        if phase is Phase.THINK:
+            self.thinking += by
+        elif phase is Phase.OUTPUT:
+            self.answering += by
+
+    def watch_limit(self, tr: Tracked) -> None:
+        """Put a thinking request among those looked at before the mask is built once its cap is near."""
+        if tr.state.phase is not Phase.THINK:
+            return
+        limit = tr.limit
+        if tr.ending or (limit is not None and tr.state.think_tokens + self.lookahead >= limit):
+            self.due.add(tr)
+
+    def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
+        """Account a step's new tokens; returns whether thinking ended in them."""
+        record, state, markers, ended = self.record, tr.state, self.markers, False
+        for offset, token in enumerate(tokens):
+            before = state.phase
+            phase, flags = state.feed(token, markers)
+            if tr.ending is not None and tr.expected.get(offset) == token:
+                tr.ending.position += 1
+            record.slots.append(tr.slot)
+            record.phases.append(phase)
+            record.flags.append(flags)
+            record.rows.append(first_row + offset)
+            if state.phase is not before:
+                self._count(before, -1)
+                self._count(state.phase, 1)
+                self.reorder = True
+                ended = ended or before is Phase.THINK
+        tr.expected.clear()
+        if state.phase is Phase.THINK:
+            self.watch_limit(tr)
+        else:
+            self.due.discard(tr)
+        return ended
+
+    def close(self, tr: Tracked, reason: int) -> None:
+        """Forget a request and give its slot back."""
+        del self.by_id[tr.info.request_id]
+        del self.by_slot[tr.slot]
+        heapq.heappush(self._free, tr.slot)
+        self._count(tr.state.phase, -1)
+        self.due.discard(tr)
+        self.preempted.discard(tr)
+        self.record.closed.append((tr.slot, reason))
+
+    def take_record(self) -> StepRecord:
+        """The finished record; a new one is begun."""
+        record, self.record = self.record, StepRecord()
+        return record
+
+    def snapshot(self) -> list[tuple[Any, ...]]:
+        return [opened_row(tr) for tr in self.by_id.values()]
