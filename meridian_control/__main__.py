@@ -1,0 +1,106 @@
+"""`meridian-control`: the composition root. Reads flags and the policy file, wires store, fleet and server, and runs
+them on one event loop until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, start_http_server
+
+from meridian_control import __version__, policy
+from meridian_control.errors import MeridianError
+from meridian_control.fleet import Fleet
+from meridian_control.metrics import FleetCollector
+from meridian_control.server import ControlServer
+from meridian_control.store import PolicyStore, StoredRevision
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("meridian_control")
+
+STOP_GRACE_S = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
+    p.add_argument("--listen", default=":50051", help="address of the gRPC server, host:port or :port for all hosts")
+    p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
+    p.add_argument("--policy", type=Path, help="policy file; default: ./meridian.toml, then the user's configuration")
+    p.add_argument("--store", default=os.environ.get("MERIDIAN_STORE", "meridian.db"), help="SQLite file of revisions")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--version", action="version", version=__version__)
+    return p
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `:port`. Raises ValueError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"an address must be host:port or :port; got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
+    """What the store holds; an empty store begins with the policy file, or the defaults where there is none."""
+    found = policy.find(path)
+    wanted = policy.load(found) if found is not None else policy.Policy()
+    current = await store.current()
+    if current is None:
+        source = str(found) if found is not None else "defaults"
+        return await store.append(wanted, etag="", author="meridian-control", reason=source, now=datetime.now(UTC))
+    if found is not None and current.policy != wanted:
+        logger.warning("revision %d of the store is in force, not %s: use meridianctl", current.revision, found)
+    return current
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Run until a signal. Raises MeridianError, OSError or ValueError when it cannot start."""
+
+    def clock() -> datetime:
+        return datetime.now(UTC)
+
+    host, port = split_address(args.listen)
+    store = await PolicyStore.open(f"sqlite+aiosqlite:///{args.store}")
+    try:
+        fleet = Fleet(clock)
+        fleet.set_policy(await initial_policy(store, args.policy))
+        server = ControlServer(store, fleet, clock)
+        bound = await server.start(f"{host or '[::]'}:{port}")
+        if args.metrics_listen:
+            metrics_host, metrics_port = split_address(args.metrics_listen)
+            REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
+            start_http_server(metrics_port, metrics_host or "0.0.0.0")
+        logger.info("listening on %s:%d, store %s", host or "*", bound, args.store)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()
+        logger.info("draining")
+        await server.stop(STOP_GRACE_S)
+    finally:
+        await store.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logger.setLevel(args.log_level.upper())
+    try:
+        asyncio.run(serve(args))
+    except (MeridianError, OSError, ValueError) as error:
+        print(f"meridian-control: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

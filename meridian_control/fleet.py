@@ -1,0 +1,144 @@
+"""All engines: their sessions, the policy they should have, and what FleetService shows of them.
+
+Owns the set of sessions and their outgoing queues. Runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import __version__
+from meridian_control.errors import InvalidRequest
+from meridian_control.session import Session, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+    from datetime import datetime
+
+    import grpc
+
+    from meridian_control.store import StoredRevision
+
+# An engine that went away is shown for this long.
+FORGET_AFTER_S = 600.0
+# Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
+QUEUE_MESSAGES = 1024
+PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
+WATCH_MS, MIN_WATCH_MS = 1000, 50
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A session and what waits to be sent to its agent; None closes the stream."""
+
+    session: Session
+    outgoing: asyncio.Queue[agent_pb2.ConnectResponse | None] = field(
+        default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
+    )
+    overflowed: bool = False
+
+    def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
+        for response in responses:
+            try:
+                self.outgoing.put_nowait(response)
+            except asyncio.QueueFull:
+                self.overflowed = True
+
+
+class Fleet:
+    """The engines of this replica. `clock` gives the current UTC time."""
+
+    def __init__(self, clock: Callable[[], datetime]) -> None:
+        self.clock = clock
+        self.connections: set[Connection] = set()
+        self.departed: dict[str, tuple[datetime, fleet_pb2.Engine]] = {}
+        self.closed_totals = Totals()
+        self.stream_ends: dict[str, int] = {}
+        self._policy: StoredRevision | None = None
+
+    def join(self, hello: agent_pb2.Hello) -> Connection:
+        """Begin a session; its first messages are queued. Raises InvalidRequest."""
+        session = Session(uuid.uuid4().hex, hello, self.clock())
+        connection = Connection(session)
+        welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
+        connection.put([agent_pb2.ConnectResponse(welcome=welcome)])
+        if self._policy is not None:
+            connection.put(session.on_policy(self._policy.revision, self._policy.policy))
+        self.connections.add(connection)
+        self.departed.pop(hello.engine_id, None)
+        return connection
+
+    def leave(self, connection: Connection, reason: str) -> None:
+        """End a session; `reason` is counted."""
+        self.connections.discard(connection)
+        session = connection.session
+        session.close()
+        self.closed_totals.add(session.totals)
+        self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
+        now = self.clock()
+        self.departed[session.hello.engine_id] = (now, session.engine(connected=False))
+        for engine_id, (when, _) in list(self.departed.items()):
+            if (now - when).total_seconds() > FORGET_AFTER_S:
+                del self.departed[engine_id]
+
+    def set_policy(self, stored: StoredRevision) -> None:
+        """Bring a revision to every engine."""
+        if self._policy is not None and stored.revision <= self._policy.revision:
+            return
+        self._policy = stored
+        for connection in self.connections:
+            connection.put(connection.session.on_policy(stored.revision, stored.policy))
+
+    def going_away(self, reason: str) -> None:
+        """Ask every agent to connect elsewhere, and end the streams."""
+        message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
+        for connection in self.connections:
+            connection.put([message, None])
+
+    def totals(self) -> Totals:
+        """Counters over all sessions since the server started."""
+        total = Totals()
+        total.add(self.closed_totals)
+        for connection in self.connections:
+            total.add(connection.session.totals)
+        return total
+
+    def engines(self) -> list[fleet_pb2.Engine]:
+        live = [c.session.engine(connected=True) for c in self.connections]
+        ids = {e.engine_id for e in live}
+        gone = [engine for _, engine in self.departed.values() if engine.engine_id not in ids]
+        return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
+
+    def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+        sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
+        found = [request for session in sessions for request in session.requests()]
+        return sorted(found, key=lambda r: (r.engine_id, r.request_id))
+
+
+def page(count: int, size: int, token: str) -> tuple[int, int, str]:
+    """Begin, end and next token of a page of `count` items (AIP-158). Raises InvalidRequest."""
+    if size < 0:
+        raise InvalidRequest("page_size", f"must be at least 0; got {size}")
+    if token and not token.isdigit():
+        raise InvalidRequest("page_token", f"must be one that was returned; got {token!r}")
+    begin = int(token or 0)
+    end = min(count, begin + min(size or PAGE_SIZE, MAX_PAGE_SIZE))
+    return begin, end, str(end) if end < count else ""
+
+
+async def watch(
+    fleet: Fleet, interval_ms: int, stopped: asyncio.Event, context: grpc.aio.ServicerContext[object, object]
+) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
+    """The fleet's state now and at every interval, until the client leaves or the server stops."""
+    interval_s = max(MIN_WATCH_MS, interval_ms or WATCH_MS) / 1000
+    while not stopped.is_set() and not context.cancelled():
+        yield fleet_pb2.WatchFleetResponse(engines=fleet.engines(), requests=fleet.requests(""))
+        try:
+            await asyncio.wait_for(stopped.wait(), interval_s)
+        except TimeoutError:
+            continue

@@ -1,0 +1,212 @@
+"""The live requests of one engine, as NumPy columns indexed by slot.
+
+Owns counts, phases and raw signals; the rules read it, the session writes it. Pure: no I/O, no clock, no policy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+
+# Row flags of TokenColumns.
+FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT = 1, 2, 4, 8
+
+# Slots are dense by contract; one beyond this is a broken or hostile agent.
+MAX_SLOTS = 1 << 16
+
+# What the agent was told of a request: nothing yet, or that it has no cap.
+UNTOLD, NO_CAP = -1, -2
+
+# name: (dtype, value of a row that is opened)
+COLUMNS: dict[str, tuple[Any, Any]] = {
+    "live": (bool, True),
+    "phase": (np.uint8, 0),
+    "prompt_tokens": (np.int64, 0),
+    "think_tokens": (np.int64, 0),
+    "output_tokens": (np.int64, 0),
+    "preempted": (bool, False),
+    # Newest token's signals.
+    "entropy_nats": (np.float32, np.nan),
+    "end_rank": (np.uint32, 0),
+    "end_logprob_nats": (np.float32, np.nan),
+    # Token entropies of the thinking so far, for RPDI.
+    "entropy_sum": (np.float64, 0.0),
+    "entropy_window_sum": (np.float64, 0.0),
+    "entropy_count": (np.int64, 0),
+    # EAT samples and their exponential moving mean and variance.
+    "eat_nats": (np.float64, np.nan),
+    "eat_ema_nats": (np.float64, np.nan),
+    "eat_ema_variance": (np.float64, 0.0),
+    "eat_count": (np.int64, 0),
+    "next_probe_tokens": (np.int64, 0),
+    "probe_open": (bool, False),
+    # Decisions: what the agent was last told.
+    "rank": (np.int64, UNTOLD),
+    "tier": (np.uint8, 0),
+    "max_think_tokens": (np.int64, UNTOLD),
+    "cap_shadow": (bool, False),
+    "end_decided": (bool, False),
+}
+
+
+class RequestTable:
+    """Columns over slots; `table.phase[slot]`. Capacity doubles as slots appear and is never given back."""
+
+    live: NDArray[np.bool_]
+    phase: NDArray[np.uint8]
+    prompt_tokens: NDArray[np.int64]
+    think_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    preempted: NDArray[np.bool_]
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.uint32]
+    end_logprob_nats: NDArray[np.float32]
+    entropy_sum: NDArray[np.float64]
+    entropy_window_sum: NDArray[np.float64]
+    entropy_count: NDArray[np.int64]
+    eat_nats: NDArray[np.float64]
+    eat_ema_nats: NDArray[np.float64]
+    eat_ema_variance: NDArray[np.float64]
+    eat_count: NDArray[np.int64]
+    next_probe_tokens: NDArray[np.int64]
+    probe_open: NDArray[np.bool_]
+    rank: NDArray[np.int64]
+    tier: NDArray[np.uint8]
+    max_think_tokens: NDArray[np.int64]
+    cap_shadow: NDArray[np.bool_]
+    end_decided: NDArray[np.bool_]
+
+    def __init__(self, window_tokens: int, capacity: int = 64) -> None:
+        self.window = np.zeros((0, window_tokens), np.float32)
+        self.info: list[agent_pb2.RequestOpened | None] = []
+        self._resize(capacity)
+
+    def _resize(self, capacity: int) -> None:
+        old = len(self.info)
+        for name, (dtype, _) in COLUMNS.items():
+            column = np.zeros(capacity, dtype)
+            if old:
+                column[:old] = getattr(self, name)
+            setattr(self, name, column)
+        window = np.zeros((capacity, self.window.shape[1]), np.float32)
+        window[:old] = self.window
+        self.window = window
+        self.info += [None] * (capacity - old)
+
+    def open(self, opened: agent_pb2.RequestOpened) -> None:
+        """Begin a row. Raises ValueError for a slot out of range."""
+        slot = opened.slot
+        if slot >= MAX_SLOTS:
+            raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
+        while slot >= len(self.info):
+            self._resize(2 * len(self.info))
+        for name, (_, value) in COLUMNS.items():
+            getattr(self, name)[slot] = value
+        self.phase[slot] = opened.phase
+        self.prompt_tokens[slot] = opened.prompt_tokens
+        self.think_tokens[slot] = opened.think_tokens
+        self.output_tokens[slot] = opened.output_tokens
+        self.preempted[slot] = opened.preempted
+        self.end_decided[slot] = opened.forced
+        self.info[slot] = opened
+
+    def close(self, slot: int) -> None:
+        if self.holds(slot):
+            self.live[slot] = False
+            self.info[slot] = None
+
+    def holds(self, slot: int) -> bool:
+        return slot < len(self.info) and bool(self.live[slot])
+
+    def clear(self) -> None:
+        for slot in self.slots():
+            self.close(int(slot))
+
+    def slots(self) -> NDArray[np.intp]:
+        """Live slots, ascending."""
+        return np.flatnonzero(self.live)
+
+    def set_window(self, tokens: int) -> None:
+        """Change the length of the local entropy window; the windows begin anew."""
+        if tokens != self.window.shape[1]:
+            self.window = np.zeros((len(self.info), tokens), np.float32)
+            self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
+            self.entropy_count[:] = 0
+
+    def add_tokens(self, columns: agent_pb2.TokenColumns) -> int:
+        """Account a report's token rows; returns how many belonged to live requests.
+
+        Raises ValueError when the columns differ in length.
+        """
+        slot, phase, flags, entropy, end_rank, end_logprob = _arrays(columns)
+        known = slot < len(self.info)
+        known[known] = self.live[slot[known]]
+        if not known.all():
+            slot, phase, flags = slot[known], phase[known], flags[known]
+            entropy, end_rank, end_logprob = entropy[known], end_rank[known], end_logprob[known]
+        for at in _without_repeats(slot):
+            s = slot[at]
+            self._count(s, phase[at], flags[at])
+            self._signals(s, phase[at], flags[at], entropy[at])
+            self.entropy_nats[s], self.end_rank[s], self.end_logprob_nats[s] = (
+                entropy[at],
+                end_rank[at],
+                end_logprob[at],
+            )
+        return len(slot)
+
+    def _count(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any]) -> None:
+        text = (flags & FLAG_MARKER) == 0
+        back = flags >> TAKE_BACK_SHIFT
+        from_output = (flags & FLAG_FROM_OUTPUT) != 0
+        self.think_tokens[s] += (text & (phase == THINK)) - np.where(from_output, 0, back)
+        self.output_tokens[s] += (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
+        self.phase[s] = np.where(flags & FLAG_END, OUTPUT, phase)
+        self.preempted[s] = False
+
+    def _signals(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], entropy: NDArray[Any]) -> None:
+        measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
+        s, entropy = s[measured], entropy[measured]
+        at = self.entropy_count[s] % self.window.shape[1]
+        self.entropy_window_sum[s] += entropy - self.window[s, at]
+        self.entropy_sum[s] += entropy
+        self.window[s, at] = entropy
+        self.entropy_count[s] += 1
+
+    def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
+        for slot in self.slots():
+            info = self.info[slot]
+            assert info is not None
+            yield int(slot), info
+
+
+def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
+    slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
+    phase = np.fromiter(columns.phase, np.uint8, len(columns.phase))
+    flags = np.fromiter(columns.flags, np.int64, len(columns.flags))
+    entropy = np.fromiter(columns.entropy_nats, np.float32, len(columns.entropy_nats))
+    end_rank = np.fromiter(columns.end_rank, np.uint32, len(columns.end_rank))
+    end_logprob = np.fromiter(columns.end_logprob_nats, np.float32, len(columns.end_logprob_nats))
+    arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
+    if len({len(a) for a in arrays}) != 1:
+        raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
+    return arrays
+
+
+def _without_repeats(slot: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
+    """Row indices in passes, in order, no slot twice in one pass (merged steps and draft tokens repeat slots)."""
+    rows = np.arange(len(slot))
+    while len(rows):
+        _, first = np.unique(slot[rows], return_index=True)
+        first.sort()
+        yield rows[first]
+        rows = np.delete(rows, first)

@@ -1,0 +1,167 @@
+"""grpc.aio adapters: each turns RPCs into calls of the fleet and back. One event loop runs everything here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1._async import HealthServicer  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+from meridian.v1 import (
+    agent_pb2,
+    agent_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    policy_pb2,
+    policy_pb2_grpc,
+)
+
+from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.fleet import Connection, Fleet, page, watch
+from meridian_control.policy_service import PolicyService
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from datetime import datetime
+
+    from meridian_control.store import PolicyStore
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS = [
+    # Agents ping every 30 s without calls; a stricter server drops them with ENHANCE_YOUR_CALM.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # Streams move to other replicas now and then; gRPC adds its own jitter.
+    ("grpc.max_connection_age_ms", 30 * 60_000),
+    ("grpc.max_connection_age_grace_ms", 30_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.so_reuseport", 0),
+]
+SERVICES = (
+    agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+    policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name,
+    fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
+)
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    """One call of Connect per engine."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
+    ) -> AsyncIterator[agent_pb2.ConnectResponse]:
+        try:
+            first = await anext(aiter(request_iterator), None)
+            if first is None or first.WhichOneof("message") != "hello":
+                raise InvalidRequest("message", "must begin with hello")
+            connection = self._fleet.join(first.hello)
+        except MeridianError as error:
+            await abort_with(context, error)
+        reader = asyncio.create_task(self._read(connection, request_iterator))
+        logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
+        reason = "agent_closed"
+        try:
+            while (response := await connection.outgoing.get()) is not None:
+                yield response
+            if reader.done() and isinstance(failed := reader.exception(), MeridianError):
+                reason = failed.code
+                await abort_with(context, failed)
+            reason = "overflow" if connection.overflowed else "agent_closed" if reader.done() else "going_away"
+        except (asyncio.CancelledError, GeneratorExit):
+            reason = "disconnected"
+            raise
+        finally:
+            reader.cancel()
+            self._fleet.leave(connection, reason)
+            logger.info("engine %s left: %s", first.hello.engine_id, reason)
+
+    async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
+        try:
+            async for request in requests:
+                connection.put(connection.session.on_message(request, self._fleet.clock()))
+                if connection.overflowed:
+                    return
+        except MeridianError as error:
+            logger.warning("engine %s broke the contract: %s", connection.session.hello.engine_id, error)
+            raise
+        finally:
+            await connection.outgoing.put(None)
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self, fleet: Fleet, stopped: asyncio.Event) -> None:
+        self._fleet, self._stopped = fleet, stopped
+
+    async def ListEngines(  # noqa: N802
+        self, request: fleet_pb2.ListEnginesRequest, context: Context
+    ) -> fleet_pb2.ListEnginesResponse:
+        engines = self._fleet.engines()
+        try:
+            begin, end, token = page(len(engines), request.page_size, request.page_token)
+        except MeridianError as error:
+            await abort_with(context, error)
+        return fleet_pb2.ListEnginesResponse(engines=engines[begin:end], next_page_token=token)
+
+    async def ListRequests(  # noqa: N802
+        self, request: fleet_pb2.ListRequestsRequest, context: Context
+    ) -> fleet_pb2.ListRequestsResponse:
+        found = self._fleet.requests(request.engine_id)
+        try:
+            begin, end, token = page(len(found), request.page_size, request.page_token)
+        except MeridianError as error:
+            await abort_with(context, error)
+        return fleet_pb2.ListRequestsResponse(requests=found[begin:end], next_page_token=token)
+
+    async def WatchFleet(  # noqa: N802
+        self, request: fleet_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
+        if request.interval_ms < 0:
+            await abort_with(context, InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}"))
+        async for response in watch(self._fleet, request.interval_ms, self._stopped, context):
+            yield response
+
+
+class ControlServer:
+    """The gRPC server with all services. `start` binds, `stop` drains."""
+
+    def __init__(self, store: PolicyStore, fleet: Fleet, clock: Callable[[], datetime]) -> None:
+        self._fleet = fleet
+        self._stopped = asyncio.Event()
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyService(store, clock, fleet.set_policy), self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(fleet, self._stopped), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, listen: str) -> int:
+        """Bind and serve; returns the port. Raises OSError when the address cannot be had."""
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen}: {error}") from error
+        await self._server.start()
+        for name in ("", *SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Health goes NOT_SERVING, streams get a GoingAway, then everything closes within the grace period."""
+        await self._health.enter_graceful_shutdown()
+        self._stopped.set()
+        self._fleet.going_away("the control plane is shutting down")
+        await self._server.stop(grace_s)

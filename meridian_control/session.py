@@ -1,0 +1,398 @@
+"""One engine's stream: messages in, messages out.
+
+Owns the engine's request table, its decisions and their outcomes. No I/O and no clock: time is passed in, so that a
+recorded stream replays exactly. Used from one event loop, one call at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import dispatch, eviction, termination
+from meridian_control.errors import InvalidRequest
+from meridian_control.policy import ModelPolicy
+from meridian_control.requests import NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
+from meridian_control.signals import add_eat_sample, rpdi
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from meridian_control.policy import Policy
+
+# A report without decisions is answered all the same after this long, so that the agent knows it is heard.
+ACK_INTERVAL_S = 1.0
+# Weight of the newest step in the smoothed step time.
+STEP_TIME_ALPHA = 0.2
+
+Out = list[agent_pb2.ConnectResponse]
+
+
+@dataclass(slots=True)
+class Decision:
+    """One decision, from when it is made until its outcome is known."""
+
+    decision_id: int
+    kind: str
+    reason: str
+    slot: int | None = None
+    request_id: str = ""
+    outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a session counted; sums over sessions are the fleet's counters."""
+
+    decisions: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    token_events: int = 0
+    reports: int = 0
+    requests: int = 0
+    unknown_outcomes: int = 0
+    nacks: int = 0
+
+    def add(self, other: Totals) -> None:
+        self.decisions += other.decisions
+        self.outcomes += other.outcomes
+        self.ends += other.ends
+        for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Session:
+    """The control plane's side of one stream, after its Hello."""
+
+    def __init__(self, session_id: str, hello: agent_pb2.Hello, now: datetime) -> None:
+        if not hello.engine_id:
+            raise InvalidRequest("hello.engine_id", "must not be empty")
+        self.session_id, self.hello, self.connected_at = session_id, hello, now
+        self.table: RequestTable | None = None
+        self.totals = Totals()
+        self.open_decisions: dict[int, Decision] = {}
+        self.last_decision: dict[int, Decision] = {}
+        self.last_report: agent_pb2.StepReport | None = None
+        self.reported_at: datetime | None = None
+        self.policy: Policy | None = None
+        self.revision = self.acked_revision = 0
+        self.nack_error = ""
+        self._pending: tuple[int, int, Policy] | None = None
+        self._nonce = self._decision_id = 0
+        self._step_time_ms = 0.0
+        self._share = dispatch.Share()
+        self._hold = False
+        # The policy changed since the last decisions: what agents were told is gone over again.
+        self._review = False
+        self._answered_at = now
+
+    # ---------------------------------------------------------------------------------------------------- what comes
+
+    def on_policy(self, revision: int, policy: Policy) -> Out:
+        """A policy to bring into force: sent to the agent, obeyed here from its ACK on."""
+        self._nonce += 1
+        self.revision = revision
+        self._pending = (self._nonce, revision, policy)
+        model = self._model(policy)
+        settings = agent_pb2.Settings(
+            revision=revision,
+            nonce=self._nonce,
+            think_start_token_ids=model.think_start_token_ids,
+            think_end_token_ids=model.think_end_token_ids,
+            reasoning_parser=model.reasoning_parser,
+            supports_think_disable=model.supports_think_disable,
+            observe_entropy=policy.entropy.enabled and self.hello.capabilities.token_entropy,
+            report_interval_steps=policy.telemetry.report_interval_steps,
+            lease_ms=policy.fallback.lease_ms,
+        )
+        return [agent_pb2.ConnectResponse(settings=settings)]
+
+    def _model(self, policy: Policy) -> ModelPolicy:
+        return policy.model.get(self.hello.model) or ModelPolicy()
+
+    def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
+        """Answer one message of the agent's. Raises InvalidRequest when it breaks the contract."""
+        kind = message.WhichOneof("message")
+        try:
+            if kind == "step":
+                return self._on_step(message.step, now)
+            if kind == "snapshot":
+                return self._on_snapshot(message.snapshot, now)
+            if kind == "settings_status":
+                return self._on_settings_status(message.settings_status, now)
+        except ValueError as error:
+            raise InvalidRequest(str(kind), str(error)) from error
+        raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
+
+    def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Out:
+        if self._pending is None or status.nonce != self._pending[0]:
+            return []
+        (_, revision, policy), self._pending = self._pending, None
+        self.nack_error = status.error
+        if status.error:
+            self.totals.nacks += 1
+            return []
+        self.policy, self.acked_revision, self._review = policy, revision, True
+        if self.table is None:
+            self.table = RequestTable(policy.entropy.rpdi_window_tokens)
+        self.table.set_window(policy.entropy.rpdi_window_tokens)
+        # What was only shadowed under the old policy may be due under the new one.
+        self.table.end_decided[:] = False
+        return self._respond(self.last_report.step if self.last_report else 0, now)
+
+    def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
+        table = self._table()
+        table.clear()
+        for opened in snapshot.requests:
+            table.open(opened)
+        return self._respond(snapshot.step, now)
+
+    def _table(self) -> RequestTable:
+        if self.table is None:
+            self.table = RequestTable(1)
+        return self.table
+
+    def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
+        table = self._table()
+        self.last_report, self.reported_at = report, now
+        self.totals.reports += 1
+        self.totals.requests += len(report.opened)
+        for opened in report.opened:
+            table.open(opened)
+        self.totals.token_events += table.add_tokens(report.tokens)
+        self._add_probes(report.probes)
+        for slot in report.preempted:
+            if table.holds(slot):
+                table.preempted[slot] = True
+        for slot in report.resumed:
+            if table.holds(slot):
+                table.preempted[slot] = False
+        for closed in report.closed:
+            table.close(closed.slot)
+            self.last_decision.pop(closed.slot, None)
+        for outcome in report.outcomes:
+            self._settle(outcome)
+        weight = STEP_TIME_ALPHA if self._step_time_ms else 1.0
+        self._step_time_ms += weight * (report.step_time_ms - self._step_time_ms)
+        return self._respond(report.step, now)
+
+    def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
+        table = self._table()
+        if len({len(probes.decision_id), len(probes.slot), len(probes.eat_nats)}) != 1:
+            raise ValueError("probe columns must have one length")
+        for decision_id, slot, eat_nats in zip(probes.decision_id, probes.slot, probes.eat_nats, strict=True):
+            decision = self.open_decisions.get(decision_id)
+            info = table.info[slot] if table.holds(slot) else None
+            if self.policy and decision and info and info.request_id == decision.request_id:
+                add_eat_sample(table, slot, eat_nats, self.policy.entropy.ema_alpha)
+
+    def _settle(self, report: agent_pb2.DecisionOutcome) -> None:
+        decision = self.open_decisions.pop(report.decision_id, None)
+        if decision is None:
+            self.totals.unknown_outcomes += 1
+            return
+        self._finish(decision, report.outcome)
+        if decision.kind == "probe" and decision.slot is not None:
+            self._table().probe_open[decision.slot] = False
+
+    def _finish(self, decision: Decision, outcome: agent_pb2.Outcome.ValueType) -> None:
+        decision.outcome = outcome
+        name = outcome_name(outcome)
+        self.totals.outcomes[name] += 1
+        if decision.kind in ("force", "cap") and name in ("applied", "shadowed"):
+            self.totals.ends[decision.reason if name == "applied" else f"{decision.reason}_shadowed"] += 1
+
+    def close(self) -> None:
+        """The stream is gone: what is still open can no longer be reported."""
+        for decision in self.open_decisions.values():
+            self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF)
+        self.open_decisions.clear()
+
+    # -------------------------------------------------------------------------------------------------- what is decided
+
+    def _respond(self, step: int, now: datetime) -> Out:
+        directives = agent_pb2.Directives(step=step)
+        if self.policy is not None and not self.hello.fault:
+            self._decide(self.policy, self._table(), directives)
+        decided = len(directives.ListFields()) > 1
+        if not decided and (now - self._answered_at).total_seconds() < ACK_INTERVAL_S:
+            return []
+        self._answered_at = now
+        return [agent_pb2.ConnectResponse(directives=directives)]
+
+    def _decide(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
+        can, review = self.hello.capabilities, self._review
+        self._review = False
+        if can.force_end:
+            self._decide_caps(policy, table, out, review)
+            self._decide_ends(policy, table, out)
+        if can.eat_probe:
+            self._decide_probes(policy, table, out)
+        if can.dispatch:
+            self._decide_plan(policy, table, out, review)
+        self._decide_tiers(policy, table, out, review)
+
+    def _decide_caps(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
+        scheduler = policy.scheduler
+        for slot in np.flatnonzero(table.live & (review | (table.max_think_tokens == UNTOLD))).tolist():
+            info = table.info[slot]
+            assert info is not None
+            cap = termination.cap(scheduler, info) if scheduler.enabled else NO_CAP
+            told = cap, scheduler.shadow
+            if told == (table.max_think_tokens[slot], table.cap_shadow[slot]):
+                continue
+            first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
+            table.max_think_tokens[slot], table.cap_shadow[slot] = told
+            if cap != NO_CAP:
+                made = self._decision("cap", "hard_cap", slot)
+                out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=scheduler.shadow)
+            elif not first:
+                out.caps.add(decision_id=self._decision("cap", "lifted", slot), slot=slot)
+
+    def _decide_tiers(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
+        memory = policy.kv_memory
+        if review:
+            for slot in eviction.reusable_again(memory, table).tolist():
+                made = self._decision("tier", "reusable", slot)
+                out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
+        if memory.enabled:
+            for slot in eviction.newly_unreachable(self.hello.capabilities, table).tolist():
+                made = self._decision("tier", "unreachable", slot)
+                tier = agent_pb2.EVICTION_TIER_UNREACHABLE
+                out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)
+
+    def _decide_ends(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
+        for slot, reason in termination.ends(policy, table):
+            table.end_decided[slot] = True
+            made = self._decision("force", reason_name(reason), slot)
+            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=policy.entropy.shadow)
+
+    def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
+        for slot in termination.probes_due(policy, table):
+            table.probe_open[slot] = True
+            table.next_probe_tokens[slot] = table.think_tokens[slot] + policy.entropy.eat_probe_interval_tokens
+            out.probes.add(decision_id=self._decision("probe", "eat", int(slot)), slot=slot)
+
+    def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
+        scheduler = policy.scheduler
+        if not scheduler.enabled:
+            if review:
+                out.plan.decision_id, out.plan.stock = self._decision("plan", "stock"), True
+            return
+        if review:
+            table.rank[:] = UNTOLD
+        slots, ranks = dispatch.changed_ranks(table)
+        limited = self._share.think_per_step is not None
+        share = dispatch.share(scheduler, table, self._step_time_ms, limited)
+        kv_tokens = self.hello.num_blocks * self.hello.block_size_tokens
+        hold = eviction.hold_admission(policy.kv_memory, table, kv_tokens) and not policy.kv_memory.shadow
+        if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
+            return
+        self._share, self._hold = share, hold
+        out.plan.decision_id = self._decision("plan", "output_first")
+        out.plan.slot.extend(slots.tolist())
+        out.plan.rank.extend(ranks.tolist())
+        if share.think_per_step is not None:
+            out.plan.think_per_step = share.think_per_step
+        out.plan.max_skip_steps, out.plan.hold_admission = share.max_skip_steps, hold
+        out.plan.shadow = scheduler.shadow
+
+    def _decision(self, kind: str, reason: str, slot: int | None = None) -> int:
+        self._decision_id += 1
+        info = self._table().info[slot] if slot is not None else None
+        made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "")
+        self.open_decisions[made.decision_id] = made
+        if slot is not None:
+            self.last_decision[slot] = made
+        self.totals.decisions[kind if kind != "force" else f"force/{reason}"] += 1
+        return made.decision_id
+
+    # ------------------------------------------------------------------------------------------------ what can be seen
+
+    def engine(self, connected: bool) -> fleet_pb2.Engine:
+        """This engine as FleetService shows it."""
+        hello, report, table = self.hello, self.last_report, self._table()
+        running = table.live & ~table.preempted
+        state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
+        view = fleet_pb2.Engine(
+            engine_id=hello.engine_id,
+            incarnation=hello.incarnation,
+            model=hello.model,
+            vllm_version=hello.vllm_version,
+            agent_version=hello.agent_version,
+            state=state,
+            revision=self.revision,
+            acked_revision=self.acked_revision,
+            nack_error=self.nack_error,
+            fault=hello.fault,
+            thinking=int((running & (table.phase == THINK)).sum()),
+            answering=int((running & (table.phase == OUTPUT)).sum()),
+            token_events=self.totals.token_events,
+            decisions=self.totals.decisions,
+            outcomes=self.totals.outcomes,
+            ends=self.totals.ends,
+            open_decisions=len(self.open_decisions),
+            capabilities=hello.capabilities,
+        )
+        view.connect_time.FromDatetime(self.connected_at)
+        if report is not None and self.reported_at is not None:
+            view.report_time.FromDatetime(self.reported_at)
+            view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
+            view.running, view.waiting = report.running, report.waiting
+            view.counters.CopyFrom(report.counters)
+        return view
+
+    def requests(self) -> list[fleet_pb2.LiveRequest]:
+        """The live requests as FleetService shows them."""
+        table = self._table()
+        ratio = rpdi(table)
+        return [self._request(table, slot, info, float(ratio[slot])) for slot, info in table.requests()]
+
+    def _request(
+        self, table: RequestTable, slot: int, info: agent_pb2.RequestOpened, ratio: float
+    ) -> fleet_pb2.LiveRequest:
+        view = fleet_pb2.LiveRequest(
+            engine_id=self.hello.engine_id,
+            slot=slot,
+            request_id=info.request_id,
+            model=info.model,
+            tenant=info.tenant,
+            slo_class=info.slo_class,
+            phase=int(table.phase[slot]),  # type: ignore[arg-type]
+            prompt_tokens=info.prompt_tokens,
+            think_tokens=max(0, int(table.think_tokens[slot])),
+            output_tokens=max(0, int(table.output_tokens[slot])),
+            preempted=bool(table.preempted[slot]),
+            entropy_nats=table.entropy_nats[slot],
+            end_rank=int(table.end_rank[slot]),
+            end_logprob_nats=table.end_logprob_nats[slot],
+            rpdi=ratio,
+            eat_nats=table.eat_nats[slot],
+            eat_ema_nats=table.eat_ema_nats[slot],
+            eat_ema_variance=table.eat_ema_variance[slot],
+            rank=max(0, int(table.rank[slot])),
+            tier=int(table.tier[slot]),  # type: ignore[arg-type]
+            max_think_tokens=max(0, int(table.max_think_tokens[slot])),
+        )
+        if decision := self.last_decision.get(slot):
+            view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
+            view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
+        return view
+
+
+def outcome_name(outcome: agent_pb2.Outcome.ValueType) -> str:
+    """The outcome as labels and maps write it, for example `ended_naturally`."""
+    return _short(agent_pb2.Outcome, outcome, "OUTCOME_")
+
+
+def reason_name(reason: agent_pb2.ForceReason.ValueType) -> str:
+    return _short(agent_pb2.ForceReason, reason, "FORCE_REASON_")
+
+
+def _short(enum: object, value: int, prefix: str) -> str:
+    names: dict[int, str] = {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
+    return names.get(value, f"{prefix}{value}").removeprefix(prefix).lower()
