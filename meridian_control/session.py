@@ -95,7 +95,7 @@ class Session:
     def on_policy(self, revision: int, policy: Policy) -> Out:
         """A policy to bring into force: sent to the agent, obeyed here from its ACK on."""
         self._nonce += 1
-        self.revision = revision
+        self.revision, self.nack_error = revision, ""
         self._pending = (self._nonce, revision, policy)
         model = self._model(policy)
         settings = agent_pb2.Settings(

@@ -1,0 +1,172 @@
+"""Errors of the control plane, and how one reaches a gRPC client.
+
+Owns the exception tree and its mapping to status codes. Knows nothing of who raises what. Plain values, usable on any
+thread; `abort_with` belongs to the event loop of the gRPC server.
+
+    MeridianError               INTERNAL             internal
+    ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
+    ├── PolicyError             INVALID_ARGUMENT     policy_invalid
+    ├── EtagMismatch            ABORTED              etag_mismatch
+    ├── NotFound                NOT_FOUND            not_found
+    ├── StoredPolicyUnreadable  FAILED_PRECONDITION  stored_policy_unreadable
+    └── StoreUnavailable        UNAVAILABLE          store_unavailable
+
+The last column is `code`: the metric label, and in upper case the reason of the google.rpc.ErrorInfo that every error
+carries. Codes are stable.
+"""
+# ruff: noqa: N818 - the names are the conditions
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+
+DOMAIN = "meridian"
+
+# Details travel in trailing metadata, of which peers accept 8 KiB by default; percent-encoding may triple the message.
+MAX_MESSAGE_CHARS = 300
+MAX_VIOLATIONS_BYTES = 3000
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One bad field: dotted path, what it must be, and the value it had as text (None where no value matters)."""
+
+    path: str
+    message: str
+    value: str | None = None
+
+    @property
+    def description(self) -> str:
+        return self.message if self.value is None else f"{self.message}; got {self.value}"
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.description}"
+
+
+class MeridianError(Exception):
+    """Base of every error the control plane raises on purpose."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def metadata(self) -> dict[str, str]:
+        """Machine-readable facts for ErrorInfo."""
+        return {}
+
+    def violations(self) -> tuple[Violation, ...]:
+        """Bad fields for BadRequest."""
+        return ()
+
+
+class InvalidRequest(MeridianError):
+    """A field of the request itself is unusable."""
+
+    code = "invalid_request"
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+        self.violation = Violation(field, message)
+
+    def violations(self) -> tuple[Violation, ...]:
+        return (self.violation,)
+
+
+class PolicyError(MeridianError):
+    """A policy that breaks the schema; lists every bad field, one per line of its text."""
+
+    code = "policy_invalid"
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self._violations = tuple(violations)
+        super().__init__("\n".join(map(str, self._violations)))
+
+    def violations(self) -> tuple[Violation, ...]:
+        return self._violations
+
+
+class EtagMismatch(MeridianError):
+    """The policy changed since the caller read it. `expected` is the caller's etag, `actual` the current one."""
+
+    code = "etag_mismatch"
+    status = grpc.StatusCode.ABORTED
+
+    def __init__(self, expected: str, actual: str) -> None:
+        super().__init__(f'etag is "{expected}" but the policy in force has "{actual}": read it again')
+        self.expected = expected
+        self.actual = actual
+
+    def metadata(self) -> dict[str, str]:
+        return {"expected": self.expected, "actual": self.actual}
+
+
+class NotFound(MeridianError):
+    code = "not_found"
+    status = grpc.StatusCode.NOT_FOUND
+
+
+class StoredPolicyUnreadable(MeridianError):
+    """A stored revision that this version's schema refuses. Appending a new one is still possible."""
+
+    code = "stored_policy_unreadable"
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, revision: int, error: PolicyError) -> None:
+        lines = "; ".join(map(str, error.violations()))
+        super().__init__(f"stored policy revision {revision} does not fit this version's schema: {lines}")
+        self.revision = revision
+
+    def metadata(self) -> dict[str, str]:
+        return {"revision": str(self.revision)}
+
+
+class StoreUnavailable(MeridianError):
+    code = "store_unavailable"
+    status = grpc.StatusCode.UNAVAILABLE
+
+
+def to_status(error: MeridianError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: ErrorInfo always, BadRequest where fields are to blame."""
+    info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
+    info.metadata.update({key: _shorten(value) for key, value in error.metadata().items()})
+    details: list[Message] = [info]
+    if violations := error.violations():
+        details.append(error_details_pb2.BadRequest(field_violations=_field_violations(violations)))
+    return status_pb2.Status(
+        code=error.status.value[0], message=_shorten(str(error)), details=[_packed(detail) for detail in details]
+    )
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: MeridianError) -> NoReturn:
+    """End the RPC with the error's status and details."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata or ())
+    raise AssertionError("abort returned")
+
+
+def _field_violations(violations: tuple[Violation, ...]) -> Iterator[error_details_pb2.BadRequest.FieldViolation]:
+    size = 0
+    for index, violation in enumerate(violations):
+        size += len(str(violation).encode()) + 8
+        if size > MAX_VIOLATIONS_BYTES:
+            rest = f"{len(violations) - index} more not listed"
+            yield error_details_pb2.BadRequest.FieldViolation(description=rest)
+            return
+        yield error_details_pb2.BadRequest.FieldViolation(field=violation.path, description=violation.description)
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"

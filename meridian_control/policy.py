@@ -1,0 +1,322 @@
+"""The policy: its sections, defaults and limits, and its three forms (TOML text, `Policy`, protobuf message).
+
+Owns every limit and the text of every complaint about a policy. Knows nothing of engines, requests, storage or gRPC.
+Pure values and functions, usable on any thread; only `load` and `find` touch the file system.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import tomli_w
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from meridian.v1 import policy_pb2
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from meridian_control.errors import PolicyError, Violation
+
+FILE_NAME = "meridian.toml"
+INT32_MAX = 2**31 - 1
+MAX_VALUE_CHARS = 60
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SchedulerPolicy(Section):
+    """Which sequences join a step, and how much thinking a request may do."""
+
+    enabled: bool = Field(True, description="Order and share steps by phase; false leaves the engine's own order.")
+    shadow: bool = Field(False, description="Decide and count, but do not apply.")
+    think_tpot_budget_ms: float = Field(
+        80.0, gt=0, description="Milliseconds a thinking sequence may go without a token while it is left out of steps."
+    )
+    output_tpot_budget_ms: float = Field(
+        20.0,
+        gt=0,
+        description="Step-time target in milliseconds while answers stream; only when it is exceeded are thinking "
+        "sequences left out.",
+    )
+    think_batch_multiplier: float = Field(
+        2.5,
+        gt=0,
+        description="Thinking sequences per answering one that may join a step while answers stream and the output "
+        "budget is exceeded.",
+    )
+    # Before min_think_tokens, whose check reads it.
+    max_think_tokens: int = Field(
+        32768, ge=1, le=INT32_MAX, description="Hard cap on a request's thinking, in tokens, kept by the agent itself."
+    )
+    min_think_tokens: int = Field(
+        512,
+        ge=0,
+        le=INT32_MAX,
+        validate_default=True,
+        description="Thinking tokens before which no entropy rule ends thinking.",
+    )
+
+    @field_validator("min_think_tokens")
+    @classmethod
+    def _at_most_max(cls, value: int, info: ValidationInfo) -> int:
+        limit = info.data.get("max_think_tokens", value)
+        if value > limit:
+            raise PydanticCustomError("min_above_max", "must be at most max_think_tokens ({limit})", {"limit": limit})
+        return value
+
+
+class EntropyPolicy(Section):
+    """When thinking that no longer helps is ended. Shadowed by default, until calibrated for the model."""
+
+    enabled: bool = Field(True, description="Evaluate the EAT and RPDI rules; false measures no entropy.")
+    shadow: bool = Field(True, description="Decide and count, but do not end thinking.")
+    ema_alpha: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Weight of the newest EAT sample, a fraction; warm-up is ceil(4/ema_alpha) samples.",
+    )
+    eat_ema_variance_threshold: float = Field(
+        1e-4,
+        ge=0,
+        description="EAT rule: the EMA variance, in nats squared, below which EAT counts as settled; the level "
+        "threshold must be met too.",
+    )
+    eat_level_threshold_nats: float = Field(
+        0.1,
+        ge=0,
+        description="EAT rule: the EMA level, in nats, below which the answer counts as decided; the variance "
+        "threshold must be met too.",
+    )
+    eat_probe_interval_tokens: int = Field(
+        64, ge=1, le=INT32_MAX, description="Thinking tokens between two EAT probes of a request."
+    )
+    rpdi_threshold: float = Field(
+        2.0,
+        ge=0,
+        description="RPDI rule: ratio of local to global mean token entropy above which thinking ends; 0 switches the "
+        "rule off.",
+    )
+    rpdi_window_tokens: int = Field(
+        512, ge=1, le=65536, description="RPDI rule: newest thinking tokens that make up the local mean."
+    )
+
+
+class KvMemoryPolicy(Section):
+    """Who holds the KV cache when it runs short."""
+
+    enabled: bool = Field(True, description="Act on KV pressure; false leaves eviction and admission to the engine.")
+    shadow: bool = Field(False, description="Decide and count, but do not apply.")
+    think_phase_memory_fraction: float = Field(
+        0.40,
+        gt=0,
+        le=1,
+        description="Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above it "
+        "nothing new is admitted.",
+    )
+
+
+class TelemetryPolicy(Section):
+    """What engines report, and how often."""
+
+    report_interval_steps: int = Field(1, ge=1, le=1000, description="Engine steps merged into one report.")
+
+
+class FallbackPolicy(Section):
+    """What an engine does without a stream."""
+
+    lease_ms: int = Field(
+        30_000, ge=100, le=86_400_000, description="Milliseconds decisions stay in force without a stream; caps stay."
+    )
+
+
+TokenIds = tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...]
+
+
+class ModelPolicy(Section):
+    """What the engine cannot find out about one model by itself."""
+
+    think_start_token_ids: TokenIds = Field(
+        (), strict=False, description="Token ids that open thinking; empty takes the reasoning parser's."
+    )
+    think_end_token_ids: TokenIds = Field(
+        (), strict=False, description="Token ids that end thinking; empty takes the reasoning parser's."
+    )
+    reasoning_parser: str = Field("", description="Name of the vLLM reasoning parser; empty takes the engine's own.")
+    supports_think_disable: bool = Field(
+        True, description="A closed think block at the end of the prompt means the request does not think."
+    )
+
+
+class Policy(Section):
+    """One complete policy; every absent field has its default."""
+
+    scheduler: SchedulerPolicy = SchedulerPolicy()
+    entropy: EntropyPolicy = EntropyPolicy()
+    kv_memory: KvMemoryPolicy = KvMemoryPolicy()
+    telemetry: TelemetryPolicy = TelemetryPolicy()
+    fallback: FallbackPolicy = FallbackPolicy()
+    model: Mapping[str, ModelPolicy] = Field({}, description="Overrides by model name as the engine serves it.")
+
+
+# ------------------------------------------------------------------------------------------------------------- forms
+
+
+def parse_toml(text: str, source: str = "<string>") -> Policy:
+    """Read a policy from TOML text; `source` names it in syntax errors. Raises PolicyError."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError([Violation(f"{source}:", _syntax_message(error, text))]) from error
+    return _validate(values)
+
+
+def load(path: Path) -> Policy:
+    """Read a policy file. Raises PolicyError, for an unreadable file too."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
+    return parse_toml(text, str(path))
+
+
+def find(explicit: Path | None) -> Path | None:
+    """The policy file to use: `explicit`, which must exist, or the first that exists of ./meridian.toml and the user's.
+
+    Raises PolicyError when `explicit` is not a file.
+    """
+    if explicit is not None:
+        if not explicit.is_file():
+            raise PolicyError([Violation(f"{explicit}:", "is not a file")])
+        return explicit
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    candidates = (Path(FILE_NAME), config_home / "meridian" / FILE_NAME)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def from_proto(message: policy_pb2.Policy) -> Policy:
+    """Validate a policy message; absent fields get their defaults. Raises PolicyError, for unknown fields too."""
+    return _validate(_plain(message))
+
+
+def to_proto(policy: Policy) -> policy_pb2.Policy:
+    """The message with every field set."""
+    return json_format.ParseDict(policy.model_dump(mode="json"), policy_pb2.Policy())
+
+
+def to_toml(policy: Policy) -> str:
+    """TOML text with every field, which parse_toml reads back to an equal policy."""
+    return tomli_w.dumps(policy.model_dump(mode="json"))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Set fields by name, as plain Python values; unlike JSON it keeps NaN a number."""
+    known = {field.name: _plain_value(field, value) for field, value in message.ListFields()}
+    unknown = UnknownFieldSet(message)
+    return known | {f"field {unknown[index].field_number}": None for index in range(len(unknown))}
+
+
+def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is None:
+        return list(value) if field.is_repeated else value
+    if field.message_type.GetOptions().map_entry:
+        return {key: _plain(entry) for key, entry in value.items()}
+    return _plain(value)
+
+
+# -------------------------------------------------------------------------------------------------------- complaints
+
+
+def _validate(values: Mapping[str, Any]) -> Policy:
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as error:
+        raise PolicyError(map(_violation, error.errors())) from None
+
+
+def _violation(error: ErrorDetails) -> Violation:
+    path = _path(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return Violation(path, "is not a known key")
+    return Violation(path, _requirement(error), _render(error["input"]))
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Dotted path in TOML's own spelling: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc).removeprefix(".")
+
+
+def _key(part: str) -> str:
+    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else json.dumps(part, ensure_ascii=False)
+
+
+_TYPES = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "model_type": "a table",
+    "dict_type": "a table",
+}
+
+
+def _requirement(error: ErrorDetails) -> str:
+    if error["type"] in _TYPES:
+        return f"must be {_TYPES[error['type']]}"
+    if error["type"].startswith(("greater_than", "less_than")):
+        return f"must be {_range(_field(error['loc']).metadata)}"
+    return error["msg"]
+
+
+def _range(metadata: list[Any]) -> str:
+    """The interval a field's constraints allow: every number has a lower limit, most have an upper one."""
+    limits = {name: getattr(limit, name) for limit in metadata for name in ("gt", "ge", "le") if hasattr(limit, name)}
+    exclusive = "gt" in limits
+    low = limits["gt" if exclusive else "ge"]
+    if "le" not in limits:
+        return f"{'>' if exclusive else '>='} {low}"
+    return f"in {'(' if exclusive else '['}{low}, {limits['le']}]"
+
+
+def _field(loc: tuple[int | str, ...]) -> FieldInfo:
+    """The schema of the value at `loc`; table names and list indexes lead to the type of their values."""
+    field = FieldInfo.from_annotation(Policy)
+    for part in loc:
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = annotation.model_fields[str(part)]
+        else:
+            field = FieldInfo.from_annotation([arg for arg in get_args(annotation) if arg is not ...][-1])
+    return field
+
+
+def _render(value: Any) -> str:
+    """The value as TOML spells it, cut to a line's length."""
+    if isinstance(value, float):
+        return repr(value)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a very long value"
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
+
+
+def _syntax_message(error: ValueError | RecursionError, text: str) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    message, _, position = str(error).removesuffix(")").rpartition(" (at ")
+    if position == "end of document":
+        position = f"line {text.count(chr(10)) + 1}, column {len(text) - text.rfind(chr(10))}"
+    return f"{position}: {message}" if message else str(error)

@@ -1,0 +1,271 @@
+"""meridianctl against a real server: PolicyService over a real store, and a FleetService whose fleet the test sets."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+from typer.testing import CliRunner, Result
+
+from meridian_control.ctl import app, error_lines
+from meridian_control.policy import parse_toml
+from meridian_control.policy_service import PolicyService
+from meridian_control.store import PolicyStore
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+OK, FAILED, INVALID, UNREACHABLE = range(4)
+
+
+class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
+    """Serves what the test puts in, one entry a page."""
+
+    def __init__(self) -> None:
+        self.engines: list[fleet_pb2.Engine] = []
+        self.requests: list[fleet_pb2.LiveRequest] = []
+
+    async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
+        page, token = one_page(self.engines, request.page_token)
+        return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token)
+
+    async def ListRequests(  # noqa: N802
+        self, request: fleet_pb2.ListRequestsRequest, context: Any
+    ) -> fleet_pb2.ListRequestsResponse:
+        found = [live for live in self.requests if request.engine_id in ("", live.engine_id)]
+        page, token = one_page(found, request.page_token)
+        return fleet_pb2.ListRequestsResponse(requests=page, next_page_token=token)
+
+    async def WatchFleet(  # noqa: N802
+        self, request: fleet_pb2.WatchFleetRequest, context: Any
+    ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
+        while True:
+            yield fleet_pb2.WatchFleetResponse(engines=self.engines, requests=self.requests)
+            await asyncio.sleep(request.interval_ms / 1000)
+
+
+def one_page(entries: list[Any], token: str) -> tuple[list[Any], str]:
+    index = int(token or 0)
+    return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
+
+
+@dataclass
+class Control:
+    address: str
+    fleet: FakeFleet
+
+    async def __call__(self, *arguments: object) -> Result:
+        return await run(*arguments, server=self.address)
+
+
+async def run(*arguments: object, server: str) -> Result:
+    """Run the command line on a thread, so that the server's loop goes on."""
+    environment = {"MERIDIAN_SERVER": server, "USER": "ann", "NO_COLOR": "1"}
+    command = [str(argument) for argument in arguments]
+    result = await asyncio.to_thread(CliRunner().invoke, app, command, env=environment)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    store = await PolicyStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
+    fleet = FakeFleet()
+    server = grpc.aio.server()
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyService(store, lambda: NOW, lambda _: None), server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield Control(f"127.0.0.1:{port}", fleet)
+    await server.stop(0)
+    await store.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "meridian.toml"
+    path.write_text("fallback.lease_ms = 500\n")
+    return path
+
+
+def engine(name: str, acked: int, **fields: Any) -> fleet_pb2.Engine:
+    return fleet_pb2.Engine(**{"engine_id": name, "state": CONNECTED, "revision": 1, "acked_revision": acked, **fields})
+
+
+# ------------------------------------------------------------------------------------------------------------ policy
+
+
+async def test_apply_then_get(control: Control, file: Path) -> None:
+    applied = await control("policy", "apply", "-f", file, "--reason", "two\nlines")
+    assert applied.exit_code == OK
+    word, revision, etag_word, etag = applied.stdout.split()
+    assert (word, revision, etag_word) == ("revision", "1", "etag")
+
+    as_toml = await control("policy", "get")
+    assert parse_toml(as_toml.stdout).fallback.lease_ms == 500
+    note = json.loads(as_toml.stdout.splitlines()[0].removeprefix("# "))
+    assert note == {"revision": 1, "etag": etag, "author": "ann", "reason": "two\nlines"}
+
+    as_json = json.loads((await control("policy", "get", "-o", "json")).stdout)
+    assert (as_json["etag"], as_json["policy"]["fallback"]["lease_ms"]) == (etag, 500)
+
+
+async def test_get_what_was_got_can_be_applied(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    file.write_text((await control("policy", "get")).stdout)
+    assert (await control("policy", "apply", "-f", file)).stdout.startswith("revision 2 ")
+
+
+async def test_get_before_anything_is_stored(control: Control) -> None:
+    result = await control("policy", "get")
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert result.stderr == "NOT_FOUND: no policy is stored yet\n"
+
+
+async def test_dry_run_changes_nothing(control: Control, file: Path) -> None:
+    result = await control("policy", "apply", "-f", file, "--dry-run")
+    assert (result.exit_code, result.stdout) == (OK, f"{file}: valid, nothing changed\n")
+    assert (await control("policy", "get")).exit_code == FAILED
+
+
+async def test_etag(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    stale = await control("policy", "apply", "-f", file, "--etag", "stale")
+    assert stale.exit_code == FAILED
+    assert stale.stderr.startswith('ABORTED: etag is "stale" but the policy in force has ')
+    assert (await control("policy", "apply", "-f", file, "--etag", "")).stdout.startswith("revision 2 ")
+
+
+@pytest.mark.parametrize("command", ["validate", "apply"])
+async def test_invalid_file_prints_every_line(control: Control, file: Path, command: str) -> None:
+    file.write_text("entropy.ema_alpha = 1.5\nentropy.ema_alfa = 1\n")
+    result = await control("policy", command, "-f", file)
+    assert (result.exit_code, result.stdout) == (INVALID, "")
+    assert result.stderr.splitlines() == [
+        "entropy.ema_alpha must be in (0, 1]; got 1.5",
+        "entropy.ema_alfa is not a known key",
+    ]
+
+
+async def test_validate_needs_no_server(file: Path) -> None:
+    result = await run("policy", "validate", "-f", file, server="127.0.0.1:1")
+    assert (result.exit_code, result.stdout) == (OK, f"{file}: valid\n")
+
+
+async def test_missing_file(control: Control, tmp_path: Path) -> None:
+    result = await control("policy", "apply", "-f", tmp_path / "no.toml")
+    assert result.exit_code == INVALID
+    assert result.stderr == f"{tmp_path / 'no.toml'}: cannot be read: No such file or directory\n"
+
+
+async def test_violations_from_the_server_print_one_line_each(control: Control) -> None:
+    policy = policy_pb2.Policy()
+    policy.entropy.ema_alpha = 1.5
+    policy.fallback.lease_ms = 1
+    request = policy_pb2.UpdatePolicyRequest(policy=policy)
+    async with grpc.aio.insecure_channel(control.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(request)
+    assert error_lines(caught.value) == [
+        "entropy.ema_alpha must be in (0, 1]; got 1.5",
+        "fallback.lease_ms must be in [100, 86400000]; got 1",
+    ]
+
+
+@pytest.mark.parametrize("command", [("policy", "get"), ("engines",), ("requests",), ("watch",), ("wait",)])
+async def test_unreachable(command: tuple[str, ...]) -> None:
+    result = await run(*command, server="127.0.0.1:1")
+    assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("UNAVAILABLE: ")
+
+
+async def test_usage_error(control: Control) -> None:
+    assert (await control("policy", "apply")).exit_code == INVALID
+    assert (await control("engines", "-o", "xml")).exit_code == INVALID
+
+
+# ------------------------------------------------------------------------------------------------------------- fleet
+
+
+async def test_engines(control: Control) -> None:
+    control.fleet.engines = [engine("a[b]", 1, kv_used=0.25), engine("b", 0, nack_error="no", fault="tripped")]
+    listed = json.loads((await control("engines", "-o", "json")).stdout)
+    assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", "1", 0.25), ("b", "0", 0)]
+    first, second = (await control("engines")).stdout.splitlines()[1:]
+    assert first.split()[:2] == ["a[b]", "connected"]
+    assert "25%" in first
+    assert "fault: tripped" in second
+    assert "0/1 refused" in second
+
+
+async def test_requests(control: Control) -> None:
+    last = fleet_pb2.LastDecision(decision_id=1, kind="force", reason="eat", outcome=agent_pb2.OUTCOME_APPLIED)
+    control.fleet.requests = [
+        fleet_pb2.LiveRequest(engine_id="a", request_id="r1", phase=agent_pb2.PHASE_THINK, entropy_nats=float("nan")),
+        fleet_pb2.LiveRequest(engine_id="b", request_id="r2", phase=agent_pb2.PHASE_OUTPUT, last_decision=last),
+    ]
+    listed = json.loads((await control("requests", "-o", "json")).stdout)
+    assert [(r["request_id"], r["entropy_nats"]) for r in listed] == [("r1", "NaN"), ("r2", 0.0)]
+    only = json.loads((await control("requests", "--engine", "b", "-o", "json")).stdout)
+    assert [r["request_id"] for r in only] == ["r2"]
+    first, second = (await control("requests")).stdout.splitlines()[1:]
+    assert first.split()[:3] == ["a", "r1", "think"]
+    assert second.strip().endswith("force eat applied")
+
+
+async def test_watch_until_interrupted(control: Control) -> None:
+    control.fleet.engines = [engine("engine-7", 1)]
+    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "watch", "--interval-ms", "50"]
+    environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            for _ in range(3):
+                await process.stdout.readuntil(b"engine-7")
+            process.send_signal(signal.SIGINT)
+            _, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    assert (process.returncode, errors) == (OK, b"")
+
+
+async def test_wait_for_engines_that_lag(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [engine("a", 1), engine("b", 0), engine("gone", 0, state=0)]
+    waiting = asyncio.create_task(control("wait"))
+    done, _ = await asyncio.wait([waiting], timeout=0.5)
+    assert not done
+    control.fleet.engines[1].acked_revision = 1
+    result = await waiting
+    assert (result.exit_code, result.stdout) == (OK, "revision 1 is applied on all 2 connected engines\n")
+
+
+async def test_wait_times_out(control: Control) -> None:
+    control.fleet.engines = [engine("a", 2), engine("b", 1)]
+    result = await control("wait", "--revision", 2, "--timeout", 0)
+    assert (result.exit_code, result.stderr) == (FAILED, "b is at revision 1\n")
+
+
+async def test_wait_stops_at_a_refusal(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1), engine("b", 0, nack_error="unknown parser")]
+    result = await control("wait", "--revision", 1, "--timeout", 60)
+    assert (result.exit_code, result.stderr) == (FAILED, "b refused: unknown parser\n")
+
+
+async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -> None:
+    control.fleet.engines = [engine("b", 0, nack_error="old")]
+    result = await control("wait", "--revision", 2, "--timeout", 0)
+    assert result.stderr == "b is at revision 0\n"

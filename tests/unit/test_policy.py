@@ -1,0 +1,312 @@
+"""The policy schema: what it accepts, the exact text of every refusal, and the three forms it converts between."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from meridian.v1 import policy_pb2
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from meridian_control.errors import PolicyError
+from meridian_control.policy import INT32_MAX, Policy, find, from_proto, load, parse_toml, to_proto, to_toml
+
+ACCEPTED = [
+    "",
+    "[scheduler]",
+    "scheduler = {}\nmodel = {}",
+    "scheduler.enabled = false",
+    "entropy.shadow = false",
+    "entropy.ema_alpha = 1",
+    "entropy.ema_alpha = 1e-9",
+    "entropy.eat_ema_variance_threshold = 0",
+    "entropy.rpdi_threshold = 0.0",
+    "entropy.rpdi_window_tokens = 65536",
+    "scheduler.min_think_tokens = 0",
+    "scheduler = {min_think_tokens = 7, max_think_tokens = 7}",
+    f"scheduler.max_think_tokens = {INT32_MAX}",
+    "kv_memory.think_phase_memory_fraction = 1.0",
+    "telemetry.report_interval_steps = 1_000",
+    "fallback.lease_ms = 100",
+    "fallback.lease_ms = 86_400_000",
+    'model."Qwen/Qwen3-8B".think_end_token_ids = [151668]',
+    'model.plain.reasoning_parser = "qwen3"',
+    'model."".supports_think_disable = false',
+    f"model.m.think_start_token_ids = [0, {INT32_MAX}]",
+]
+
+BOOL = "must be true or false"
+INT = "must be an integer"
+FLOAT = "must be a number"
+FINITE = "must be a finite number"
+INT32 = "[0, 2147483647]"
+
+# Path, value as TOML, complaint; the value is shown as JSON unless a fourth entry says otherwise.
+REJECTED: list[tuple[str, ...]] = [
+    ("scheduler.enabled", "1", BOOL),
+    ("scheduler.shadow", '"true"', BOOL),
+    ("scheduler.think_tpot_budget_ms", "0", "must be > 0"),
+    ("scheduler.think_tpot_budget_ms", "-80.0", "must be > 0"),
+    ("scheduler.think_tpot_budget_ms", "true", FLOAT),
+    ("scheduler.think_tpot_budget_ms", "inf", FINITE),
+    ("scheduler.output_tpot_budget_ms", "0.0", "must be > 0"),
+    ("scheduler.output_tpot_budget_ms", '"20"', FLOAT),
+    ("scheduler.think_batch_multiplier", "0", "must be > 0"),
+    ("scheduler.think_batch_multiplier", "-inf", FINITE),
+    ("scheduler.min_think_tokens", "-1", f"must be in {INT32}"),
+    ("scheduler.min_think_tokens", "true", INT),
+    ("scheduler.min_think_tokens", "512.0", INT),
+    ("scheduler.min_think_tokens", "32769", "must be at most max_think_tokens (32768)"),
+    ("scheduler.max_think_tokens", '"x"', INT),
+    ("scheduler.max_think_tokens", '"5"', INT),
+    ("scheduler.max_think_tokens", "0", "must be in [1, 2147483647]"),
+    ("scheduler.max_think_tokens", str(2**40), "must be in [1, 2147483647]"),
+    ("scheduler.max_think_tokens", hex(16**4500), "must be in [1, 2147483647]", "a very long value"),
+    ("entropy.enabled", "0", BOOL),
+    ("entropy.ema_alpha", "0", "must be in (0, 1]"),
+    ("entropy.ema_alpha", "1.5", "must be in (0, 1]"),
+    ("entropy.ema_alpha", "nan", FINITE),
+    ("entropy.ema_alpha", "false", FLOAT),
+    ("entropy.eat_ema_variance_threshold", "-1e-9", "must be >= 0", "-1e-09"),
+    ("entropy.eat_level_threshold_nats", "-0.1", "must be >= 0"),
+    ("entropy.eat_probe_interval_tokens", "0", "must be in [1, 2147483647]"),
+    ("entropy.eat_probe_interval_tokens", str(2**31), "must be in [1, 2147483647]"),
+    ("entropy.rpdi_threshold", "-2", "must be >= 0"),
+    ("entropy.rpdi_window_tokens", "65537", "must be in [1, 65536]"),
+    ("kv_memory.shadow", "2020-01-01", BOOL, '"2020-01-01"'),
+    ("kv_memory.think_phase_memory_fraction", "0.0", "must be in (0, 1]"),
+    ("kv_memory.think_phase_memory_fraction", "1.01", "must be in (0, 1]"),
+    ("telemetry.report_interval_steps", "1001", "must be in [1, 1000]"),
+    ("telemetry.report_interval_steps", "[1]", INT),
+    ("fallback.lease_ms", "99", "must be in [100, 86400000]"),
+    ("fallback.lease_ms", "86400001", "must be in [100, 86400000]"),
+    ("entropy", "1", "must be a table"),
+    ("telemetry", "[1, 2]", "must be a table"),
+    ("model", '"m"', "must be a table"),
+    ('model."a.b"', "5", "must be a table"),
+    ("model.m.reasoning_parser", "5", "must be a string"),
+    ("model.m.supports_think_disable", '"no"', BOOL),
+    ('model."Qwen/Qwen3-8B".think_end_token_ids', "151668", "must be a list"),
+    ("model.m.think_end_token_ids", '"12"', "must be a list"),
+    ("model.m.reasoning_parser", f"[{', '.join(['1'] * 50)}]", "must be a string", "[" + "1, " * 19 + "1…"),
+]
+
+REJECTED_TEXT = [
+    ("entropy.ema_alfa = 0.2", ["entropy.ema_alfa is not a known key"]),
+    ("[schedulr]\nenabled = true", ["schedulr is not a known key"]),
+    ('model."x.y".foo = 1', ['model."x.y".foo is not a known key']),
+    ('entropy."a b" = 1', ['entropy."a b" is not a known key']),
+    (
+        "model.m.think_end_token_ids = [1, -2, true]",
+        [
+            f"model.m.think_end_token_ids[1] must be in {INT32}; got -2",
+            "model.m.think_end_token_ids[2] must be an integer; got true",
+        ],
+    ),
+    (
+        "scheduler.max_think_tokens = 100",
+        ["scheduler.min_think_tokens must be at most max_think_tokens (100); got 512"],
+    ),
+    (
+        "extra = 1\n[entropy]\nema_alpha = 1.5\nema_alfa = 1\n[scheduler]\nmax_think_tokens = 'x'",
+        [
+            'scheduler.max_think_tokens must be an integer; got "x"',
+            "entropy.ema_alpha must be in (0, 1]; got 1.5",
+            "entropy.ema_alfa is not a known key",
+            "extra is not a known key",
+        ],
+    ),
+    ("a = ", ["f.toml: line 1, column 5: Invalid value"]),
+    ("[entropy]\nema_alpha = 0.2\nb b", ["f.toml: line 3, column 3: Expected '=' after a key in a key/value pair"]),
+    ("[x]\n[x]", ["f.toml: line 2, column 3: Cannot declare ('x',) twice"]),
+    ("x = [1,\n", ["f.toml: line 2, column 1: Invalid value"]),
+    ("x = " + "[" * 5000, ["f.toml: nested too deeply"]),
+]
+
+
+def complaints(text: str) -> list[str]:
+    with pytest.raises(PolicyError) as caught:
+        parse_toml(text, "f.toml")
+    assert str(caught.value) == "\n".join(map(str, caught.value.violations()))
+    return str(caught.value).split("\n")
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_accepts(text: str) -> None:
+    policy = parse_toml(text)
+    assert parse_toml(to_toml(policy)) == policy == from_proto(to_proto(policy))
+
+
+@pytest.mark.parametrize("case", REJECTED, ids=lambda case: f"{case[0]}={case[1][:20]}")
+def test_rejects_value(case: tuple[str, ...]) -> None:
+    path, value, message, *shown = case
+    assert complaints(f"{path} = {value}") == [f"{path} {message}; got {shown[0] if shown else value}"]
+
+
+@pytest.mark.parametrize(("text", "expected"), REJECTED_TEXT)
+def test_rejects_text(text: str, expected: list[str]) -> None:
+    assert complaints(text) == expected
+
+
+def test_defaults() -> None:
+    policy = parse_toml("")
+    assert policy == Policy() == from_proto(policy_pb2.Policy())
+    assert (policy.entropy.shadow, policy.scheduler.shadow, policy.kv_memory.shadow) == (True, False, False)
+    assert (policy.scheduler.max_think_tokens, policy.entropy.rpdi_window_tokens) == (32768, 512)
+
+
+# ------------------------------------------------------------------------------------------------------------- proto
+
+
+def test_proto_reports_what_json_would_hide() -> None:
+    message = policy_pb2.Policy()
+    message.entropy.ema_alpha = math.nan
+    message.scheduler.think_tpot_budget_ms = math.inf
+    message.model["NaN"].reasoning_parser = "NaN"
+    message.model["a.b"].think_end_token_ids.append(-5)
+    message.telemetry.MergeFromString(b"\xf8\x7f\x01")  # field 2047, from a newer client
+    with pytest.raises(PolicyError) as caught:
+        from_proto(message)
+    assert str(caught.value).split("\n") == [
+        "scheduler.think_tpot_budget_ms must be a finite number; got inf",
+        "entropy.ema_alpha must be a finite number; got nan",
+        'telemetry."field 2047" is not a known key',
+        'model."a.b".think_end_token_ids[0] must be in [0, 2147483647]; got -5',
+    ]
+
+
+def schema_of_model(model: type[BaseModel]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        nested = [a for a in (field.annotation, *get_args(field.annotation)) if is_model(a)]
+        found[name] = schema_of_model(nested[0]) if nested else None
+    return found
+
+
+def is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def schema_of_proto(message: Descriptor) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in message.fields:
+        nested = field.message_type
+        if nested is not None and nested.GetOptions().map_entry:
+            nested = nested.fields_by_name["value"].message_type
+        found[field.name] = None if nested is None else schema_of_proto(nested)
+    return found
+
+
+def test_proto_and_schema_have_the_same_fields() -> None:
+    assert schema_of_proto(policy_pb2.Policy.DESCRIPTOR) == schema_of_model(Policy)
+
+
+def test_every_field_is_described() -> None:
+    sections = [a for f in Policy.model_fields.values() for a in (f.annotation, *get_args(f.annotation)) if is_model(a)]
+    assert [name for s in sections for name, field in s.model_fields.items() if not field.description] == []
+
+
+# ------------------------------------------------------------------------------------------------------- round trips
+
+
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:
+    limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
+    if field.annotation is int:
+        return st.integers(limits["ge"], limits["le"])
+    if field.annotation is float:
+        low = limits.get("gt", limits.get("ge"))
+        upper = limits.get("le")
+        return st.floats(low, upper, exclude_min="gt" in limits, allow_nan=False, allow_infinity=False)
+    if field.annotation is bool:
+        return st.booleans()
+    if field.annotation is str:
+        return st.text()
+    return st.lists(st.integers(0, INT32_MAX), max_size=3)
+
+
+def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Any subset of a section's keys."""
+    return st.fixed_dictionaries({}, optional={name: values(field) for name, field in model.model_fields.items()})
+
+
+SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if is_model(field.annotation)}
+MODEL = get_args(Policy.model_fields["model"].annotation)[1]
+TREES = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: tables(section) for name, section in SECTIONS.items()},
+        "model": st.dictionaries(st.text(), tables(MODEL), max_size=2),
+    },
+)
+
+
+@given(TREES)
+def test_round_trips(tree: Mapping[str, Any]) -> None:
+    scheduler = {**Policy().scheduler.model_dump(), **tree.get("scheduler", {})}
+    assume(scheduler["min_think_tokens"] <= scheduler["max_think_tokens"])
+    policy = Policy.model_validate(tree)
+    assert parse_toml(to_toml(policy)) == policy
+    wire = to_proto(policy).SerializeToString()
+    assert from_proto(policy_pb2.Policy.FromString(wire)) == policy
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The working directory's and the user's policy file, neither existing yet."""
+    here, user = tmp_path / "here", tmp_path / "config" / "meridian"
+    here.mkdir()
+    user.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return here / "meridian.toml", user / "meridian.toml"
+
+
+def test_find_order(places: tuple[Path, Path], tmp_path: Path) -> None:
+    here, user = places
+    assert find(None) is None
+    user.touch()
+    assert find(None) == user
+    here.touch()
+    found = find(None)
+    assert found is not None
+    assert found.resolve() == here
+    explicit = tmp_path / "mine.toml"
+    explicit.touch()
+    assert find(explicit) == explicit
+
+
+def test_find_without_xdg(places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    user = tmp_path / ".config" / "meridian" / "meridian.toml"
+    user.parent.mkdir(parents=True)
+    user.touch()
+    assert find(None) == user
+
+
+def test_find_wants_an_explicit_file_to_exist(places: tuple[Path, Path]) -> None:
+    places[0].touch()
+    with pytest.raises(PolicyError, match=r"^nowhere\.toml: is not a file$"):
+        find(Path("nowhere.toml"))
+
+
+def test_load(tmp_path: Path) -> None:
+    path = tmp_path / "meridian.toml"
+    path.write_text("telemetry.report_interval_steps = 4")
+    assert load(path).telemetry.report_interval_steps == 4
+    path.write_text("=")
+    with pytest.raises(PolicyError, match=r"meridian\.toml: line 1, column 1: Invalid statement"):
+        load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(PolicyError, match=r"meridian\.toml: cannot be read: not UTF-8"):
+        load(path)
+    with pytest.raises(PolicyError, match=r"cannot be read: Is a directory"):
+        load(tmp_path)
