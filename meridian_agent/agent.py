@@ -88,6 +88,7 @@ class Agent:
             max_tokens=request.max_tokens,
             max_think_tokens=int(own_cap) if isinstance(own_cap, (int, float)) and own_cap >= 0 else None,
         )
+        self.link.idle = False
         prompt = request.prompt_token_ids or []
         self.tracker.open(info, prompt, scheduler.current_step, request, self.supports_think_disable)
 
@@ -322,6 +323,7 @@ class Agent:
         record.step_time_ms = (time.perf_counter() - self._began) * 1e3
         record.counters = self._counters()
         self.link.send(self.tracker.take_record(), self.tracker.snapshot)
+        self.link.idle = not self.tracker.by_id
 
     def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
         if out.new_token_ids:

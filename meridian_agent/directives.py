@@ -6,7 +6,7 @@ Pure but for the tracker it changes. Runs on the engine-core thread only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,12 @@ from meridian_agent.phases import Phase
 from meridian_agent.tracker import Cap, Ending, Tracked, Tracker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian.v1 import agent_pb2
+
+# Stands for a draft token that is not known: no marker holds it.
+UNKNOWN_TOKEN = -2
 
 
 class Outcome(IntEnum):
@@ -104,9 +109,7 @@ class Directives:
         tr = self._target(cap.slot, cap.decision_id, step)
         if tr is None:
             return
-        if tr.cap is not None and tr.ending is not None and tr.ending.decision_id == tr.cap.decision_id:
-            tr.ending.decision_id = cap.decision_id
-        self._close_cap(tr, Outcome.SUPERSEDED)
+        self._supersede_cap(tr)
         if not cap.HasField("max_think_tokens"):
             tr.cap = None
             self.report(cap.decision_id, Outcome.APPLIED, tr)
@@ -115,6 +118,13 @@ class Directives:
         if tr.state.ends and tr.state.phase is not Phase.THINK:
             self._close_cap(tr, Outcome.ENDED_NATURALLY)
         self._tracker.watch_limit(tr)
+
+    def _supersede_cap(self, tr: Tracked) -> None:
+        """Make place for a newer cap. An ending that has begun is finished, under the decision that began it."""
+        if tr.ending is not None and tr.ending.by_cap and not _begun(tr):
+            tr.ending = None
+        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
+            self._close_cap(tr, Outcome.SUPERSEDED)
 
     def _tier(self, tier: agent_pb2.TierChange, step: int) -> None:
         tr = self._target(tier.slot, tier.decision_id, step)
@@ -155,23 +165,33 @@ class Directives:
         if tr.cap and tr.cap.shadow and not tr.cap.reported and tr.state.think_tokens >= tr.cap.max_think_tokens:
             self._close_cap(tr, Outcome.SHADOWED)
 
-    def forced_tokens(self, tr: Tracked, rows: int) -> dict[int, int]:
+    def forced_tokens(self, tr: Tracked, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
         """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
 
-        Starts an ending when the cap falls into these rows, so that it is exact with draft tokens too.
+        drafts: the draft tokens of the rows; row r counts only when the first r of them are accepted. Starts an ending
+        when the cap falls into these rows, so that it is exact with draft tokens too.
         """
         first = 0
         if tr.ending is None:
             limit = tr.limit
-            first = 0 if limit is None else max(0, limit - tr.state.think_tokens)
-            if limit is None or first >= rows:
+            reached = None if limit is None else self._row_at(tr, limit, rows, drafts)
+            if reached is None:
                 return {}
-            cap = tr.cap
+            first, cap = reached, tr.cap
             counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
-            tr.ending = Ending(self._tracker.markers.ending, cap.decision_id if cap and counts else 0)
+            tr.ending = Ending(self._tracker.markers.ending, cap.decision_id if cap and counts else 0, by_cap=True)
         left = tr.ending.tokens[tr.ending.position :]
         tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
         return tr.expected
+
+    def _row_at(self, tr: Tracked, limit: int, rows: int, drafts: Sequence[int]) -> int | None:
+        """The row that finds the request thinking with `limit` thinking tokens done, if these rows get there."""
+        state = replace(tr.state, tail=list(tr.state.tail))
+        for row in range(rows):
+            if state.phase is Phase.THINK and state.think_tokens >= limit:
+                return row
+            state.feed(drafts[row] if row < len(drafts) else UNKNOWN_TOKEN, self._tracker.markers)
+        return None
 
     def after_tokens(self, tr: Tracked, ended: bool) -> None:
         """Settle endings and caps once a step's tokens are known."""
@@ -187,20 +207,19 @@ class Directives:
                 self.report(ending.decision_id, Outcome.ENDED_NATURALLY, tr)
         elif ending is not None and ending.position == 0 and tr.state.phase is Phase.THINK:
             self._drop_unstarted_cap(tr, ending)
+        if ended or tr.state.phase is Phase.THINK:
+            self.shadow_cap(tr)
         if ended:
             self._close_cap(tr, Outcome.ENDED_NATURALLY)
-        elif tr.cap is not None and tr.cap.shadow:
-            self.shadow_cap(tr)
 
     def _drop_unstarted_cap(self, tr: Tracked, ending: Ending) -> None:
         """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
         limit = tr.limit
-        if (
-            limit is not None
-            and tr.state.think_tokens < limit
-            and (ending.decision_id == 0 or (tr.cap is not None and tr.cap.decision_id == ending.decision_id))
-        ):
-            tr.ending = None
+        if not ending.by_cap or (limit is not None and tr.state.think_tokens >= limit):
+            return
+        tr.ending = None
+        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+            self.report(ending.decision_id, Outcome.SUPERSEDED, tr)
 
     def close(self, tr: Tracked) -> None:
         """Settle everything that still waits for a request that is gone."""
@@ -226,7 +245,7 @@ class Directives:
         for tr in self._tracker.by_id.values():
             tr.rank = None
             cap_id = tr.cap.decision_id if tr.cap else 0
-            if tr.ending is not None and tr.ending.position == 0 and tr.ending.decision_id not in (0, cap_id):
+            if tr.ending is not None and not _begun(tr) and tr.ending.decision_id not in (0, cap_id):
                 if report:
                     self.report(tr.ending.decision_id, outcome, tr)
                 tr.ending = None
@@ -242,8 +261,15 @@ class Directives:
     def new_stream(self) -> None:
         """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
         self.drop(report=False)
+        self._tracker.record.outcomes.clear()
+        self._tracker.record.probes.clear()
         for tr in self._tracker.by_id.values():
             if tr.cap is not None:
                 tr.cap.decision_id, tr.cap.reported = 0, True
             if tr.ending is not None:
                 tr.ending.decision_id = 0
+
+
+def _begun(tr: Tracked) -> bool:
+    """Whether a token of the ending is in the text, or in a mask that is under way to the workers."""
+    return tr.ending is not None and (tr.ending.position > 0 or bool(tr.expected))

@@ -77,6 +77,8 @@ class Link:
         # Set on the link's thread, read and cleared on the engine's: records may flow, a snapshot is due first.
         self.connected = False
         self.snapshot_due = False
+        # Set by the engine's thread: no request is live, so no step will come to report outcomes.
+        self.idle = True
         self.report_interval_steps = 1
         self.lease_s = 30.0
         self.revision = 0
@@ -108,7 +110,7 @@ class Link:
 
     def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
         """Queue a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot."""
-        if not self.connected:
+        if not self.connected or self._new_stream_waits():
             self._streaming = False
             return
         if self._ring.qsize() >= RING_RECORDS:
@@ -122,10 +124,17 @@ class Link:
             self._unheard_since = self._clock()
         self._ring.put(record)
 
+    def _new_stream_waits(self) -> bool:
+        """Whether the engine has yet to take in that a new stream began: its record speaks of the old one."""
+        try:
+            return self.inbox[0] is None
+        except IndexError:
+            return False
+
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
         """Send the whole state; what the record says of it is in there already. A new stream knows no old decision."""
         if self.snapshot_due:
-            self._kept_outcomes, record.outcomes, record.probes = [], [], []
+            self._kept_outcomes = []
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
         record.outcomes = self._kept_outcomes + record.outcomes
@@ -133,9 +142,15 @@ class Link:
         self._ring.put(SnapshotRecord(record.step, snapshot()))
 
     def lease_expired(self) -> bool:
-        """Whether nothing was heard for longer than the lease while there was something to answer."""
-        since = self._lost_since or self._unheard_since
-        return since is not None and self._clock() - since > self.lease_s
+        """Whether nothing was heard for longer than the lease while there was something to answer.
+
+        A stream that is silent for so long is given up: a new one tells both sides anew what holds.
+        """
+        since = self._lost_since if self._lost_since is not None else self._unheard_since
+        expired = since is not None and self._clock() - since > self.lease_s
+        if expired and self.connected:
+            self.restart()
+        return expired
 
     # ----------------------------------------------------------------------------------------- the link's own thread
 
@@ -160,6 +175,8 @@ class Link:
         with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
             call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring))
             self._call = call
+            if self._stop.is_set():
+                call.cancel()
             try:
                 for response in call:
                     if not heard:
@@ -176,7 +193,7 @@ class Link:
 
     def _lost(self) -> None:
         if self._lost_since is None:
-            self._lost_since = self._clock()
+            self._lost_since = self._unheard_since if self._unheard_since is not None else self._clock()
         self.connected = False
         self._ring.put(None)
 
@@ -184,8 +201,12 @@ class Link:
         self._unheard_since = None
         kind = response.WhichOneof("message")
         if kind == "directives":
+            self._settle_if_idle(response.directives)
             if len(self.inbox) < INBOX_MESSAGES:
                 self.inbox.append(response.directives)
+            else:
+                logger.error("meridian: %d messages wait to be taken in; connecting anew", INBOX_MESSAGES)
+                self.restart()
         elif kind == "settings":
             self._apply_settings(response.settings)
         elif kind == "welcome":
@@ -197,6 +218,22 @@ class Link:
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
             self.restart()
+
+    def _settle_if_idle(self, directives: agent_pb2.Directives) -> None:
+        """Answer for an engine without live requests: the requests are gone, a plan holds from the next step on."""
+        if not self.idle:
+            return
+        report = agent_pb2.StepReport(step=directives.step)
+        for decisions in (directives.forces, directives.caps, directives.tiers, directives.probes):
+            for decision in decisions:
+                report.outcomes.add(decision_id=decision.decision_id, outcome=agent_pb2.OUTCOME_REQUEST_GONE)
+            del decisions[:]
+        if directives.plan.decision_id:
+            outcome = agent_pb2.OUTCOME_SHADOWED if directives.plan.shadow else agent_pb2.OUTCOME_APPLIED
+            report.outcomes.add(decision_id=directives.plan.decision_id, outcome=outcome)
+            directives.plan.decision_id = 0
+        if report.outcomes:
+            self._ring.put(agent_pb2.ConnectRequest(step=report))
 
     def _apply_settings(self, settings: agent_pb2.Settings) -> None:
         error = self._on_settings(settings)
@@ -232,7 +269,7 @@ class Link:
     def _gather(self, ring: Ring, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """The records to merge into one report: what the interval asks for, and whatever else already waits."""
         batch = [first]
-        while len(batch) < MERGE_RECORDS:
+        while len(batch) < max(MERGE_RECORDS, self.report_interval_steps):
             wait = len(batch) < self.report_interval_steps
             try:
                 item = ring.get(timeout=MERGE_WAIT_S) if wait else ring.get_nowait()

@@ -33,9 +33,13 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
 
 
 def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
-    """Whether a record may join those before it: not if it opens a slot that one of them closed."""
-    closed = {slot for record in records for slot, _ in record.closed}
-    return not any(row[0] in closed for row in following.opened)
+    """Whether a record may join those before it: not if it opens a slot that one of them closed, nor if it preempts
+    one that one of them resumed, for a report does not say which came first."""
+    if following.opened:
+        closed = {slot for record in records for slot, _ in record.closed}
+        if any(row[0] in closed for row in following.opened):
+            return False
+    return not any(slot in record.resumed for record in records for slot in following.preempted)
 
 
 def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:

@@ -130,7 +130,10 @@ class PhaseState:
     think_tokens: int = 0
     output_tokens: int = 0
     ends: int = 0
+    # Newest tokens of prompt and generation, enough to hold the longest marker.
     tail: list[int] = field(default_factory=list)
+    # Text tokens since the last marker: only these can turn out to belong to the next one.
+    text_run: int = 0
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; returns the phase that token belongs to and its row flags."""
@@ -146,6 +149,7 @@ class PhaseState:
         return self._text() if event is Event.TEXT else self._marker(event, length)
 
     def _text(self) -> tuple[Phase, int]:
+        self.text_run += 1
         if self.phase is Phase.THINK:
             self.think_tokens += 1
             return Phase.THINK, 0
@@ -162,10 +166,16 @@ class PhaseState:
 
     def _take_back(self, before: Phase, length: int) -> int:
         """Uncount the marker's earlier tokens, which were counted as text when they came; returns row flags."""
+        length, self.text_run = min(length, self.text_run), 0
         if before is Phase.THINK:
-            length = min(length, self.think_tokens)
             self.think_tokens -= length
             return length << TAKE_BACK_SHIFT
-        length = min(length, self.output_tokens)
         self.output_tokens -= length
         return length << TAKE_BACK_SHIFT | FLAG_FROM_OUTPUT
+
+
+def begin(markers: Markers, prompt: list[int], supports_think_disable: bool) -> PhaseState:
+    """The state a prompt leaves a request in; the first generated tokens may complete a marker the prompt began."""
+    kept = markers.longest - 1
+    tail = list(prompt[-kept:]) if kept else []
+    return PhaseState(initial_phase(markers, prompt, supports_think_disable), tail=tail)

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import Markers, Phase, PhaseState, initial_phase
+from meridian_agent.phases import Markers, Phase, PhaseState, begin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,8 @@ class Ending:
 
     tokens: tuple[int, ...]
     decision_id: int
+    # Begun by a cap, the request's own or one of the control plane's, not by a force.
+    by_cap: bool = False
     position: int = 0
 
 
@@ -135,14 +137,16 @@ class Tracker:
         self.lookahead = 0
         self._free: list[int] = []
         self._next_slot = 0
+        self._last_step = 0
 
     def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any, supports_think_disable: bool) -> Tracked:
         """Start tracking a request that was just admitted to the engine."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
-        phase = initial_phase(self.markers, prompt, supports_think_disable)
-        tr = Tracked(slot, info, PhaseState(phase), step, ref)
+        state = begin(self.markers, prompt, supports_think_disable)
+        # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
+        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref)
         self.by_id[info.request_id] = self.by_slot[slot] = tr
-        self._count(phase, 1)
+        self._count(state.phase, 1)
         self.watch_limit(tr)
         self.reorder = True
         self.record.opened.append(opened_row(tr))
@@ -165,6 +169,8 @@ class Tracker:
         limit = tr.limit
         if tr.ending or (limit is not None and tr.state.think_tokens + self.lookahead >= limit):
             self.due.add(tr)
+        else:
+            self.due.discard(tr)
 
     def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
@@ -191,18 +197,23 @@ class Tracker:
         return ended
 
     def close(self, tr: Tracked, reason: int) -> None:
-        """Forget a request and give its slot back."""
+        """Forget a request; its slot is free again once the record that says so is taken."""
         del self.by_id[tr.info.request_id]
         del self.by_slot[tr.slot]
-        heapq.heappush(self._free, tr.slot)
         self._count(tr.state.phase, -1)
         self.due.discard(tr)
         self.preempted.discard(tr)
         self.record.closed.append((tr.slot, reason))
 
     def take_record(self) -> StepRecord:
-        """The finished record; a new one is begun."""
+        """The finished record, its step above that of the one before; a new one is begun.
+
+        A slot closed in a record is never opened in the same one: its columns would not say which came first.
+        """
         record, self.record = self.record, StepRecord()
+        record.step = self._last_step = max(record.step, self._last_step + 1)
+        for slot, _ in record.closed:
+            heapq.heappush(self._free, slot)
         return record
 
     def snapshot(self) -> list[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ Owns the set of sessions and their outgoing queues. Runs on the server's event l
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -79,12 +80,15 @@ class Fleet:
         session = connection.session
         session.close()
         self.closed_totals.add(session.totals)
-        self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
+        self.count_end(reason)
         now = self.clock()
         self.departed[session.hello.engine_id] = (now, session.engine(connected=False))
         for engine_id, (when, _) in list(self.departed.items()):
             if (now - when).total_seconds() > FORGET_AFTER_S:
                 del self.departed[engine_id]
+
+    def count_end(self, reason: str) -> None:
+        self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
 
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine."""
@@ -124,7 +128,7 @@ def page(count: int, size: int, token: str) -> tuple[int, int, str]:
     """Begin, end and next token of a page of `count` items (AIP-158). Raises InvalidRequest."""
     if size < 0:
         raise InvalidRequest("page_size", f"must be at least 0; got {size}")
-    if token and not token.isdigit():
+    if token and not re.fullmatch("[0-9]{1,9}", token):
         raise InvalidRequest("page_token", f"must be one that was returned; got {token!r}")
     begin = int(token or 0)
     end = min(count, begin + min(size or PAGE_SIZE, MAX_PAGE_SIZE))

@@ -18,7 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -53,17 +53,26 @@ class SchedulerPolicy(Section):
         description="Thinking sequences per answering one that may join a step while answers stream and the output "
         "budget is exceeded.",
     )
-    # Before min_think_tokens, whose check reads it.
     max_think_tokens: int = Field(
         32768, ge=1, le=INT32_MAX, description="Hard cap on a request's thinking, in tokens, kept by the agent itself."
     )
+    # After max_think_tokens, which its check reads.
     min_think_tokens: int = Field(
         512,
         ge=0,
         le=INT32_MAX,
-        validate_default=True,
-        description="Thinking tokens before which no entropy rule ends thinking.",
+        description="Thinking tokens before which no entropy rule ends thinking; not above the hard cap, which also "
+        "lowers it where only the cap is given.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _floor_within_cap(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "min_think_tokens" not in values:
+            cap, floor = values.get("max_think_tokens"), cls.model_fields["min_think_tokens"].default
+            if type(cap) is int and 1 <= cap < floor:
+                return {**values, "min_think_tokens": cap}
+        return values
 
     @field_validator("min_think_tokens")
     @classmethod

@@ -103,10 +103,12 @@ class RequestTable:
         self.info += [None] * (capacity - old)
 
     def open(self, opened: agent_pb2.RequestOpened) -> None:
-        """Begin a row. Raises ValueError for a slot out of range."""
+        """Begin a row. Raises ValueError for a slot or a phase out of range."""
         slot = opened.slot
         if slot >= MAX_SLOTS:
             raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
+        if not 0 <= opened.phase <= OUTPUT:
+            raise ValueError(f"phase must be at most {OUTPUT}; got {opened.phase}")
         while slot >= len(self.info):
             self._resize(2 * len(self.info))
         for name, (_, value) in COLUMNS.items():
@@ -145,7 +147,7 @@ class RequestTable:
     def add_tokens(self, columns: agent_pb2.TokenColumns) -> int:
         """Account a report's token rows; returns how many belonged to live requests.
 
-        Raises ValueError when the columns differ in length.
+        Raises ValueError when the columns differ in length, or for a phase out of range.
         """
         slot, phase, flags, entropy, end_rank, end_logprob = _arrays(columns)
         known = slot < len(self.info)
@@ -175,7 +177,8 @@ class RequestTable:
 
     def _signals(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], entropy: NDArray[Any]) -> None:
         measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
-        s, entropy = s[measured], entropy[measured]
+        # Doubles: what is added to the window's sum is taken out again exactly.
+        s, entropy = s[measured], entropy[measured].astype(np.float64)
         at = self.entropy_count[s] % self.window.shape[1]
         self.entropy_window_sum[s] += entropy - self.window[s, at]
         self.entropy_sum[s] += entropy
@@ -191,7 +194,7 @@ class RequestTable:
 
 def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
-    phase = np.fromiter(columns.phase, np.uint8, len(columns.phase))
+    phase = np.fromiter(columns.phase, np.int32, len(columns.phase))
     flags = np.fromiter(columns.flags, np.int64, len(columns.flags))
     entropy = np.fromiter(columns.entropy_nats, np.float32, len(columns.entropy_nats))
     end_rank = np.fromiter(columns.end_rank, np.uint32, len(columns.end_rank))
@@ -199,6 +202,8 @@ def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
     if len({len(a) for a in arrays}) != 1:
         raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
+    if len(phase) and (phase.min() < 0 or phase.max() > OUTPUT):
+        raise ValueError(f"phase must be at most {OUTPUT}; got {phase.min()} to {phase.max()}")
     return arrays
 
 

@@ -68,6 +68,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 raise InvalidRequest("message", "must begin with hello")
             connection = self._fleet.join(first.hello)
         except MeridianError as error:
+            self._fleet.count_end(error.code)
             await abort_with(context, error)
         reader = asyncio.create_task(self._read(connection, request_iterator))
         logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
@@ -75,9 +76,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         try:
             while (response := await connection.outgoing.get()) is not None:
                 yield response
-            if reader.done() and isinstance(failed := reader.exception(), MeridianError):
-                reason = failed.code
-                await abort_with(context, failed)
+            if reader.done() and (failed := reader.exception()) is not None:
+                known = failed if isinstance(failed, MeridianError) else MeridianError("the server failed")
+                reason = known.code
+                await abort_with(context, known)
             reason = "overflow" if connection.overflowed else "agent_closed" if reader.done() else "going_away"
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"
@@ -95,6 +97,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                     return
         except MeridianError as error:
             logger.warning("engine %s broke the contract: %s", connection.session.hello.engine_id, error)
+            raise
+        except Exception:
+            logger.exception("engine %s: a message could not be handled", connection.session.hello.engine_id)
             raise
         finally:
             await connection.outgoing.put(None)

@@ -83,6 +83,8 @@ class Session:
         self.nack_error = ""
         self._pending: tuple[int, int, Policy] | None = None
         self._nonce = self._decision_id = 0
+        # Newest step that the table knows of.
+        self._step = 0
         self._step_time_ms = 0.0
         self._share = dispatch.Share()
         self._hold = False
@@ -142,14 +144,16 @@ class Session:
         self.table.set_window(policy.entropy.rpdi_window_tokens)
         # What was only shadowed under the old policy may be due under the new one.
         self.table.end_decided[:] = False
-        return self._respond(self.last_report.step if self.last_report else 0, now)
+        return self._respond(self._step, now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
         table = self._table()
         table.clear()
         for opened in snapshot.requests:
             table.open(opened)
-        return self._respond(snapshot.step, now)
+        self.last_decision = {s: d for s, d in self.last_decision.items() if self._concerns(d)}
+        self._step = snapshot.step
+        return self._respond(self._step, now)
 
     def _table(self) -> RequestTable:
         if self.table is None:
@@ -157,6 +161,10 @@ class Session:
         return self.table
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
+        if not report.steps:
+            for outcome in report.outcomes:
+                self._settle(outcome)
+            return []
         table = self._table()
         self.last_report, self.reported_at = report, now
         self.totals.reports += 1
@@ -178,7 +186,8 @@ class Session:
             self._settle(outcome)
         weight = STEP_TIME_ALPHA if self._step_time_ms else 1.0
         self._step_time_ms += weight * (report.step_time_ms - self._step_time_ms)
-        return self._respond(report.step, now)
+        self._step = report.step
+        return self._respond(self._step, now)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
         table = self._table()
@@ -186,8 +195,7 @@ class Session:
             raise ValueError("probe columns must have one length")
         for decision_id, slot, eat_nats in zip(probes.decision_id, probes.slot, probes.eat_nats, strict=True):
             decision = self.open_decisions.get(decision_id)
-            info = table.info[slot] if table.holds(slot) else None
-            if self.policy and decision and info and info.request_id == decision.request_id:
+            if self.policy and decision and decision.slot == slot and self._concerns(decision):
                 add_eat_sample(table, slot, eat_nats, self.policy.entropy.ema_alpha)
 
     def _settle(self, report: agent_pb2.DecisionOutcome) -> None:
@@ -196,8 +204,13 @@ class Session:
             self.totals.unknown_outcomes += 1
             return
         self._finish(decision, report.outcome)
-        if decision.kind == "probe" and decision.slot is not None:
+        if decision.kind == "probe" and decision.slot is not None and self._concerns(decision):
             self._table().probe_open[decision.slot] = False
+
+    def _concerns(self, decision: Decision) -> bool:
+        """Whether the request a decision was about still lives in its slot."""
+        info = self._table().info[decision.slot] if decision.slot is not None else None
+        return info is not None and info.request_id == decision.request_id
 
     def _finish(self, decision: Decision, outcome: agent_pb2.Outcome.ValueType) -> None:
         decision.outcome = outcome
@@ -215,10 +228,11 @@ class Session:
     # -------------------------------------------------------------------------------------------------- what is decided
 
     def _respond(self, step: int, now: datetime) -> Out:
-        directives = agent_pb2.Directives(step=step)
+        directives = agent_pb2.Directives()
         if self.policy is not None and not self.hello.fault:
             self._decide(self.policy, self._table(), directives)
-        decided = len(directives.ListFields()) > 1
+        decided = bool(directives.ListFields())
+        directives.step = step
         if not decided and (now - self._answered_at).total_seconds() < ACK_INTERVAL_S:
             return []
         self._answered_at = now

@@ -22,7 +22,12 @@ def warmup_samples(ema_alpha: float) -> int:
 
 
 def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float) -> None:
-    """M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}."""
+    """M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}.
+
+    A sample that could not be measured (NaN) is left out.
+    """
+    if not math.isfinite(eat_nats):
+        return
     table.eat_nats[slot] = eat_nats
     if table.eat_count[slot] == 0:
         table.eat_ema_nats[slot], table.eat_ema_variance[slot] = eat_nats, 0.0
