@@ -1,0 +1,80 @@
+"""What the engine tests share: how the engine is started, and the prompts the stock reference was made from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from tests.data import maze
+from tests.processes import MODEL
+
+ENGINE_ARGS: dict[str, Any] = {
+    "model": str(MODEL),
+    "served_model_name": "maze",
+    "enforce_eager": True,
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "reasoning_parser": "qwen3",
+    "disable_log_stats": False,
+    "seed": 0,
+}
+MAX_TOKENS = 300
+CASES = 6
+
+
+def cases() -> list[dict[str, Any]]:
+    """Chat requests: prompts that open thinking, leave it to the model, or close it."""
+    modes: list[dict[str, Any]] = [{"open_think": True}, {}, {"enable_thinking": False}]
+    prompts = maze.prompts(CASES, seed=11)
+    return [{"prompt": p, "template": modes[i % len(modes)]} for i, p in enumerate(prompts)]
+
+
+def prompt_ids(llm: Any, case: dict[str, Any]) -> list[int]:
+    """The token ids of a case as the chat template renders it."""
+    turns = [{"role": "user", "content": case["prompt"]}]
+    template = llm.get_tokenizer().apply_chat_template
+    return list(template(turns, add_generation_prompt=True, return_dict=False, **case["template"]))
+
+
+def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]:
+    """Run the chosen cases together; `params` is one SamplingParams or one for each. Returns generated token ids."""
+    prompts = [{"prompt_token_ids": prompt_ids(llm, case)} for case in chosen]
+    # `generate` writes to the parameters it is given.
+    outputs = llm.generate(prompts, copy.deepcopy(params), use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+class Run:
+    """Requests driven step by step, so that a test can act between two engine steps."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+
+    def add(self, name: str, case: dict[str, Any], params: Any) -> None:
+        self.tokens[name] = []
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_ids(self._llm, case)}, params)
+
+    def abort(self, name: str) -> None:
+        self._llm.llm_engine.abort_request([name])
+        self.finished[name] = "abort"
+        # An engine core of its own takes one more step to clear what was aborted; this one waits to be driven.
+        self.step()
+
+    def step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                self.finished[output.request_id] = str(output.outputs[0].finish_reason)
+
+    def until(self, done: Any = None, limit: int = 3000) -> None:
+        """Step until `done()` holds, or until nothing is left to do."""
+        for _ in range(limit):
+            if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")

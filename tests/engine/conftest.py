@@ -1,0 +1,95 @@
+"""One real vLLM engine in this process, governed by a real meridian-control, for the whole session of tests.
+
+The engine core runs in-process (its worker is a process of its own), so that tests can look at the scheduler. A stock
+vLLM in another process gives the greedy reference once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine import ENGINE_ARGS
+from tests.processes import ENGINE_ENV, Control, Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm import LLM
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            # vLLM and what it imports warn a lot; theirs are not our errors.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def stock_process(folder: Path) -> Process:
+    """Stock vLLM's greedy tokens, made while the governed engine starts."""
+    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": ""}
+    return Process([sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")], folder / "stock.log", env)
+
+
+@pytest.fixture(scope="session")
+def control(folder: Path) -> Iterator[Control]:
+    control = Control(folder)
+    yield control
+    control.process.stop()
+
+
+@pytest.fixture(scope="session")
+def llm(stock_process: Process, control: Control) -> Iterator[LLM]:
+    os.environ.update(ENGINE_ENV)
+    os.environ.update(
+        MERIDIAN_CONTROL=control.target,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    )
+    import torch
+    import vllm
+
+    # On shared cores several threads of one engine wait for each other at every operation.
+    torch.set_num_threads(1)
+    llm = vllm.LLM(**ENGINE_ARGS)
+    control.engine()
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def stock(stock_process: Process, folder: Path) -> list[list[int]]:
+    """Greedy token ids of stock vLLM for `tests.engine.cases()`."""
+    assert stock_process.popen.wait(240) == 0, stock_process.output()[-3000:]
+    tokens: list[list[int]] = json.loads((folder / "stock.json").read_text())
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def scheduler(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@pytest.fixture
+def agent(scheduler: Any, control: Control) -> Any:
+    """The agent, with a neutral policy in force and nothing running."""
+    assert not scheduler._guard.fault
+    control.apply(NEUTRAL)
+    return scheduler._agent
+
+
+# Everything on, nothing that changes a token: caps out of reach, entropy rules shadowed.
+NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}

@@ -1,0 +1,45 @@
+"""Watches what the agent sends while a test runs, without changing it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def records(agent: Any) -> Iterator[list[Any]]:
+    """The step records sent inside the block."""
+    seen: list[Any] = []
+    send = agent.link.send
+
+    def watch(record: Any, snapshot: Any) -> None:
+        seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
+        send(record, snapshot)
+
+    agent.link.send = watch
+    try:
+        yield seen
+    finally:
+        agent.link.send = send
+
+
+def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]:
+    """Per request id its token rows in order: (phase, flags, entropy, end rank, end log-probability)."""
+    request_of: dict[int, str] = {}
+    found: dict[str, list[tuple[int, int, float, int, float]]] = {}
+    for record, opened, slots, closed in seen:
+        for slot, info, *_ in opened:
+            request_of[slot] = info.request_id
+        for i, slot in enumerate(slots):
+            at = record.rows[i]
+            s = record.signals
+            measured = (float("nan"), 0, float("nan"))
+            if s is not None:
+                measured = float(s.entropy_nats[at]), int(s.end_rank[at]), float(s.end_logprob_nats[at])
+            found.setdefault(request_of[slot], []).append((record.phases[i], record.flags[i], *measured))
+        for slot, _ in closed:
+            request_of.pop(slot, None)
+    return found

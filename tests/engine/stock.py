@@ -1,0 +1,19 @@
+"""Writes the greedy tokens of stock vLLM for the shared cases: `python -m tests.engine.stock OUT.json`."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases, chat
+
+
+def main() -> None:
+    import vllm
+
+    llm = vllm.LLM(**ENGINE_ARGS)
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    Path(sys.argv[1]).write_text(json.dumps(chat(llm, cases(), params)))
+
+
+if __name__ == "__main__":
+    main()

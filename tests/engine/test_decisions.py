@@ -1,0 +1,188 @@
+"""Decisions of the real control plane, applied by the real engine: exact to the token, one outcome each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.data import maze
+from tests.engine import Run, cases, chat
+from tests.engine.conftest import NEUTRAL
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from tests.processes import Control
+
+OPEN = {"open_think": True}
+# Thinks on until something stops it: the end marker and the end of sequence are both out of reach.
+ENDLESS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
+
+
+def opened(index: int = 0) -> dict[str, Any]:
+    return {**cases()[index], "template": OPEN}
+
+
+def endless(agent: Any, **extra: Any) -> SamplingParams:
+    """Sampling that never ends thinking by itself, without touching what a forced token needs."""
+    return SamplingParams(**{**ENDLESS, "logit_bias": {agent.tracker.markers.ending[0]: -30.0}, **extra})
+
+
+def outcomes_since(control: Control, before: Any) -> dict[str, int]:
+    after = control.settled().outcomes
+    return {k: after[k] - before.get(k, 0) for k in after if after[k] != before.get(k, 0)}
+
+
+@pytest.mark.parametrize("cap", [1, 2, 17, 40])
+def test_cap_is_exact(llm: Any, agent: Any, control: Control, cap: int) -> None:
+    """Exactly `cap` thinking tokens, then the marker, and not one token before it differs from an uncapped run."""
+    case = opened()
+    (free,) = chat(llm, [case], endless(agent, max_tokens=80))
+    before = dict(control.settled().ends)
+    control.apply({"scheduler": {"max_think_tokens": cap}})
+    (capped,) = chat(llm, [case], endless(agent, max_tokens=80))
+    end = agent.tracker.markers.ending[0]
+    # The bias makes the free run endless; thinking up to the cap is the same run.
+    assert end not in free
+    assert capped[:cap] == free[:cap]
+    assert capped[cap] == end
+    assert capped.count(end) == 1
+    assert control.settled().ends["hard_cap"] == before.get("hard_cap", 0) + 1
+
+
+def test_cap_counts_from_the_models_own_start_marker(llm: Any, agent: Any, control: Control) -> None:
+    control.apply({"scheduler": {"max_think_tokens": 9}})
+    case = {**cases()[1], "template": {}}
+    (tokens,) = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=60))
+    start, end = agent.tracker.markers.starts[0][0], agent.tracker.markers.ending[0]
+    assert tokens.index(end) - tokens.index(start) - 1 <= 9
+    assert tokens[tokens.index(start) + 10] == end
+
+
+@pytest.mark.parametrize(("own", "policy", "expected"), [(5, 30, 5), (0, 30, 0), (30, 5, 5)])
+def test_own_cap_is_clamped_by_policy(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, own: int, policy: int, expected: int
+) -> None:
+    control.apply({"scheduler": {"max_think_tokens": policy}})
+    params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": own})
+    (tokens,) = chat(llm, [opened()], params)
+    assert tokens.index(agent.tracker.markers.ending[0]) == expected
+
+
+def test_own_cap_holds_in_shadow(llm: Any, agent: Any, control: Control) -> None:
+    control.apply({"scheduler": {"shadow": True, "max_think_tokens": 3}})
+    params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": 12})
+    (tokens,) = chat(llm, [opened()], params)
+    assert tokens.index(agent.tracker.markers.ending[0]) == 12
+
+
+def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> None:
+    """EAT converges once the walk is complete: thinking ends there, and the answer is still right."""
+    chosen = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
+    params = SamplingParams(temperature=0.0, max_tokens=700)
+    end = agent.tracker.markers.ending[0]
+    free = chat(llm, chosen, params)
+    before = dict(control.settled().ends)
+    rule = {"shadow": False, "ema_alpha": 0.8, "eat_probe_interval_tokens": 6}
+    rule |= {"eat_ema_variance_threshold": 0.05, "eat_level_threshold_nats": 0.2}
+    control.apply({"scheduler": {"min_think_tokens": 4}, "entropy": rule})
+    governed = chat(llm, chosen, params)
+    assert control.settled().ends["eat"] > before.get("eat", 0)
+    shorter = [g.index(end) < f.index(end) for g, f in zip(governed, free, strict=True)]
+    assert any(shorter)
+    for f, g in zip(free, governed, strict=True):
+        assert g[: g.index(end)] == f[: g.index(end)]
+        assert g.count(end) == 1
+
+
+def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control) -> None:
+    """Caps reached and not reached, probes, plans, tiers and an abort: outcomes add up to decisions."""
+    control.apply({"scheduler": {"max_think_tokens": 60, "min_think_tokens": 0}, "entropy": {"shadow": True}})
+    before = control.settled()
+    run = Run(llm)
+    for i in range(6):
+        run.add(f"r{i}", cases()[i], SamplingParams(temperature=1.0, max_tokens=200, seed=i))
+    run.until(lambda: len(run.tokens["r0"]) > 10)
+    run.abort("r0")
+    run.until()
+    after = control.settled()
+    assert sum(after.decisions.values()) > sum(before.decisions.values())
+    assert sum(after.decisions.values()) == sum(after.outcomes.values())
+    assert after.open_decisions == 0
+
+
+@pytest.mark.parametrize("phase", ["think", "output"])
+def test_abort(llm: Any, agent: Any, control: Control, phase: str) -> None:
+    before = dict(control.settled().outcomes)
+    run = Run(llm)
+    case = opened() if phase == "think" else {**cases()[2], "template": {"enable_thinking": False}}
+    run.add("gone", case, endless(agent))
+    run.until(lambda: len(run.tokens["gone"]) > 10)
+    live = wait_for(control.requests, 5, "the request to be listed")
+    assert live[0].phase == (2 if phase == "think" else 3)
+    run.abort("gone")
+    run.until()
+    assert outcomes_since(control, before)["request_gone"] >= 1
+    assert not agent.tracker.by_id
+    assert not control.requests()
+
+
+def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control: Control) -> None:
+    """A request that thinks without end under one policy is ended by the next one, while it runs."""
+    run = Run(llm)
+    run.add("r", opened(), endless(agent))
+    run.until(lambda: len(run.tokens["r"]) >= 30)
+    revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
+    end = agent.tracker.markers.ending[0]
+    run.until(lambda: end in run.tokens["r"])
+    assert run.tokens["r"].index(end) >= 30
+    assert control.engine().acked_revision == revision
+    run.until()
+    control.settled()
+
+
+def test_live_view(llm: Any, agent: Any, control: Control) -> None:
+    """FleetService shows a live request's phase, counts, signals, rank, tier and last decision with its reason."""
+    run = Run(llm)
+    tagged = {"meridian_tenant": "acme", "meridian_slo_class": "interactive"}
+    run.add("seen", opened(), endless(agent, extra_args=tagged))
+    run.until(lambda: len(run.tokens["seen"]) >= 24)
+    live = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= 24], 5, "24 thinking tokens")[0]
+    assert (live.request_id.split("-")[0], live.phase, live.tenant, live.slo_class) == (
+        "seen",
+        2,
+        "acme",
+        "interactive",
+    )
+    assert live.entropy_nats >= 0
+    assert live.end_rank >= 1
+    assert live.end_logprob_nats < 0
+    assert (live.rank, live.tier, live.max_think_tokens) == (2, 2, 100_000)
+    assert live.last_decision.kind in {"cap", "tier", "probe"}
+    assert live.last_decision.reason
+    run.abort("seen")
+    run.until()
+
+
+def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: Control) -> None:
+    """The engine keeps its last good policy and says why; the next good one is taken."""
+    good = control.engine().acked_revision
+    control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
+    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 5, "a NACK")
+    assert "999999" in engine.nack_error
+    assert engine.acked_revision == good
+    assert control.apply(NEUTRAL) > good
+    assert not control.engine().nack_error
+
+
+def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:
+    """A forced end writes all tokens of the marker, and none of them counts as thinking."""
+    vocabulary = llm.get_tokenizer().get_vocab()
+    marker = [vocabulary["Wait"], agent.tracker.markers.ending[0], vocabulary["."]]
+    start = list(agent.tracker.markers.starts[0])
+    model = {"maze": {"think_start_token_ids": start, "think_end_token_ids": marker}}
+    control.apply({"scheduler": {"max_think_tokens": 10}, "model": model})
+    (tokens,) = chat(llm, [opened()], endless(agent, max_tokens=40))
+    assert tokens[10:13] == marker
+    assert control.settled().open_decisions == 0

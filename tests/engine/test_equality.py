@@ -1,0 +1,40 @@
+"""Output equals stock vLLM's, token for token, wherever no decision applies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm import SamplingParams
+
+from tests.engine import MAX_TOKENS, cases, chat
+from tests.engine.conftest import NEUTRAL
+
+if TYPE_CHECKING:
+    from typing import Any
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+def test_neutral_policy(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
+    before = control.settled()
+    assert chat(llm, cases(), GREEDY) == stock
+    after = control.settled()
+    assert after.decisions["cap"] - before.decisions["cap"] == len(stock)
+    # The first report of a stream may be a snapshot, which stands for the rows of its step.
+    assert after.token_events - before.token_events >= sum(map(len, stock)) - len(stock)
+
+
+def test_shadow(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
+    """Caps and rules that would end all thinking at once are decided and counted, and nothing happens."""
+    before = control.engine().outcomes["shadowed"]
+    shadow = {"scheduler": {"shadow": True, "max_think_tokens": 5}, "kv_memory": {"shadow": True}}
+    control.apply({**NEUTRAL, **shadow})
+    assert chat(llm, cases(), GREEDY) == stock
+    assert control.settled().outcomes["shadowed"] > before
+    assert control.settled().ends["hard_cap_shadowed"] > 0
+
+
+def test_everything_disabled(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
+    off = {"enabled": False}
+    control.apply({"scheduler": off, "entropy": off, "kv_memory": off})
+    assert chat(llm, cases(), GREEDY) == stock

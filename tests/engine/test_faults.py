@@ -1,0 +1,164 @@
+"""What goes wrong in the agent stays in the agent: every hook fails once on the real engine, output stays stock's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine import cases, chat
+from tests.engine.conftest import NEUTRAL
+from tests.engine.test_equality import GREEDY
+from tests.processes import ENGINE_ENV, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.processes import Control
+
+HOOKS = ["opened", "before_schedule", "after_schedule", "bitmask", "after_update", "freeing"]
+
+
+@pytest.fixture
+def rebuilt(scheduler: Any) -> Iterator[None]:
+    """A new agent in place of the one that a test has broken."""
+    from meridian_agent.guard import Guard
+    from meridian_agent.scheduler import build_agent
+
+    yield
+    scheduler._agent.link.stop()
+    scheduler._guard = Guard()
+    scheduler._agent = build_agent(scheduler, scheduler._guard)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.usefixtures("rebuilt")
+def test_a_hook_that_raises(  # noqa: PLR0917
+    llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]], hook: str
+) -> None:
+    """In the middle of a run: no request fails, no token changes, and the fleet shows the fault."""
+    original, calls = getattr(agent, hook), []
+
+    def fails(*args: Any) -> Any:
+        calls.append(hook)
+        if len(calls) >= 3:
+            raise RuntimeError(f"injected into {hook}")
+        return original(*args)
+
+    setattr(agent, hook, fails)
+    assert chat(llm, cases(), GREEDY) == stock
+    assert "injected into" in scheduler._guard.fault
+    assert len(calls) == 3
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    assert f"injected into {hook}" in shown.fault
+    assert chat(llm, cases(), GREEDY) == stock
+
+
+@pytest.mark.usefixtures("rebuilt")
+def test_preemption_hook_that_raises(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
+    from tests.engine.test_pressure import pressure
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("injected into preempted")
+
+    agent.preempted = fails
+    control.apply(NEUTRAL)
+    pressure(llm, agent, control)
+    assert "injected into preempted" in scheduler._guard.fault
+
+
+@pytest.mark.parametrize("hook", ["begin", "before_sampling", "attach_to"])
+def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock: list[list[int]], hook: str) -> None:
+    """The worker stops measuring and serves on; the engine core goes on without signals."""
+    observers = llm.collective_rpc(_break_observer, args=(hook,))
+    assert all(observers)
+    try:
+        assert chat(llm, cases(), GREEDY) == stock
+        assert all("injected" in fault for fault in llm.collective_rpc(_observer_fault))
+    finally:
+        llm.collective_rpc(_mend_observer)
+    control.settled()
+
+
+def _observer(worker: Any) -> Any:
+    cells = worker.model_runner.sample_tokens.__closure__
+    return next(c.cell_contents for c in cells if type(c.cell_contents).__name__ == "Observer")
+
+
+def _break_observer(worker: Any, hook: str) -> bool:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    setattr(_observer(worker), hook, fails)
+    return True
+
+
+def _observer_fault(worker: Any) -> str:
+    return str(_observer(worker).guard.fault)
+
+
+def _mend_observer(worker: Any) -> None:
+    observer = _observer(worker)
+    for hook in ("begin", "before_sampling", "attach_to"):
+        observer.__dict__.pop(hook, None)
+    observer.guard.fault = ""
+
+
+NO_OP = """
+import sys
+before = set(sys.modules)
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins", name="meridian")
+plugin.load()()
+ours = {m for m in set(sys.modules) - before if m.split(".")[0] in ("meridian_agent", "meridian", "grpc", "google")}
+assert ours == {"meridian_agent", "meridian_agent.plugin"}, ours
+assert "vllm" not in sys.modules
+"""
+
+UNSUPPORTED = """
+import logging, os, vllm
+os.environ["MERIDIAN_CONTROL"] = "127.0.0.1:1"
+vllm.__version__ = "0.99.0"
+from meridian_agent.plugin import register
+register()
+from vllm.config.scheduler import SchedulerConfig
+assert "meridian" not in SchedulerConfig.get_scheduler_cls.__module__
+assert SchedulerConfig.get_scheduler_cls.__qualname__ == "SchedulerConfig.get_scheduler_cls"
+assert not getattr(SchedulerConfig, "_meridian_installed", False)
+"""
+
+MISSING_HOOK = """
+import os
+os.environ["MERIDIAN_CONTROL"] = "127.0.0.1:1"
+from vllm.v1.core.sched.scheduler import Scheduler
+del Scheduler._preempt_request
+from meridian_agent.plugin import register
+register()
+from vllm.config.scheduler import SchedulerConfig
+assert not getattr(SchedulerConfig, "_meridian_installed", False)
+"""
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    clean = {k: v for k, v in os.environ.items() if k != "MERIDIAN_CONTROL"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **ENGINE_ENV, **env}, check=False
+    )
+
+
+def test_unset_means_nothing_is_imported() -> None:
+    done = python(NO_OP)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(UNSUPPORTED, "0.99.0 is outside the supported"), (MISSING_HOOK, "Scheduler._preempt_request")]
+)
+def test_a_vllm_that_does_not_fit_stays_stock_and_says_so(code: str, said: str) -> None:
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout + done.stderr

@@ -1,0 +1,120 @@
+"""vLLM's OpenAI server with the agent: the control plane absent, killed and back, with clients streaming all along."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from tests.data import maze
+from tests.engine import ENGINE_ARGS
+from tests.processes import ENGINE_ENV, Control, Process, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROMPTS = maze.prompts(6, seed=5)
+
+
+class Served:
+    """The server and its client's address."""
+
+    def __init__(self, folder: Path, control_target: str) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
+        command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
+        command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0"]
+        env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        self.process = Process(command, folder / "served.log", env)
+
+    def ready(self) -> bool:
+        assert self.process.popen.poll() is None, self.process.output()[-3000:]
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0)
+
+
+async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
+    """One streaming chat request; returns reasoning, content and finish reason."""
+    reasoning, content, finish = "", "", ""
+    async with served.client() as client:
+        chunks = await client.chat.completions.create(
+            model="maze",
+            messages=[{"role": "user", "content": prompt}],
+            stream=True,
+            temperature=0.0,
+            max_tokens=700,
+            extra_body=extra,
+        )
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                content += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+    return reasoning, content, finish
+
+
+async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
+    return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[Served, Path, int]]:
+    """A server whose control plane does not exist yet."""
+    port = free_port()
+    served = Served(folder, f"127.0.0.1:{port}")
+    wait_for(served.ready, 180, "vLLM to serve")
+    yield served, folder / "served", port
+    served.process.stop()
+
+
+async def test_life_without_with_and_after_the_control_plane(served: tuple[Served, Path, int]) -> None:
+    """Absent at start, brought up, killed while clients stream, brought back: no request fails, the agent resyncs."""
+    server, folder, port = served
+    folder.mkdir()
+    alone = await all_of(server)
+    assert all(finish == "stop" for _, _, finish in alone)
+    assert sum(maze.is_correct(p, content) for p, (_, content, _) in zip(PROMPTS, alone, strict=True)) >= 4
+
+    control = Control(folder, port)
+    try:
+        assert control.engine().engine_id == "served"
+        assert await all_of(server) == alone
+        assert control.settled().token_events > 0
+
+        streaming = asyncio.gather(*(all_of(server) for _ in range(3)))
+        await asyncio.to_thread(wait_for, lambda: control.engine().thinking > 0, 20, "thinking requests")
+        control.process.signal(signal.SIGKILL)
+        control.process.kill()
+        assert await streaming == [alone] * 3
+
+        control.start()
+        engine = await asyncio.to_thread(control.engine)
+        assert engine.acked_revision == engine.revision >= 1
+        control.apply({"scheduler": {"max_think_tokens": 12}})
+        capped = await all_of(server)
+        assert all(len(reasoning.split()) <= 12 for reasoning, _, _ in capped)
+        wait_for(lambda: control.engine().ends["hard_cap"] == len(PROMPTS), 5, "every cap to be reported")
+    finally:
+        control.process.stop()
+
+
+async def test_own_cap_without_a_control_plane(served: tuple[Served, Path, int]) -> None:
+    """`vllm_xargs` caps a request even when nobody governs the engine."""
+    server, _, _ = served
+    reasoning, content, finish = await stream(server, PROMPTS[0], vllm_xargs={"meridian_max_think_tokens": 7})
+    assert len(reasoning.split()) <= 7
+    assert content
+    assert finish == "stop"

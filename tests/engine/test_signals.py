@@ -1,0 +1,106 @@
+"""Signals measured in the engine against an independent offline computation with Transformers on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+
+from meridian_agent.phases import FLAG_END, Phase
+from tests.engine import cases, chat, prompt_ids
+from tests.engine.conftest import NEUTRAL
+from tests.engine.recording import records, rows
+from tests.processes import MODEL
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@pytest.fixture(scope="module")
+def offline() -> Any:
+    """log-probabilities [tokens, vocabulary] of a token list, float64, by Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    def logprobs(tokens: list[int]) -> NDArray[np.float64]:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0]
+        found: NDArray[np.float64] = torch.log_softmax(logits.double(), dim=-1).numpy()
+        return found
+
+    return logprobs
+
+
+def entropy(logprobs: Any) -> float:
+    import numpy as np
+
+    return float(-(np.exp(logprobs) * logprobs).sum())
+
+
+def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
+    """Entropy and end-marker log-probability to 1e-5 nats, rank exactly, at temperature 1 in a mixed batch."""
+    chosen = cases()
+    with records(agent) as seen:
+        generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
+    end = agent.tracker.markers.ending[0]
+    by_request = rows(seen)
+    assert len(by_request) == len(chosen)
+    for case, tokens, measured in zip(chosen, generated, by_request.values(), strict=True):
+        prompt = prompt_ids(llm, case)
+        expected = offline(prompt + tokens)[len(prompt) - 1 :]
+        assert len(measured) == len(tokens)
+        for i, (_, _, entropy_nats, end_rank, end_logprob) in enumerate(measured):
+            assert entropy_nats == pytest.approx(entropy(expected[i]), abs=1e-5)
+            assert end_logprob == pytest.approx(expected[i][end], abs=1e-5)
+            assert end_rank == 1 + (expected[i] > expected[i][end]).sum()
+
+
+def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
+    """Every token's phase is the one its place before or after the markers says."""
+    chosen = cases()
+    with records(agent) as seen:
+        generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=300, seed=3))
+    (start,), (end,) = agent.tracker.markers.starts[0], agent.tracker.markers.ends[0]
+    for case, tokens, measured in zip(chosen, generated, rows(seen).values(), strict=True):
+        thinking = bool(case["template"].get("open_think"))
+        for token, (phase, flags, *_) in zip(tokens, measured, strict=True):
+            thinking = thinking or token == start
+            assert phase == (Phase.THINK if thinking else Phase.OUTPUT)
+            if token == end and thinking:
+                assert flags & FLAG_END
+                thinking = False
+
+
+def test_eat_probe(llm: Any, agent: Any, control: Any, offline: Any) -> None:
+    """A probe is the entropy after an appended end marker, to 1e-5 nats, and costs at most a block and the marker."""
+    entropy_policy = {"shadow": True, "eat_probe_interval_tokens": 5, "ema_alpha": 1.0}
+    control.apply({**NEUTRAL, "entropy": entropy_policy, "scheduler": {"min_think_tokens": 0}})
+    case = {**cases()[0], "template": {"open_think": True}}
+    with records(agent) as seen:
+        (tokens,) = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True))
+    prompt = prompt_ids(llm, case)
+    probes = [p for record, *_ in seen for p in record.probes]
+    assert probes
+    for _, _, think_tokens, eat_nats, cost_tokens in probes:
+        so_far = prompt + tokens[:think_tokens]
+        expected = entropy(offline([*so_far, *agent.tracker.markers.ending])[-1])
+        assert eat_nats == pytest.approx(expected, abs=1e-5)
+        assert cost_tokens <= agent.block_size + len(agent.tracker.markers.ending)
+        assert not math.isnan(eat_nats)
+
+
+def test_probes_stay_invisible(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
+    """Probing as often as possible changes no token and no request count."""
+    from tests.engine.test_equality import GREEDY
+
+    control.apply({**NEUTRAL, "entropy": {"shadow": True, "eat_probe_interval_tokens": 1}})
+    control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": {"shadow": True, "eat_probe_interval_tokens": 1}})
+    before = agent.probe_tokens
+    assert chat(llm, cases(), GREEDY) == stock
+    assert agent.probe_tokens > before
+    assert not agent.placed

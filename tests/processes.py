@@ -1,0 +1,146 @@
+"""Starts and stops the real programs that tests and benchmarks talk to. Every process runs in a group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "tests" / "data" / "maze-qwen3"
+ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The condition's first true value. Raises TimeoutError naming what was awaited."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise TimeoutError(f"not within {timeout_s} s: {what}")
+
+
+class Process:
+    """A program with its output in a file; `kill` ends its whole group."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)
+
+    def stop(self, timeout_s: float = 20) -> int:
+        """SIGTERM, then SIGKILL after the timeout; returns the exit status."""
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout_s)
+        self.kill()
+        return self.popen.returncode
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Control:
+    """A `meridian-control` process on a port of its own, and a client of it."""
+
+    def __init__(self, folder: Path, port: int | None = None) -> None:
+        self.folder, self.port = folder, port or free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again on the same port and store."""
+        command = [sys.executable, "-m", "meridian_control", "--listen", self.target, "--metrics-listen", ""]
+        store = ["--store", str(self.folder / "meridian.db")]
+        self.process = Process([*command, *store], self.folder / "control.log")
+        wait_for(self._serving, 30, "meridian-control to serve")
+
+    def _serving(self) -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            return bool(self.engines() is not None)
+        return False
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        with grpc.insecure_channel(self.target) as channel:
+            yield channel
+
+    def engines(self) -> list[fleet_pb2.Engine]:
+        with self.channel() as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            return list(stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=5).engines)
+
+    def engine(self) -> fleet_pb2.Engine:
+        """The one connected engine."""
+
+        def connected() -> fleet_pb2.Engine | None:
+            found = [e for e in self.engines() if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+            return found[0] if found else None
+
+        engine: fleet_pb2.Engine = wait_for(connected, 30, "an engine to connect")
+        return engine
+
+    def requests(self) -> list[fleet_pb2.LiveRequest]:
+        with self.channel() as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            return list(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1000), timeout=5).requests)
+
+    def set_policy(self, policy: dict[str, Any]) -> int:
+        """Put a policy in force and return its revision, without waiting for engines."""
+        message = ParseDict(policy, policy_pb2.Policy())
+        with self.channel() as channel:
+            stub = policy_pb2_grpc.PolicyServiceStub(channel)
+            return int(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=message), timeout=5).revision.revision)
+
+    def apply(self, policy: dict[str, Any]) -> int:
+        """Put a policy in force and wait until the engine has acknowledged it."""
+        revision = self.set_policy(policy)
+        wait_for(lambda: self.engine().acked_revision == revision, 10, f"revision {revision} to be applied")
+        return revision
+
+    def settled(self) -> fleet_pb2.Engine:
+        """The engine once all its decisions have had their outcome."""
+
+        def quiet() -> fleet_pb2.Engine | None:
+            engine = self.engine()
+            done = engine.running == 0 and sum(engine.decisions.values()) == sum(engine.outcomes.values())
+            return engine if done else None
+
+        engine: fleet_pb2.Engine = wait_for(quiet, 10, "every decision to have its outcome")
+        return engine
