@@ -33,13 +33,15 @@ _ABORT = 3
 
 
 class Agent:
-    """One engine's agent. `link` may change the settings below from its thread; each is read once per step."""
+    """One engine's agent. The link's thread touches only `settled`; all else belongs to the engine-core thread."""
 
     def __init__(self, scheduler: Any, markers: Markers, link: Link, model: str) -> None:
         self.link, self.model = link, model
         self.tracker = Tracker(markers)
         self.directives = Directives(self.tracker)
-        self.markers, self.supports_think_disable, self.observe_entropy = markers, True, False
+        self.observe_entropy = False
+        # Settings that the link brought and the next step takes in.
+        self.settled: tuple[Markers, agent_pb2.Settings] | None = None
         self.is_async = hooks.is_async(scheduler)
         self.is_fcfs = hooks.fcfs(scheduler)
         self.block_size = scheduler.block_size
@@ -63,11 +65,19 @@ class Agent:
             markers = hooks.resolve_markers(vllm_config, starts, ends, settings.reasoning_parser)
         except ValueError as error:
             return str(error)
-        self.supports_think_disable = settings.supports_think_disable
-        self.observe_entropy = settings.observe_entropy
-        if markers != self.markers:
-            self.markers = markers
+        self.settled = markers, settings
         return ""
+
+    def take_settings(self) -> None:
+        """Put the newest settings in force."""
+        if self.settled is None:
+            return
+        (markers, settings), self.settled = self.settled, None
+        self.tracker.markers = markers
+        self.tracker.supports_think_disable = settings.supports_think_disable
+        has_cap = settings.HasField("max_think_tokens")
+        self.tracker.default_cap = settings.max_think_tokens if has_cap else None
+        self.observe_entropy = settings.observe_entropy
 
     # ------------------------------------------------------------------------------------------------ request events
 
@@ -89,8 +99,8 @@ class Agent:
             max_think_tokens=int(own_cap) if isinstance(own_cap, (int, float)) and own_cap >= 0 else None,
         )
         self.link.idle = False
-        prompt = request.prompt_token_ids or []
-        self.tracker.open(info, prompt, scheduler.current_step, request, self.supports_think_disable)
+        self.take_settings()
+        self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
 
     def finished(self, request_ids: list[str]) -> None:
         """Requests were ended from outside (client gone)."""
@@ -114,7 +124,7 @@ class Agent:
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
         if request.request_id in self.placed:
-            self._evict(scheduler, request, request.num_prompt_tokens - len(self.markers.ending))
+            self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.ending))
             return
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None or tr.tier is None or not request.is_finished():
@@ -177,9 +187,8 @@ class Agent:
         return expired
 
     def _take_inbox(self) -> None:
+        self.take_settings()
         inbox = self.link.inbox
-        if self.tracker.markers is not self.markers:
-            self.tracker.markers = self.markers
         while inbox:
             message = inbox.popleft()
             if message is None:
@@ -228,8 +237,8 @@ class Agent:
         asked, self.directives.probes = self.directives.probes, []
         for decision_id, tr in asked:
             # All tokens known so far; those since the last full block are computed again.
-            tokens = [*tr.ref.all_token_ids, *self.markers.ending]
-            cost = len(tokens) - (len(tokens) - len(self.markers.ending)) // self.block_size * self.block_size
+            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.ending]
+            cost = len(tokens) - (len(tokens) - len(self.tracker.markers.ending)) // self.block_size * self.block_size
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:
                 self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
@@ -252,8 +261,8 @@ class Agent:
 
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
-        if self.observe_entropy and output.num_scheduled_tokens and self.markers is not NO_MARKERS:
-            setattr(output, REQUEST, self.markers.ending[0])
+        if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
+            setattr(output, REQUEST, self.tracker.markers.ending[0])
         scheduled = output.num_scheduled_tokens
         if self.is_async and any(tr.info.request_id in scheduled for tr in self.tracker.due):
             output.pending_structured_output_tokens = True

@@ -110,13 +110,17 @@ class Directives:
         if tr is None:
             return
         self._supersede_cap(tr)
+        tr.default_cap = None
         if not cap.HasField("max_think_tokens"):
             tr.cap = None
             self.report(cap.decision_id, Outcome.APPLIED, tr)
             return
         tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
+        if tr.ending is not None and tr.ending.by_cap and not tr.ending.decision_id and not cap.shadow:
+            # The default cap began what this decision would have: it is the one that counts.
+            tr.ending.decision_id = cap.decision_id
         if tr.state.ends and tr.state.phase is not Phase.THINK:
-            self._close_cap(tr, Outcome.ENDED_NATURALLY)
+            self._close_cap(tr, Outcome.APPLIED if tr.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
         self._tracker.watch_limit(tr)
 
     def _supersede_cap(self, tr: Tracked) -> None:
@@ -198,6 +202,7 @@ class Directives:
         ending = tr.ending
         if ending is not None and ending.position == len(ending.tokens):
             tr.ending, tr.forced = None, True
+            tr.capped = tr.cap is None and ending.decision_id == 0
             if tr.cap is not None and tr.cap.decision_id == ending.decision_id:
                 tr.cap.reported = True
             self.report(ending.decision_id, Outcome.APPLIED, tr)

@@ -60,11 +60,15 @@ class Tracked:
     state: PhaseState
     opened_step: int
     ref: Any
+    # Holds until the first cap decision comes.
+    default_cap: int | None = None
     cap: Cap | None = None
     ending: Ending | None = None
     # Ending tokens written into this step's masks, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
+    # Thinking was ended by a cap that had no decision of its own yet.
+    capped: bool = False
     rank: int | None = None
     tier: tuple[int, int, bool] | None = None
     preempted: bool = False
@@ -78,11 +82,10 @@ class Tracked:
 
     @property
     def limit(self) -> int | None:
-        """Thinking tokens after which an end is forced here, stream or no stream: the smaller of both caps."""
+        """Thinking tokens after which an end is forced here, stream or no stream: the smallest cap that is in force."""
+        policy = self.default_cap if self.cap is None else None if self.cap.shadow else self.cap.max_think_tokens
         own = self.info.max_think_tokens
-        if self.cap is None or self.cap.shadow:
-            return own
-        return self.cap.max_think_tokens if own is None else min(own, self.cap.max_think_tokens)
+        return policy if own is None else own if policy is None else min(own, policy)
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class Tracker:
 
     def __init__(self, markers: Markers) -> None:
         self.markers = markers
+        self.supports_think_disable = True
+        self.default_cap: int | None = None
         self.by_id: dict[str, Tracked] = {}
         self.by_slot: dict[int, Tracked] = {}
         # Requests that may need a forced token in the coming step.
@@ -139,12 +144,12 @@ class Tracker:
         self._next_slot = 0
         self._last_step = 0
 
-    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any, supports_think_disable: bool) -> Tracked:
+    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> Tracked:
         """Start tracking a request that was just admitted to the engine."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
-        state = begin(self.markers, prompt, supports_think_disable)
+        state = begin(self.markers, prompt, self.supports_think_disable)
         # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
-        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref)
+        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref, self.default_cap)
         self.by_id[info.request_id] = self.by_slot[slot] = tr
         self._count(state.phase, 1)
         self.watch_limit(tr)

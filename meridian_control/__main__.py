@@ -62,6 +62,16 @@ async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevisio
     return current
 
 
+def serve_metrics(address: str, fleet: Fleet) -> None:
+    """Answer scrapes, on a thread of their own. Raises OSError or ValueError."""
+    host, port = split_address(address)
+    try:
+        start_http_server(port, host or "0.0.0.0")
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from error
+    REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Run until a signal. Raises MeridianError, OSError or ValueError when it cannot start."""
 
@@ -73,12 +83,10 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         fleet = Fleet(clock)
         fleet.set_policy(await initial_policy(store, args.policy))
+        if args.metrics_listen:
+            serve_metrics(args.metrics_listen, fleet)
         server = ControlServer(store, fleet, clock)
         bound = await server.start(f"{host or '[::]'}:{port}")
-        if args.metrics_listen:
-            metrics_host, metrics_port = split_address(args.metrics_listen)
-            REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
-            start_http_server(metrics_port, metrics_host or "0.0.0.0")
         logger.info("listening on %s:%d, store %s", host or "*", bound, args.store)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):

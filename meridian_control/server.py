@@ -158,7 +158,7 @@ class ControlServer:
         try:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {listen}: {error}") from error
+            raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
         await self._server.start()
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -111,6 +111,8 @@ class Session:
             report_interval_steps=policy.telemetry.report_interval_steps,
             lease_ms=policy.fallback.lease_ms,
         )
+        if policy.scheduler.enabled and not policy.scheduler.shadow:
+            settings.max_think_tokens = policy.scheduler.max_think_tokens
         return [agent_pb2.ConnectResponse(settings=settings)]
 
     def _model(self, policy: Policy) -> ModelPolicy:

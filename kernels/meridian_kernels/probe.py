@@ -70,9 +70,10 @@ def _measure(chunk: torch.Tensor, end: int, out: EntropySignal, begin: int) -> N
     x = chunk.float()
     at = slice(begin, begin + x.shape[0])
     out.end_rank[at] = (x > x[:, end : end + 1]).sum(dim=1).numpy() + 1
-    x = (x - x.amax(dim=1, keepdim=True)).clamp_(min=_FLOOR)
-    weight = x.exp()
+    x = x - x.amax(dim=1, keepdim=True)
+    end_x = x[:, end].clone()
+    weight = x.clamp_(min=_FLOOR).exp()
     total = weight.sum(dim=1)
     log_total = total.log()
-    out.end_logprob_nats[at] = (x[:, end] - log_total).numpy()
+    out.end_logprob_nats[at] = (end_x - log_total).numpy()
     out.entropy_nats[at] = (log_total - weight.mul_(x).sum(dim=1) / total).numpy()

@@ -570,7 +570,9 @@ class StepReport(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Number of the last engine step in this report, and how many steps it merges."""
+    """Number of the last engine step in this report, and how many steps it merges. A report of 0 steps comes from an
+    idle engine and carries outcomes only.
+    """
     steps: _builtins.int
     step_time_ms: _builtins.float
     """Duration of the last step, from its schedule to its update."""
@@ -783,6 +785,7 @@ class Settings(_message.Message):
     OBSERVE_ENTROPY_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     nonce: _builtins.int
     """Belongs to the stream, as the revision outlives it."""
@@ -792,6 +795,8 @@ class Settings(_message.Message):
     report_interval_steps: _builtins.int
     lease_ms: _builtins.int
     """Without a stream for this long the agent drops all decisions except caps."""
+    max_think_tokens: _builtins.int
+    """Cap of a request from its first token until its own ThinkCap arrives; absent for none."""
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replace what the tokenizer and the reasoning parser say; empty keeps it."""
@@ -810,12 +815,15 @@ class Settings(_message.Message):
         observe_entropy: _builtins.bool = ...,
         report_interval_steps: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        max_think_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
 
 Global___Settings: _TypeAlias = Settings  # noqa: Y015
 
