@@ -382,4 +382,5 @@ class Agent:
             ("probe_tokens", self.probe_tokens),
             ("agent_seconds", self.agent_seconds),
             ("scheduler_seconds", self.scheduler_seconds),
+            ("round_trip_ms", self.link.round_trip_ms),
         )

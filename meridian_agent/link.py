@@ -32,6 +32,8 @@ INBOX_MESSAGES = 4096
 MERGE_RECORDS = 256
 # Longest a record waits for the others of its report interval; an engine that falls idle still reports.
 MERGE_WAIT_S = 0.05
+# Reports whose time of queueing is remembered.
+ROUND_TRIP_STEPS = 256
 BACKOFF_S = (0.2, 5.0)
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
@@ -83,6 +85,9 @@ class Link:
         self.lease_s = 30.0
         self.revision = 0
         self.reports_dropped = 0
+        # From queueing a report to the answer to it, newest.
+        self.round_trip_ms = 0.0
+        self._queued: dict[int, float] = {}
         self._streaming = False
         # Outcomes of records that were dropped: each decision still gets its one outcome.
         self._kept_outcomes: list[tuple[int, int, int, str]] = []
@@ -120,8 +125,10 @@ class Link:
             return
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
+        now = self._clock()
         if self._unheard_since is None:
-            self._unheard_since = self._clock()
+            self._unheard_since = now
+        self._queued[record.step % ROUND_TRIP_STEPS] = now
         self._ring.put(record)
 
     def _new_stream_waits(self) -> bool:
@@ -201,6 +208,8 @@ class Link:
         self._unheard_since = None
         kind = response.WhichOneof("message")
         if kind == "directives":
+            if queued := self._queued.get(response.directives.step % ROUND_TRIP_STEPS):
+                self.round_trip_ms = (self._clock() - queued) * 1e3
             self._settle_if_idle(response.directives)
             if len(self.inbox) < INBOX_MESSAGES:
                 self.inbox.append(response.directives)

@@ -636,6 +636,7 @@ class AgentCounters(_message.Message):
     PROBE_TOKENS_FIELD_NUMBER: _builtins.int
     AGENT_SECONDS_FIELD_NUMBER: _builtins.int
     SCHEDULER_SECONDS_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
     output_critical: _builtins.int
     """Answering requests chosen as preemption victims; the target is zero."""
@@ -647,6 +648,8 @@ class AgentCounters(_message.Message):
     """Time the agent spent in the engine-core thread."""
     scheduler_seconds: _builtins.float
     """Time the engine spent in its own schedule and update_from_output."""
+    round_trip_ms: _builtins.float
+    """Newest time from queueing a step report to the answer to it; a gauge."""
     def __init__(
         self,
         *,
@@ -658,10 +661,11 @@ class AgentCounters(_message.Message):
         probe_tokens: _builtins.int = ...,
         agent_seconds: _builtins.float = ...,
         scheduler_seconds: _builtins.float = ...,
+        round_trip_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_seconds", b"agent_seconds", "blocks_reclaimed", b"blocks_reclaimed", "output_critical", b"output_critical", "preempted_think", b"preempted_think", "probe_tokens", b"probe_tokens", "reports_dropped", b"reports_dropped", "round_trip_ms", b"round_trip_ms", "scheduler_seconds", b"scheduler_seconds", "think_skips", b"think_skips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
