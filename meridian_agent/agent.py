@@ -113,6 +113,8 @@ class Agent:
         if tr is None:
             return
         tr.preempted = True
+        # A mask of the step that is thrown away with it is not written.
+        tr.expected.clear()
         self.tracker.preempted.add(tr)
         self.tracker.record.preempted.append(tr.slot)
         if tr.state.phase is Phase.OUTPUT:
@@ -162,16 +164,14 @@ class Agent:
             return None
         self._take_inbox()
         plan = self.directives.active_plan()
-        if plan is None:
-            if self.directives.probes:
-                self._place_probes(scheduler)
-            return None
-        self._order(scheduler)
-        if plan.think_per_step is not None and self.tracker.answering:
-            self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
+        if plan is not None:
+            self._order(scheduler)
+            if plan.think_per_step is not None and self.tracker.answering:
+                self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
         if self.directives.probes:
             self._place_probes(scheduler)
-        return self._admission_limit(scheduler) if plan.hold_admission and self.tracker.answering else None
+        hold = self.directives.hold_admission and self.tracker.answering
+        return self._admission_limit(scheduler) if hold else None
 
     def _lease_lost(self) -> bool:
         """Past the lease every decision but the caps is dropped; said once, at the change."""
@@ -193,6 +193,8 @@ class Agent:
             message = inbox.popleft()
             if message is None:
                 self.directives.new_stream()
+                for placed in self.placed.values():
+                    placed.decision_id = 0
             else:
                 self.directives.accept(message)
 
@@ -293,9 +295,9 @@ class Agent:
             request_id = tr.info.request_id
             if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk:
                 continue
-            count = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            if tokens := self.directives.forced_tokens(tr, count):
-                forced[request_id], rows[request_id] = tokens, count
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+            if tokens := self.directives.forced_tokens(tr, 1 + len(drafts), drafts):
+                forced[request_id], rows[request_id] = tokens, 1 + len(drafts)
         return self._merge(output, base, forced, rows) if forced else base
 
     def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]], rows: dict[str, int]) -> Any:
@@ -325,6 +327,11 @@ class Agent:
             for out in group.outputs:
                 if tr := by_id.get(out.request_id):
                     self._account(tr, out, index, signals)
+        if not by_id:
+            with self.link.handover:
+                self.link.idle = True
+                self._take_inbox()
+            self.directives.active_plan()
         record = self.tracker.record
         record.signals = signals
         record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
@@ -332,7 +339,6 @@ class Agent:
         record.step_time_ms = (time.perf_counter() - self._began) * 1e3
         record.counters = self._counters()
         self.link.send(self.tracker.take_record(), self.tracker.snapshot)
-        self.link.idle = not self.tracker.by_id
 
     def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
         if out.new_token_ids:

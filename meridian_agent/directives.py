@@ -159,6 +159,11 @@ class Directives:
             self.report(plan.decision_id, Outcome.SHADOWED if plan.shadow else Outcome.APPLIED)
         return None if plan.shadow or plan.stock else plan
 
+    @property
+    def hold_admission(self) -> bool:
+        """Whether nothing new is to be admitted but preempted answers; holds whatever the order is."""
+        return self.plan is not None and self.plan.hold_admission
+
     def _close_cap(self, tr: Tracked, outcome: Outcome) -> None:
         if tr.cap is not None and not tr.cap.reported:
             tr.cap.reported = True
@@ -205,6 +210,8 @@ class Directives:
             tr.capped = tr.cap is None and ending.decision_id == 0
             if tr.cap is not None and tr.cap.decision_id == ending.decision_id:
                 tr.cap.reported = True
+            elif not ending.by_cap:
+                self._close_cap(tr, Outcome.SUPERSEDED)
             self.report(ending.decision_id, Outcome.APPLIED, tr)
         elif ending is not None and ended:
             tr.ending = None

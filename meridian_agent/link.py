@@ -81,6 +81,9 @@ class Link:
         self.snapshot_due = False
         # Set by the engine's thread: no request is live, so no step will come to report outcomes.
         self.idle = True
+        # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
+        # answers for each decision, and only one.
+        self.handover = threading.Lock()
         self.report_interval_steps = 1
         self.lease_s = 30.0
         self.revision = 0
@@ -210,10 +213,10 @@ class Link:
         if kind == "directives":
             if queued := self._queued.get(response.directives.step % ROUND_TRIP_STEPS):
                 self.round_trip_ms = (self._clock() - queued) * 1e3
-            self._settle_if_idle(response.directives)
-            if len(self.inbox) < INBOX_MESSAGES:
+            with self.handover:
+                self._settle_if_idle(response.directives)
                 self.inbox.append(response.directives)
-            else:
+            if len(self.inbox) > INBOX_MESSAGES:
                 logger.error("meridian: %d messages wait to be taken in; connecting anew", INBOX_MESSAGES)
                 self.restart()
         elif kind == "settings":

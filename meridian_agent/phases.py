@@ -41,6 +41,8 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
 FLAG_MARKER = 1
 FLAG_END = 2
 FLAG_FROM_OUTPUT = 4
+FLAG_FORCED = 8
+FLAG_BY_CAP = 16
 TAKE_BACK_SHIFT = 8
 
 

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.phases import FLAG_BY_CAP, FLAG_FORCED, Markers, Phase, PhaseState, begin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +49,13 @@ class Ending:
     # Begun by a cap, the request's own or one of the control plane's, not by a force.
     by_cap: bool = False
     position: int = 0
+
+    def advance(self) -> int:
+        """One more of its tokens was generated; returns row flags once it is complete."""
+        self.position += 1
+        if self.position < len(self.tokens):
+            return 0
+        return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +191,7 @@ class Tracker:
             before = state.phase
             phase, flags = state.feed(token, markers)
             if tr.ending is not None and tr.expected.get(offset) == token:
-                tr.ending.position += 1
+                flags |= tr.ending.advance()
             record.slots.append(tr.slot)
             record.phases.append(phase)
             record.flags.append(flags)

@@ -42,6 +42,13 @@ class Connection:
         default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
     )
     overflowed: bool = False
+    # Why this side ends the stream, once it does.
+    closing: str = ""
+
+    def close(self, reason: str, last: agent_pb2.ConnectResponse | None = None) -> None:
+        """End the stream, after what waits and one last message."""
+        self.closing = reason
+        self.put([last, None] if last is not None else [None])
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:
@@ -70,6 +77,11 @@ class Fleet:
         connection.put([agent_pb2.ConnectResponse(welcome=welcome)])
         if self._policy is not None:
             connection.put(session.on_policy(self._policy.revision, self._policy.policy))
+        same = (hello.engine_id, hello.incarnation)
+        for older in [c for c in self.connections if c.session.identity == same]:
+            # The agent has one stream: this one's end has not been noticed yet.
+            self.connections.discard(older)
+            older.close("replaced")
         self.connections.add(connection)
         self.departed.pop(hello.engine_id, None)
         return connection
@@ -102,7 +114,7 @@ class Fleet:
         """Ask every agent to connect elsewhere, and end the streams."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         for connection in self.connections:
-            connection.put([message, None])
+            connection.close("going_away", message)
 
     def totals(self) -> Totals:
         """Counters over all sessions since the server started."""

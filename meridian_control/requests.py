@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 
 # Row flags of TokenColumns.
-FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, TAKE_BACK_SHIFT = 1, 2, 4, 8
+FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
 
 # Slots are dense by contract; one beyond this is a broken or hostile agent.
 MAX_SLOTS = 1 << 16
@@ -54,7 +54,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "tier": (np.uint8, 0),
     "max_think_tokens": (np.int64, UNTOLD),
     "cap_shadow": (bool, False),
-    "end_decided": (bool, False),
+    # The entropy rule that decided to end this request's thinking, as a ForceReason.
+    "end_decided": (np.uint8, 0),
 }
 
 
@@ -83,7 +84,7 @@ class RequestTable:
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
     cap_shadow: NDArray[np.bool_]
-    end_decided: NDArray[np.bool_]
+    end_decided: NDArray[np.uint8]
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
@@ -118,7 +119,7 @@ class RequestTable:
         self.think_tokens[slot] = opened.think_tokens
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot] = opened.preempted
-        self.end_decided[slot] = opened.forced
+        self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
         self.info[slot] = opened
 
     def close(self, slot: int) -> None:

@@ -80,7 +80,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 known = failed if isinstance(failed, MeridianError) else MeridianError("the server failed")
                 reason = known.code
                 await abort_with(context, known)
-            reason = "overflow" if connection.overflowed else "agent_closed" if reader.done() else "going_away"
+            reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"
             raise

@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control import dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
 from meridian_control.policy import ModelPolicy
-from meridian_control.requests import NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
+from meridian_control.requests import FLAG_BY_CAP, FLAG_END, FLAG_FORCED, NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
 from meridian_control.signals import add_eat_sample, rpdi
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ACK_INTERVAL_S = 1.0
 # Weight of the newest step in the smoothed step time.
 STEP_TIME_ALPHA = 0.2
+
+# Kinds of decision that end thinking.
+ENDING = ("force", "cap")
 
 Out = list[agent_pb2.ConnectResponse]
 
@@ -92,6 +95,11 @@ class Session:
         self._review = False
         self._answered_at = now
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """One start of one engine process."""
+        return self.hello.engine_id, self.hello.incarnation
+
     # ---------------------------------------------------------------------------------------------------- what comes
 
     def on_policy(self, revision: int, policy: Policy) -> Out:
@@ -145,7 +153,8 @@ class Session:
             self.table = RequestTable(policy.entropy.rpdi_window_tokens)
         self.table.set_window(policy.entropy.rpdi_window_tokens)
         # What was only shadowed under the old policy may be due under the new one.
-        self.table.end_decided[:] = False
+        under_way = [d.slot for d in self.open_decisions.values() if d.kind == "force" and d.slot is not None]
+        self.table.end_decided[~np.isin(np.arange(len(self.table.info)), under_way)] = 0
         return self._respond(self._step, now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
@@ -174,6 +183,7 @@ class Session:
         for opened in report.opened:
             table.open(opened)
         self.totals.token_events += table.add_tokens(report.tokens)
+        self._count_ends(report.tokens)
         self._add_probes(report.probes)
         for slot in report.preempted:
             if table.holds(slot):
@@ -218,8 +228,27 @@ class Session:
         decision.outcome = outcome
         name = outcome_name(outcome)
         self.totals.outcomes[name] += 1
-        if decision.kind in ("force", "cap") and name in ("applied", "shadowed"):
-            self.totals.ends[decision.reason if name == "applied" else f"{decision.reason}_shadowed"] += 1
+        if decision.kind not in ENDING or name not in ("applied", "shadowed"):
+            return
+        if name == "shadowed":
+            self.totals.ends[f"{decision.reason}_shadowed"] += 1
+        table, slot = self._table(), decision.slot
+        info = table.info[slot] if slot is not None and table.holds(slot) else None
+        if slot is not None and info is not None and info.request_id == decision.request_id:
+            self.last_decision[slot] = decision
+
+    def _count_ends(self, tokens: agent_pb2.TokenColumns) -> None:
+        """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it."""
+        flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
+        for row in np.flatnonzero(flags & FLAG_END).tolist():
+            slot, table = tokens.slot[row], self._table()
+            if flags[row] & FLAG_BY_CAP:
+                reason = "hard_cap"
+            elif flags[row] & FLAG_FORCED and table.holds(slot):
+                reason = reason_name(agent_pb2.ForceReason.ValueType(int(table.end_decided[slot])))
+            else:
+                reason = "natural"
+            self.totals.ends[reason] += 1
 
     def close(self) -> None:
         """The stream is gone: what is still open can no longer be reported."""
@@ -283,7 +312,7 @@ class Session:
 
     def _decide_ends(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
         for slot, reason in termination.ends(policy, table):
-            table.end_decided[slot] = True
+            table.end_decided[slot] = reason
             made = self._decision("force", reason_name(reason), slot)
             out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=policy.entropy.shadow)
 
@@ -294,35 +323,33 @@ class Session:
             out.probes.add(decision_id=self._decision("probe", "eat", int(slot)), slot=slot)
 
     def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
-        scheduler = policy.scheduler
-        if not scheduler.enabled:
-            if review:
-                out.plan.decision_id, out.plan.stock = self._decision("plan", "stock"), True
-            return
-        if review:
-            table.rank[:] = UNTOLD
-        slots, ranks = dispatch.changed_ranks(table)
-        limited = self._share.think_per_step is not None
-        share = dispatch.share(scheduler, table, self._step_time_ms, limited)
+        scheduler, memory = policy.scheduler, policy.kv_memory
         kv_tokens = self.hello.num_blocks * self.hello.block_size_tokens
-        hold = eviction.hold_admission(policy.kv_memory, table, kv_tokens) and not policy.kv_memory.shadow
+        hold = eviction.hold_admission(memory, table, kv_tokens) and not memory.shadow
+        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), np.zeros(0, np.int64)
+        if scheduler.enabled:
+            if review:
+                table.rank[:] = UNTOLD
+            slots, ranks = dispatch.changed_ranks(table)
+            share = dispatch.share(scheduler, table, self._step_time_ms, self._share.think_per_step is not None)
         if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
             return
         self._share, self._hold = share, hold
-        out.plan.decision_id = self._decision("plan", "output_first")
-        out.plan.slot.extend(slots.tolist())
-        out.plan.rank.extend(ranks.tolist())
+        plan = out.plan
+        plan.decision_id = self._decision("plan", "output_first" if scheduler.enabled else "stock")
+        plan.slot.extend(slots.tolist())
+        plan.rank.extend(ranks.tolist())
         if share.think_per_step is not None:
-            out.plan.think_per_step = share.think_per_step
-        out.plan.max_skip_steps, out.plan.hold_admission = share.max_skip_steps, hold
-        out.plan.shadow = scheduler.shadow
+            plan.think_per_step = share.think_per_step
+        plan.max_skip_steps, plan.hold_admission = share.max_skip_steps, hold
+        plan.shadow, plan.stock = scheduler.shadow, not scheduler.enabled
 
     def _decision(self, kind: str, reason: str, slot: int | None = None) -> int:
         self._decision_id += 1
         info = self._table().info[slot] if slot is not None else None
         made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "")
         self.open_decisions[made.decision_id] = made
-        if slot is not None:
+        if slot is not None and kind != "probe":
             self.last_decision[slot] = made
         self.totals.decisions[kind if kind != "force" else f"force/{reason}"] += 1
         return made.decision_id
@@ -411,4 +438,4 @@ def reason_name(reason: agent_pb2.ForceReason.ValueType) -> str:
 
 def _short(enum: object, value: int, prefix: str) -> str:
     names: dict[int, str] = {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
-    return names.get(value, f"{prefix}{value}").removeprefix(prefix).lower()
+    return names.get(value, f"{prefix}UNKNOWN").removeprefix(prefix).lower()

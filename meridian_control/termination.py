@@ -32,7 +32,7 @@ def ends(policy: Policy, table: RequestTable) -> list[tuple[int, agent_pb2.Force
     """Requests whose thinking an entropy rule ends now, with the reason; each at most once."""
     if not policy.entropy.enabled:
         return []
-    open_to_end = table.live & (table.phase == THINK) & ~table.end_decided
+    open_to_end = table.live & (table.phase == THINK) & (table.end_decided == 0)
     open_to_end &= table.think_tokens >= policy.scheduler.min_think_tokens
     eat = open_to_end & eat_converged(policy.entropy, table)
     derailed = open_to_end & ~eat & rpdi_exceeded(policy.entropy, table)
@@ -63,7 +63,7 @@ def probes_due(policy: Policy, table: RequestTable) -> NDArray[np.intp]:
     if not policy.entropy.enabled:
         return np.zeros(0, np.intp)
     lead = warmup_samples(policy.entropy.ema_alpha) * policy.entropy.eat_probe_interval_tokens
-    due = table.live & (table.phase == THINK) & ~table.end_decided & ~table.probe_open & ~table.preempted
+    due = table.live & (table.phase == THINK) & (table.end_decided == 0) & ~table.probe_open & ~table.preempted
     due &= table.think_tokens >= np.maximum(table.next_probe_tokens, policy.scheduler.min_think_tokens - lead)
     due &= table.think_tokens > 0
     return np.flatnonzero(due)

@@ -488,7 +488,7 @@ class TokenColumns(_message.Message):
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bit 0: the token completes a marker and counts as neither thinking nor output. Bit 1: it ended a thinking phase.
         Bits 8 and up: how many earlier tokens belong to that marker and are to be uncounted, from output when bit 2 is
-        set and else from thinking.
+        set and else from thinking. Bit 3: the agent forced this end; bit 4: because of a cap.
         """
 
     def __init__(
@@ -955,7 +955,7 @@ class DispatchPlan(_message.Message):
     """Admit nothing new except preempted answers: thinking holds more KV than its share while answers wait."""
     shadow: _builtins.bool
     stock: _builtins.bool
-    """Obey vLLM's own order; all else in the plan is ignored."""
+    """Obey vLLM's own order; of the plan only hold_admission counts."""
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose rank changed. Lower is more urgent and preempted later; equal ranks keep arrival order."""

@@ -164,7 +164,7 @@ class Engine(_message.Message):
 
     @_builtins.property
     def ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Applied (or shadowed) ends of thinking, by reason."""
+        """Ends of thinking by reason: natural, hard_cap, eat, rpdi; with _shadowed where one was only decided."""
 
     @_builtins.property
     def counters(self) -> _agent_pb2.AgentCounters: ...
@@ -218,7 +218,7 @@ class LastDecision(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     kind: _builtins.str
-    """cap, force, plan, tier or probe."""
+    """cap, force or tier: the newest made, or the newest that was carried out."""
     reason: _builtins.str
     outcome: _agent_pb2.Outcome.ValueType
     def __init__(

@@ -1,0 +1,304 @@
+"""`python -m meridian_control` as a process: what it serves, how it stops, and how it refuses to start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+
+from meridian_control import server as control_server
+from meridian_control.fleet import MAX_PAGE_SIZE, page
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+STOP_S = 15.0
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Process:
+    """One control plane. Its folder holds the store and the log."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.port, self.metrics_port = free_port(), free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        self.options = options
+        self.popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "meridian_control", "--listen", self.target]
+        command += ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--store", str(self.folder / "m.db")]
+        with (self.folder / "log").open("ab") as log:
+            self.popen = subprocess.Popen([*command, *self.options], stderr=log)
+
+    async def started(self) -> None:
+        self.start()
+        async with grpc.aio.insecure_channel(self.target) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest()
+            response = await stub.Check(request, wait_for_ready=True, timeout=30)
+        assert response.status == SERVING
+
+    async def ended(self) -> int:
+        assert self.popen is not None
+        return await asyncio.to_thread(self.popen.wait, STOP_S)
+
+    async def terminate(self) -> int:
+        assert self.popen is not None
+        self.popen.send_signal(signal.SIGTERM)
+        return await self.ended()
+
+    def kill(self) -> None:
+        if self.popen is not None and self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.wait()
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as response:
+            return str(response.read(), "utf-8")
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One process for all tests that leave it as it is."""
+    process = Process(tmp_path_factory.mktemp("control"))
+    asyncio.run(process.started())
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+async def channel(running: Process) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(running.target) as opened:
+        yield opened
+
+
+# ---------------------------------------------------------------------------------------------------- what it serves
+
+
+async def test_health_of_every_service(channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for name in ("", *control_server.SERVICES):
+        response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        assert response.status == SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.Check(health_pb2.HealthCheckRequest(service="no.such"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection(channel: grpc.aio.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    response = await call.read()
+    names = {service.name for service in response.list_services_response.service}
+    assert {"meridian.v1.AgentService", "meridian.v1.PolicyService", "meridian.v1.FleetService"} <= names
+    assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+    call.cancel()
+
+
+async def test_metrics(running: Process) -> None:
+    with LinkedEngine([running.target], "measured") as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        text = await until(running.metrics)
+    lines = text.splitlines()
+    families = {line.split()[2] for line in lines if line.startswith("# TYPE meridian_")}
+    assert {"meridian_reports_total", "meridian_decisions_total", "meridian_engines"} <= families
+    assert {"meridian_agent_output_critical_total", "meridian_engine_kv_used_ratio"} <= families
+    assert "meridian_engines 1.0" in lines
+    assert 'meridian_engine_thinking_requests{engine="measured",incarnation="1"} 1.0' in lines
+    assert any(line.startswith('meridian_decisions_total{kind="cap"}') for line in lines)
+
+
+async def test_the_fleet(running: Process, channel: grpc.aio.Channel) -> None:
+    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+    with LinkedEngine([running.target], "shown") as engine, LinkedEngine([running.target], "also") as other:
+        for number in range(5):
+            engine.open(f"r{number}")
+        other.open("elsewhere")
+        await engine.steps_until(lambda: len(engine.caps()) == 5)
+        await other.steps_until(other.caps)
+        engines = (await stub.ListEngines(fleet_pb2.ListEnginesRequest())).engines
+        connected = {e.engine_id for e in engines if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED}
+        assert connected == {"shown", "also"}
+        request = fleet_pb2.ListRequestsRequest(engine_id="shown", page_size=2)
+        pages = 0
+        names: list[str] = []
+        while True:
+            response = await stub.ListRequests(request)
+            pages, names = pages + 1, names + [r.request_id for r in response.requests]
+            request.page_token = response.next_page_token
+            if not request.page_token:
+                break
+        assert (pages, names) == (3, [f"r{number}" for number in range(5)])
+        everywhere = await stub.ListRequests(fleet_pb2.ListRequestsRequest())
+        assert [r.request_id for r in everywhere.requests] == ["elsewhere", *names]
+        nowhere = await stub.ListRequests(fleet_pb2.ListRequestsRequest(engine_id="none"))
+        assert not nowhere.requests
+        assert not (await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_token="900"))).requests
+        watching = stub.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=50))
+        shown: Any = await watching.read()
+        before = {r.request_id: r.think_tokens for r in shown.requests}
+        assert set(before) == {"elsewhere", *names}
+        engine.step()
+        while all(r.think_tokens == before[r.request_id] for r in shown.requests):
+            shown = await watching.read()
+        watching.cancel()
+
+
+async def refused(call: Any) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return raised.value.details() or ""
+
+
+@pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 5000, " 1"])
+async def test_page_tokens_that_were_never_given_out(channel: grpc.aio.Channel, token: str) -> None:
+    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+    complaint = "page_token must be one that was returned"
+    assert (await refused(stub.ListEngines(fleet_pb2.ListEnginesRequest(page_token=token)))).startswith(complaint)
+    assert (await refused(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_token=token)))).startswith(complaint)
+
+
+async def test_sizes_and_intervals_below_zero(channel: grpc.aio.Channel) -> None:
+    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+    complaint = "page_size must be at least 0; got -1"
+    assert await refused(stub.ListEngines(fleet_pb2.ListEnginesRequest(page_size=-1))) == complaint
+    assert await refused(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=-1))) == complaint
+    watching = stub.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=-1))
+    assert await refused(watching.read()) == "interval_ms must be at least 0; got -1"
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "token", "expected"),
+    [
+        (0, 0, "", (0, 0, "")),
+        (100, 0, "", (0, 100, "")),
+        (101, 0, "", (0, 100, "100")),
+        (101, 0, "100", (100, 101, "")),
+        (5000, 4000, "", (0, MAX_PAGE_SIZE, str(MAX_PAGE_SIZE))),
+        (7, 3, "3", (3, 6, "6")),
+    ],
+)
+def test_pages(count: int, size: int, token: str, expected: tuple[int, int, str]) -> None:
+    assert page(count, size, token) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- how it stops
+
+
+async def test_sigterm(own: Process) -> None:
+    """Health changes first, agents are told, and the process ends within its grace although streams are open."""
+    await own.started()
+    async with grpc.aio.insecure_channel(own.target) as opened:
+        health = health_pb2_grpc.HealthStub(opened).Watch(health_pb2.HealthCheckRequest())
+        assert (await health.read()).status == SERVING
+        watching = fleet_pb2_grpc.FleetServiceStub(opened).WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=60_000))
+        await watching.read()
+        call: Any = agent_pb2_grpc.AgentServiceStub(opened).Connect()
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        assert (await call.read()).HasField("welcome")
+        assert (await call.read()).HasField("settings")
+        ending = asyncio.create_task(own.terminate())
+        assert (await health.read()).status == NOT_SERVING
+        assert (await call.read()).going_away.reason == "the control plane is shutting down"
+        assert await call.read() is grpc.aio.EOF
+        assert await watching.read() is grpc.aio.EOF
+        health.cancel()
+        assert await ending == 0
+    assert "Traceback" not in own.log()
+
+
+async def test_state_survives_a_restart(own: Process) -> None:
+    await own.started()
+    async with grpc.aio.insecure_channel(own.target) as opened:
+        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=777))
+        stub = policy_pb2_grpc.PolicyServiceStub(opened)
+        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
+    with LinkedEngine([own.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 777)])
+        assert engine.link.revision == 2
+        own.kill()
+        await until(lambda: not engine.link.connected)
+        await own.started()
+        await engine.steps_until(lambda: engine.caps() == [(0, 777)] * 2)
+        assert [s.revision for s in engine.settings] == [2, 2]
+        assert [s.nonce for s in engine.settings] == [1, 1], "the nonce belongs to the stream"
+        assert await own.terminate() == 0
+
+
+# --------------------------------------------------------------------------------------------- how it does not start
+
+
+async def complaint_of(process: Process) -> str:
+    """The one line the process leaves behind, gRPC's own aside."""
+    process.start()
+    assert await process.ended() == 2
+    (line,) = [line for line in process.log().splitlines() if "add_port.cc" not in line]
+    return line
+
+
+async def test_a_bad_policy_file(own: Process) -> None:
+    path = own.folder / "policy.toml"
+    path.write_text("[entropy]\nema_alpha = 1.5\n")
+    own.options = ("--policy", str(path))
+    assert await complaint_of(own) == "meridian-control: entropy.ema_alpha must be in (0, 1]; got 1.5"
+
+
+async def test_a_policy_file_that_is_not_there(own: Process) -> None:
+    path = own.folder / "policy.toml"
+    own.options = ("--policy", str(path))
+    assert await complaint_of(own) == f"meridian-control: {path}: is not a file"
+
+
+@pytest.mark.parametrize("which", ["port", "metrics_port"])
+async def test_a_busy_port(own: Process, which: str) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", getattr(own, which)))
+        taken.listen()
+        line = await complaint_of(own)
+    assert line.startswith(f"meridian-control: cannot listen on 127.0.0.1:{getattr(own, which)}")
+
+
+async def test_an_address_without_a_port(own: Process) -> None:
+    own.target = "localhost"
+    assert await complaint_of(own) == "meridian-control: an address must be host:port or :port; got 'localhost'"
+
+
+async def test_a_store_that_cannot_be_opened(own: Process) -> None:
+    (own.folder / "m.db").mkdir()
+    assert (await complaint_of(own)).startswith("meridian-control: policy store: ")

@@ -1,0 +1,507 @@
+"""The stream end to end: a real server with a real store, and the agent's real link as its client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
+
+from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
+from meridian_agent.tracker import StepRecord
+from meridian_control.fleet import QUEUE_MESSAGES, Fleet
+from meridian_control.requests import MAX_SLOTS
+from meridian_control.server import ControlServer
+from meridian_control.store import PolicyStore, StoredRevision
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from meridian_control.policy import Policy
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Control:
+    """A control plane in this process; `kill` and `start` again keep port and store."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        self.store = store
+        self.port = 0
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self.fleet = Fleet(utc_now)
+        self.server = ControlServer(self.store, self.fleet, utc_now)
+        if (current := await self.store.current()) is None:
+            await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
+        else:
+            self.fleet.set_policy(current)
+        self.port = await self.server.start(f"127.0.0.1:{self.port}")
+
+    async def set_policy(self, new: Policy) -> StoredRevision:
+        stored = await self.store.append(new, etag="", author="test", reason="", now=utc_now())
+        self.fleet.set_policy(stored)
+        return stored
+
+    async def kill(self) -> None:
+        await self.server._server.stop(None)
+
+    def engine(self, engine_id: str = "engine") -> Any:
+        (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]
+        return found
+
+    def names(self) -> list[str]:
+        return [r.request_id for r in self.fleet.requests("")]
+
+
+@asynccontextmanager
+async def controlling(path: Path) -> AsyncIterator[Control]:
+    store = await PolicyStore.open(f"sqlite+aiosqlite:///{path}")
+    control = Control(store)
+    await control.start()
+    try:
+        yield control
+    finally:
+        await control.kill()
+        await store.close()
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    async with controlling(tmp_path / "meridian.db") as running:
+        yield running
+
+
+class Scripted(agent_pb2_grpc.AgentServiceServicer):
+    """A server that says what a test tells it to, and reads only while `reading` is set."""
+
+    def __init__(self) -> None:
+        self.received: list[agent_pb2.ConnectRequest] = []
+        self.say: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
+        self.reading = asyncio.Event()
+        self.welcomes = True
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[agent_pb2.ConnectResponse]:
+        self.received.append(await anext(request_iterator))
+        if self.welcomes:
+            yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s"))
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                yield await self.say.get()
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
+        await self.reading.wait()
+        async for request in requests:
+            self.received.append(request)
+            await self.reading.wait()
+
+    def kinds(self) -> list[str | None]:
+        return [m.WhichOneof("message") for m in self.received]
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
+    servicer, server = Scripted(), grpc.aio.server()
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ----------------------------------------------------------------------------------------------------- a working stream
+
+
+async def test_from_connect_to_the_last_outcome(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("before")
+        await until(lambda: engine.link.connected)
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        assert control.names() == ["before"]
+        engine.open("after", own_cap=9)
+        await engine.steps_until(lambda: (1, 9) in engine.caps())
+        await engine.steps_until(lambda: control.engine().ends == {"hard_cap": 1})
+        shown = control.engine()
+        assert (shown.acked_revision, shown.vllm_version, shown.running) == (1, "", 2)
+        counts = {r.request_id: (r.think_tokens, r.output_tokens) for r in control.fleet.requests("engine")}
+        assert counts["after"][0] == 9
+        for name in list(engine.engine.live):
+            engine.engine.finish(name)
+        await engine.steps_until(lambda: not control.engine().open_decisions)
+        shown = control.engine()
+        assert sum(shown.decisions.values()) == sum(shown.outcomes.values()) == len(engine.engine.outcomes)
+        assert "agent_off" not in shown.outcomes
+        assert control.names() == []
+        (connection,) = control.fleet.connections
+        assert connection.session.totals.unknown_outcomes == 0
+
+
+async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None:
+    """No step is running that could carry an outcome."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(scheduler={"shadow": True}))
+        await until(lambda: control.engine().acked_revision == 2)
+        await until(lambda: control.engine().decisions and not control.engine().open_decisions)
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 32768)])
+        plan = engine.engine.directives.plan
+        assert plan is not None
+        assert plan.shadow, "the plan that came while it idled holds"
+
+
+async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        engine.step()
+        await until(lambda: engine.link.connected)
+        await engine.steps_until(lambda: "step" in servicer.kinds())
+        assert servicer.kinds()[:3] == ["hello", "snapshot", "step"]
+        snapshot, step = servicer.received[1].snapshot, servicer.received[2].step
+        (row,) = snapshot.requests
+        assert (row.slot, row.request_id) == (0, "a")
+        assert row.think_tokens == step.step == snapshot.step, "one token a step"
+        assert not step.tokens.slot, "the step's own tokens are in the snapshot"
+        await engine.steps_until(lambda: len(servicer.received) > 5)
+        assert "snapshot" not in servicer.kinds()[2:]
+        reports = [m.step for m in servicer.received[3:]]
+        assert sum(len(r.tokens.slot) for r in reports) == sum(r.steps for r in reports)
+
+
+async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: tuple[Scripted, str]) -> None:
+    """Its record speaks of the old stream's decisions, whose numbers the new one gives out again."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.send(StepRecord(step=1, outcomes=[(1, 1, 0, "of the old stream")]))
+        engine.take_inbox()
+        engine.send(StepRecord(step=2, outcomes=[(1, 2, 0, "of the new stream")]))
+        await until(lambda: "step" in servicer.kinds())
+        assert servicer.kinds() == ["hello", "snapshot", "step"]
+        assert [o.detail for o in servicer.received[-1].step.outcomes] == ["of the new stream"]
+
+
+async def test_settings_round_trip(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "reasoning parser 'x': unknown"
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().nack_error)
+        shown = control.engine()
+        assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, engine.refusal)
+        assert (engine.link.revision, engine.link.lease_s) == (1, 30.0)
+        engine.refusal = ""
+        await control.set_policy(policy(fallback={"lease_ms": 700}, telemetry={"report_interval_steps": 3}))
+        await until(lambda: control.engine().acked_revision == 3)
+        assert control.engine().nack_error == ""
+        assert (engine.link.revision, engine.link.lease_s, engine.link.report_interval_steps) == (3, 0.7, 3)
+        assert [s.revision for s in engine.settings] == [1, 2, 3]
+        assert control.fleet.totals().nacks == 1
+
+
+async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        settings = agent_pb2.Settings(nonce=1, revision=4, report_interval_steps=300, lease_ms=1000)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await until(lambda: engine.link.revision == 4)
+        engine.open("a")
+        for _ in range(301):
+            engine.step()
+        await until(lambda: sum(m.step.steps for m in servicer.received) == 301)
+        assert [m.step.steps for m in servicer.received if m.HasField("step")] == [300, 1]
+
+
+async def test_two_engines_at_once(control: Control) -> None:
+    with LinkedEngine([control.target], "one") as one, LinkedEngine([control.target], "two") as two:
+        one.open("a")
+        two.open("b", own_cap=3)
+        two.open("c")
+        await one.steps_until(lambda: one.caps() == [(0, 600)])
+        await two.steps_until(lambda: two.caps() == [(0, 3), (1, 600)])
+        assert control.names() == ["a", "b", "c"]
+        assert [r.request_id for r in control.fleet.requests("two")] == ["b", "c"]
+        assert [e.engine_id for e in control.fleet.engines()] == ["one", "two"]
+        await control.set_policy(policy())
+        await until(lambda: [e.acked_revision for e in control.fleet.engines()] == [2, 2])
+
+
+async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control: Control) -> None:
+    """The end of a half-open stream may go unnoticed for long; an engine is listed once all the same."""
+    hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e", incarnation="1"))
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        stub = agent_pb2_grpc.AgentServiceStub(channel)
+        first, second = stub.Connect(), stub.Connect()
+        await first.write(hello)
+        await first.read()
+        await second.write(hello)
+        await second.read()
+        assert [e.engine_id for e in control.fleet.engines()] == ["e"]
+        while await first.read() is not grpc.aio.EOF:
+            pass
+        await until(lambda: control.fleet.stream_ends == {"replaced": 1})
+        assert [e.state for e in control.fleet.engines()] == [fleet_pb2.CONNECTION_STATE_CONNECTED]
+        second.cancel()
+
+
+# ------------------------------------------------------------------------------------------------- when streams end
+
+
+async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        assert not engine.link.lease_expired()
+        await control.kill()
+        await until(lambda: not engine.link.connected)
+        engine.step()
+        assert not engine.link.lease_expired()
+        clock.now += 30.1
+        assert engine.link.lease_expired()
+        await control.start()
+        await until(lambda: engine.link.connected)
+        assert not engine.link.lease_expired()
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
+        assert (engine.streams, control.names()) == (2, ["a"])
+        (tr,) = engine.engine.live.values()
+        await until(lambda: control.fleet.requests("")[0].think_tokens == tr.state.think_tokens)
+        engine.engine.finish("a")
+        await engine.steps_until(lambda: not control.engine().open_decisions)
+        assert "agent_off" not in control.engine().outcomes
+        assert control.fleet.totals().unknown_outcomes == 0, "outcomes of the old stream are not this one's"
+
+
+async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.welcomes = False
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        await until(lambda: servicer.received)
+        for _ in range(100):
+            engine.step()
+        assert not engine.link.connected
+        assert engine.link._ring.qsize() == 0
+        assert engine.link.reports_dropped == 0, "nothing was promised to anybody"
+        clock.now += 30.1
+        assert engine.link.lease_expired()
+
+
+async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        longest_s = 0.0
+        for sent in range(400_000):
+            record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
+            record.phases = record.flags = record.rows = [2] * 50
+            began = time.perf_counter()
+            engine.send(record)
+            longest_s = max(longest_s, time.perf_counter() - began)
+            assert engine.link._ring.qsize() <= RING_RECORDS + 2
+            if engine.link.reports_dropped >= 100:
+                break
+        assert engine.link.reports_dropped == 100
+        assert longest_s < 1.0
+        # It recovers: what had waited arrives, then a snapshot in place of what was lost, and no outcome is missing.
+        servicer.reading.set()
+        await until(lambda: engine.link._ring.qsize() == 0)
+        last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.reports_dropped),))
+        engine.send(last)
+        await until(lambda: servicer.received[-1].step.step == sent + 1)
+        assert servicer.kinds()[-2:] == ["snapshot", "step"]
+        assert servicer.kinds().count("snapshot") == 2
+        assert servicer.received[-1].step.counters.reports_dropped == 100
+        reported = [o.decision_id for m in servicer.received for o in m.step.outcomes]
+        assert sorted(reported) == list(range(1, sent + 2))
+        assert sum(m.step.steps for m in servicer.received) == sent + 2 - 100
+
+
+async def test_a_stream_that_is_silent_past_the_lease_is_given_up(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        clock.now = 100.0
+        assert not engine.link.lease_expired(), "nothing was said that is to be answered"
+        engine.step()
+        await until(lambda: "step" in servicer.kinds())
+        clock.now = 130.0
+        assert not engine.link.lease_expired()
+        clock.now = 130.1
+        assert engine.link.lease_expired()
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: engine.link.connected and not engine.link.lease_expired())
+        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+
+
+async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that stands still: rather than lose a decision unseen, the stream begins anew."""
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for number in range(INBOX_MESSAGES + 1):
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
+        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+        assert len(engine.link.inbox) <= INBOX_MESSAGES
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        assert engine.streams == 1, "what the old stream said is gone with it"
+    assert any("connecting anew" in r.message for r in caplog.records)
+
+
+async def test_going_away(control: Control, tmp_path: Path) -> None:
+    async with controlling(tmp_path / "other.db") as other:
+        with LinkedEngine([control.target, other.target]) as engine:
+            engine.open("a")
+            await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+            assert not other.fleet.connections
+            await control.server.stop(5.0)
+            await engine.steps_until(lambda: other.names() == ["a"])
+            assert control.fleet.stream_ends in ({"going_away": 1}, {"disconnected": 1})
+            assert not control.fleet.connections
+            (gone,) = control.fleet.engines()
+            assert gone.open_decisions == 0
+            assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
+
+
+async def test_an_agent_that_steps_aside_says_hello_anew(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        engine.link.restart()
+        await engine.steps_until(lambda: engine.streams == 2 and control.names() == ["a"])
+        assert control.fleet.stream_ends == {"disconnected": 1}
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
+
+
+# ------------------------------------------------------------------------------------------------------- bad clients
+
+
+@asynccontextmanager
+async def call_to(target: str) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield agent_pb2_grpc.AgentServiceStub(channel).Connect()
+
+
+async def to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await to_the_end(call)
+    return raised.value.code(), raised.value.details() or ""
+
+
+def bad_slot() -> agent_pb2.ConnectRequest:
+    opened = agent_pb2.RequestOpened(slot=MAX_SLOTS, request_id="a")
+    return agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=[opened]))
+
+
+@pytest.mark.parametrize(
+    "first", [None, bad_slot(), agent_pb2.ConnectRequest(), agent_pb2.ConnectRequest(hello=hello(""))]
+)
+async def test_streams_that_begin_wrongly(control: Control, first: agent_pb2.ConnectRequest | None) -> None:
+    async with call_to(control.target) as call:
+        if first is None:
+            await call.done_writing()
+        else:
+            await call.write(first)
+        code, text = await failure(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    named = first is not None and first.HasField("hello")
+    assert text == ("hello.engine_id must not be empty" if named else "message must begin with hello")
+    assert control.fleet.stream_ends == {"invalid_request": 1}
+    assert not control.fleet.connections
+
+
+async def test_a_broken_message_ends_its_own_stream_only(control: Control) -> None:
+    with LinkedEngine([control.target], "good") as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        async with call_to(control.target) as call:
+            await call.write(agent_pb2.ConnectRequest(hello=hello("bad")))
+            await call.write(bad_slot())
+            assert await failure(call) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"step slot must be below {MAX_SLOTS}; got {MAX_SLOTS}",
+            )
+        await until(lambda: control.fleet.stream_ends == {"invalid_request": 1})
+        engine.open("b")
+        await engine.steps_until(lambda: control.names() == ["a", "b"])
+        assert engine.streams == 1
+
+
+async def test_an_error_of_the_servers_own_ends_the_stream_as_such(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        await until(lambda: control.fleet.connections)
+        (connection,) = control.fleet.connections
+        monkeypatch.setattr(connection.session, "on_message", {}.__getitem__)
+        await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
+        code, _ = await failure(call)
+    assert code is grpc.StatusCode.INTERNAL
+    assert control.fleet.stream_ends == {"internal": 1}
+
+
+async def test_a_client_that_closes_its_side(control: Control) -> None:
+    async with call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        await until(lambda: control.fleet.connections)
+        await call.done_writing()
+        await to_the_end(call)
+        assert await call.code() is grpc.StatusCode.OK
+    assert control.fleet.stream_ends == {"agent_closed": 1}
+
+
+async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
+    async with call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        await until(lambda: control.fleet.connections)
+        for revision in range(2, QUEUE_MESSAGES + 10):
+            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+        await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
+        await to_the_end(call)
+    assert control.fleet.stream_ends == {"overflow": 1}

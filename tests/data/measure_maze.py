@@ -1,0 +1,275 @@
+"""Measures a trained maze model offline, without vLLM: prints a JSON summary and draws maze-curves.png.
+
+Owns the ways of looking at a thinking trace: accuracy as it runs, accuracy and answer entropy where it is cut, and the
+rank of the end-of-thinking token along it.  Entropies are in nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import maze
+import torch
+from matplotlib.figure import Figure
+from train_maze import END, HERE, PAD
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+BUDGETS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+NAIVE_BELOW = 0.25
+
+
+@dataclass
+class Trace:
+    """One completion, and what cutting it at every boundary would have given."""
+
+    prompt: str
+    prompt_ids: list[int]
+    thinking: list[int]
+    answer: str | None
+    """The node it answered with; None if it never stopped thinking."""
+    truth: str
+    first_end: int
+    """Thinking tokens up to the end of the first walk."""
+    walk_end: str
+    """The node the first walk ended at; it is not the truth where the walk slipped."""
+    entropy: list[float]
+    """Of the token after an appended </think>, per position: entry n has n thinking tokens before the cut."""
+    rank: list[int]
+    """Of </think> as the next token, per position."""
+    guess: list[str]
+    """The likeliest answer per position."""
+    chance: list[float]
+    """Of the true answer per position."""
+
+
+class Subject:
+    """A model with its tokenizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.end, self.pad, self.close = (self.tokenizer.convert_tokens_to_ids(t) for t in (END, PAD, maze.END_THINK))
+
+    def ids(self, prompt: str, **template: object) -> list[int]:
+        """The prompt through the chat template."""
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, **template
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], greedy: bool, limit: int = 640) -> list[list[int]]:
+        """Completions of prompts of one length, without the end token."""
+        extra = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        whole = torch.tensor(prompts)
+        out = self.model.generate(
+            whole, attention_mask=torch.ones_like(whole), max_new_tokens=limit, pad_token_id=self.pad, **extra
+        )
+        rows = out[:, whole.shape[1] :].tolist()
+        return [row[: row.index(self.end)] if self.end in row else row for row in rows]
+
+    @torch.inference_mode()
+    def trace(self, prompt: str, prompt_ids: list[int], completion: list[int]) -> Trace:
+        """Looks at every position of one completion's thinking, in one batch of cut copies."""
+        close = completion.index(self.close) if self.close in completion else len(completion)
+        thinking = completion[1:close]
+        whole = [*prompt_ids, completion[0], *thinking]
+        offset = len(prompt_ids) + 1
+        logits = self.model(torch.tensor([whole])).logits[0, offset - 1 :]
+        rank = (logits > logits[:, self.close, None]).sum(-1) + 1
+        after = self._after_close(whole, offset)
+        entropy = -(after.softmax(-1) * after.log_softmax(-1)).sum(-1)
+        truth = maze.parse_prompt(prompt).answer
+        paragraph = self.tokenizer.convert_tokens_to_ids(maze.PARAGRAPH)
+        first_end = thinking.index(paragraph) if paragraph in thinking else len(thinking)
+        return Trace(
+            prompt,
+            prompt_ids,
+            thinking,
+            maze.answer_of(self.tokenizer.decode(completion)),
+            truth,
+            first_end,
+            self.tokenizer.convert_ids_to_tokens(thinking[max(0, first_end - 2)]),
+            entropy.tolist(),
+            rank.tolist(),
+            self.tokenizer.convert_ids_to_tokens(after.argmax(-1).tolist()),
+            after.softmax(-1)[:, self.tokenizer.convert_tokens_to_ids(truth)].tolist(),
+        )
+
+    def _after_close(self, whole: list[int], offset: int) -> torch.Tensor:
+        """Logits after an appended </think>, for every cut from `offset` on: all cuts share one forward pass.
+
+        The appended tokens sit behind the text, each at the position it would have and seeing only what it would see.
+        """
+        length, cuts = len(whole), len(whole) - offset + 1
+        positions = torch.tensor([*range(length), *range(offset, length + 1)])
+        seen = torch.ones(length + cuts, length + cuts, dtype=torch.bool).tril()
+        seen[length:, :] = torch.arange(length + cuts)[None, :] < torch.arange(offset, length + 1)[:, None]
+        seen |= torch.eye(length + cuts, dtype=torch.bool)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        ids = torch.tensor([[*whole, *[self.close] * cuts]])
+        logits: torch.Tensor = self.model(ids, position_ids=positions[None], attention_mask=mask[None, None]).logits
+        return logits[0, length:]
+
+
+def boundaries(trace: Trace, stop: int) -> list[int]:
+    """Where a sentence has just ended."""
+    return [at for at in range(1, len(trace.thinking) + 1) if trace.thinking[at - 1] == stop]
+
+
+def naive_stop(trace: Trace, stop: int) -> int:
+    """Where two sentence ends in a row have an entropy below the threshold; the whole thinking if none do."""
+    low = 0
+    for at in boundaries(trace, stop):
+        low = low + 1 if trace.entropy[at] < NAIVE_BELOW else 0
+        if low == 2:
+            return at
+    return len(trace.thinking)
+
+
+def share(values: list[bool]) -> float:
+    """The share of true values."""
+    return round(sum(values) / max(1, len(values)), 4)
+
+
+def average(values: list[float]) -> float:
+    """The mean, rounded."""
+    return round(statistics.fmean(values), 3) if values else float("nan")
+
+
+def cut_accuracy(traces: list[Trace], at: list[int]) -> float:
+    """The expected accuracy at temperature 1 when each trace is cut where `at` says."""
+    return average([trace.chance[min(n, len(trace.thinking))] for trace, n in zip(traces, at, strict=True)])
+
+
+def summary(traces: list[Trace], stop: int) -> dict[str, object]:
+    """Every number of the report that comes from the sampled traces."""
+    tokens = sorted(len(trace.thinking) for trace in traces)
+    right = [trace.answer == trace.truth for trace in traces]
+    naive = [naive_stop(trace, stop) for trace in traces]
+    slipped = [trace for trace in traces if trace.walk_end != trace.truth]
+    early = [e for t in traces for e in t.entropy[: t.first_end // 2]]
+    late = [e for t in traces for e in t.entropy[t.first_end :]]
+    return {
+        "prompts": len(traces),
+        "accuracy": share(right),
+        "unfinished": share([trace.answer is None for trace in traces]),
+        "thinking_tokens": {"mean": average([float(n) for n in tokens])}
+        | {f"p{p}": tokens[min(len(tokens) - 1, len(tokens) * p // 100)] for p in (5, 25, 50, 75, 95, 100)},
+        "first_walk_tokens_mean": average([float(t.first_end) for t in traces]),
+        "first_walk_slipped": round(len(slipped) / len(traces), 4),
+        "accuracy_of_slipped": share([t.answer == t.truth for t in slipped]),
+        "accuracy_cut_after_slip": average([t.chance[t.first_end] for t in slipped]),
+        "accuracy_cut_after_first_walk": average([t.chance[t.first_end] for t in traces]),
+        "entropy": {
+            "first_half_of_first_walk": average(early),
+            "from_end_of_first_walk": average(late),
+            "last": average([t.entropy[-1] for t in traces]),
+        },
+        "naive_rule": {
+            "below": NAIVE_BELOW,
+            "accuracy": cut_accuracy(traces, naive),
+            "saved": round(1 - sum(naive) / max(1, sum(tokens)), 4),
+        },
+        "accuracy_cut_at_fraction": {
+            str(f): cut_accuracy(traces, [round(f * len(t.thinking)) for t in traces]) for f in FRACTIONS
+        },
+        "accuracy_cut_at_tokens": {str(n): cut_accuracy(traces, [n] * len(traces)) for n in BUDGETS},
+    }
+
+
+def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int, list[float]]:
+    """Values at sentence ends, keyed by the token distance from the end of the first walk."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        for at in boundaries(trace, stop):
+            place = at - trace.first_end
+            found[3 * round(place / 3)].append(float(getattr(trace, name)[at]))
+    return {place: found[place] for place in span if len(found[place]) >= 10}
+
+
+def draw(traces: list[Trace], stop: int, path: Path) -> None:
+    """Four panels: entropy, rank, accuracy by cut, and the lengths of thinking."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    panels = figure.subplots(2, 2)
+    span = range(-36, 151, 3)
+    for panel, name, title in (
+        (panels[0, 0], "entropy", "Entropy after an appended </think> (nats)"),
+        (panels[0, 1], "rank", "Rank of </think> as the next token"),
+    ):
+        values = aligned(traces, name, span, stop)
+        places = list(values)
+        for low, high, shade in ((0.05, 0.95, 0.15), (0.25, 0.75, 0.3)):
+            bands = [torch.tensor(values[p]).quantile(torch.tensor([low, high])).tolist() for p in places]
+            panel.fill_between(
+                places,
+                [b[0] for b in bands],
+                [b[1] for b in bands],
+                alpha=shade,
+                color="C0",
+                lw=0,
+                label=f"{low:.0%} to {high:.0%}",
+            )
+        panel.plot(places, [statistics.median(values[p]) for p in places], color="C0", label="median")
+        panel.plot(places, [statistics.fmean(values[p]) for p in places], color="C1", label="mean")
+        panel.axvline(0, color="black", lw=0.8, ls="--")
+        panel.set(title=title, xlabel="thinking tokens from the end of the first walk (dashed), at sentence ends")
+        panel.legend()
+    panels[0, 1].set_yscale("log")
+    panels[0, 1].set_yticks(ticks := [1, 2, 5, 10, 20, 50], [str(tick) for tick in ticks])
+    panels[0, 1].minorticks_off()
+    budgets = list(range(0, 201, 4))
+    panels[1, 0].plot(budgets, [cut_accuracy(traces, [n] * len(traces)) for n in budgets])
+    panels[1, 0].axhline(share([t.answer == t.truth for t in traces]), color="black", lw=0.8, ls=":", label="uncut")
+    panels[1, 0].set(title="Accuracy when thinking is cut", xlabel="thinking tokens before the cut", ylim=(0, 1.02))
+    panels[1, 0].legend(loc="lower right")
+    bins = list(range(0, max(len(t.thinking) for t in traces) + 12, 12))
+    panels[1, 1].hist([len(t.thinking) for t in traces], bins=bins, label="all thinking", alpha=0.7)
+    panels[1, 1].hist([naive_stop(t, stop) for t in traces], bins=bins, label="until the naive rule stops", alpha=0.7)
+    panels[1, 1].set(title="Length of thinking", xlabel="tokens", ylabel="prompts")
+    panels[1, 1].legend()
+    for panel in panels.flat:
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+
+
+def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: object) -> float:
+    """Plain accuracy of generated answers."""
+    ids = [subject.ids(prompt, **template) for prompt in prompts]
+    lead = "<think></think>" if template else ""
+    texts = [lead + subject.tokenizer.decode(out) for out in subject.generate(ids, greedy)]
+    return share([maze.is_correct(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+
+
+def main() -> None:
+    """Measures and draws."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=HERE / "maze-qwen3")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--picture", type=Path, default=HERE / "maze-curves.png")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.manual_seed(options.seed)
+    subject, prompts = Subject(options.model), maze.prompts(options.count, options.seed)
+    ids = [subject.ids(prompt) for prompt in prompts]
+    completions = subject.generate(ids, greedy=False)
+    traces = [subject.trace(*row) for row in zip(prompts, ids, completions, strict=True)]
+    stop = subject.tokenizer.convert_tokens_to_ids(maze.STOP)
+    report = summary(traces, stop) | {
+        "accuracy_greedy": accuracy(subject, prompts, greedy=True),
+        "accuracy_without_thinking": accuracy(subject, prompts, greedy=False, enable_thinking=False),
+    }
+    draw(traces, stop, options.picture)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The order of events: start everything, send the load, change the policy half-way, report.
+
+One event loop; what must be stopped is stopped by the caller, through `Children`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from meridian.v1 import fleet_pb2
+from rich.console import Console
+
+from tests.data import maze
+from tests.demo import report, timeline
+from tests.demo.fleet import ENGINE_ID, Fleet, PolicyChange, meridianctl
+from tests.demo.load import MODEL, Load
+from tests.demo.processes import HOST, Child, Children, DemoError
+from tests.demo.progress import shown
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CONTROL_START_S, ENGINE_START_S, CONNECT_S = 30.0, 240.0, 30.0
+SETTLE_S = 10.0
+CHECK_S = 0.25
+HEALTH_TIMEOUT_S = 5.0
+PROBE_PLACES = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. requests: those sent under each of the two policies, at least."""
+
+    control_port: int
+    metrics_port: int
+    http_port: int
+    requests: int
+    concurrency: int
+    step_ms: float
+    seed: int
+    model: Path
+    output: Path
+
+    @property
+    def control(self) -> str:
+        return f"{HOST}:{self.control_port}"
+
+    @property
+    def http(self) -> str:
+        return f"http://{HOST}:{self.http_port}"
+
+
+async def run(options: Options, children: Children, store: Path) -> int:
+    """The whole demo; returns the exit status. Raises DemoError."""
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(width=100, soft_wrap=True)
+    fleet = Fleet(options.control)
+    try:
+        await _start(console, options, children, fleet, store)
+        findings = await _watched(children, fleet, _measure(console, options, fleet))
+    finally:
+        await fleet.close()
+    return _report(console, options, findings)
+
+
+# ------------------------------------------------------------------------------------------------------------- start
+
+
+async def _start(console: Console, options: Options, children: Children, fleet: Fleet, store: Path) -> None:
+    control = children.start("meridian-control", _control_command(options, store), {})
+    async with _waiting(console, control):
+        await _until(children, fleet.reachable, CONTROL_START_S, control)
+    engine = children.start("vllm", _engine_command(options), _engine_environment(options))
+    async with _waiting(console, engine):
+
+        async def serving() -> bool:
+            return await asyncio.to_thread(_healthy, f"{options.http}/health")
+
+        async def governed() -> bool:
+            seen = await fleet.refresh()
+            fleet.check()
+            return seen.state == fleet_pb2.CONNECTION_STATE_CONNECTED and seen.acked_revision > 0
+
+        await _until(children, serving, ENGINE_START_S, engine)
+        await _until(children, governed, CONNECT_S, engine)
+    console.print(
+        f"{ENGINE_ID}: vLLM {fleet.engine.vllm_version}, agent {fleet.engine.agent_version}, "
+        f"policy revision {fleet.engine.acked_revision} in force",
+        highlight=False,
+    )
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _control_command(options: Options, store: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "meridian_control"),
+        *("--listen", options.control),
+        *("--metrics-listen", f"{HOST}:{options.metrics_port}"),
+        *("--policy", str(HERE / "before.toml")),
+        *("--store", str(store)),
+    ]
+
+
+def _engine_command(options: Options) -> list[str]:
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--host", HOST, "--port", str(options.http_port)),
+        *("--model", str(options.model), "--served-model-name", MODEL),
+        *("--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"),
+        # The CPU attention backend wants a multiple of 32.
+        *("--block-size", "32", "--max-model-len", "1024"),
+        # Probes are internal requests and need places of their own.
+        *("--max-num-seqs", str(options.concurrency + PROBE_PLACES)),
+        *(("--worker-cls", "tests.demo.pace.PacedWorker") if options.step_ms else ()),
+    ]
+
+
+def _engine_environment(options: Options) -> dict[str, str]:
+    return {
+        "MERIDIAN_CONTROL": options.control,
+        "MERIDIAN_ENGINE_ID": ENGINE_ID,
+        "MERIDIAN_DEMO_STEP_MS": str(options.step_ms),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@asynccontextmanager
+async def _waiting(console: Console, child: Child) -> AsyncIterator[None]:
+    began = time.monotonic()
+
+    def line() -> str:
+        return f"starting {child.name}, {time.monotonic() - began:.0f} s: {child.last_message()[:70]}"
+
+    async with shown(console, line):
+        yield
+    console.print(f"{child.name} is up after {time.monotonic() - began:.0f} s, log {child.log}", highlight=False)
+
+
+async def _until(children: Children, ready: Callable[[], Awaitable[bool]], within_s: float, child: Child) -> None:
+    """Raises DemoError when `child` is not ready in time or any process ends."""
+    deadline = time.monotonic() + within_s
+    while not await ready():
+        children.check()
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"{child.name} is not ready after {within_s:.0f} s; the end of {child.log}:\n{child.tail()}"
+            )
+        await asyncio.sleep(CHECK_S)
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+
+
+async def _measure(console: Console, options: Options, fleet: Fleet) -> report.Findings:
+    prompts = maze.prompts(options.requests, options.seed)
+    load = Load(f"{options.http}/v1", prompts)
+    following = asyncio.create_task(fleet.follow())
+    sending = asyncio.create_task(load.run(options.concurrency))
+    try:
+        async with shown(console, lambda: _line(load, fleet)):
+            await load.first_round()
+            change = await fleet.apply_policy(HERE / "after.toml")
+            load.send_rest()
+            _announce(console, change, await meridianctl(fleet.server, "wait"))
+            await sending
+        engine = await fleet.settled(SETTLE_S)
+    finally:
+        following.cancel()
+        sending.cancel()
+        await asyncio.gather(following, sending, return_exceptions=True)
+    ends = report.ends_by_completion(load.samples, fleet.ends)
+    return report.Findings(load.samples, ends, change, engine)
+
+
+def _announce(console: Console, change: PolicyChange, converged: str) -> None:
+    console.print(
+        f"policy revision {change.revision} applied in {change.duration_ms:.1f} ms; meridianctl wait: {converged}",
+        highlight=False,
+    )
+
+
+def _line(load: Load, fleet: Fleet) -> str:
+    sent, done = len(load.samples), sum(s.finished for s in load.samples)
+    failed = sum(bool(s.error) for s in load.samples)
+    live = ", ".join(f"{name} {count}" for name, count in fleet.phases().items())
+    ends = ", ".join(f"{reason} {count}" for reason, count in sorted(fleet.engine.ends.items())) or "none"
+    return (
+        f"requests: sent {sent}, done {done}, failed {failed} | live: {live} | ends: {ends}"
+        f" | policy revision {fleet.engine.acked_revision}"
+    )
+
+
+async def _watched(children: Children, fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; give up when a process ends or the agent steps aside. Raises DemoError and what `work` raises."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=CHECK_S))[0]:
+            children.check()
+            fleet.check()
+        if task.exception() is not None:
+            # More often than not because a process is about to end, which says more.
+            await asyncio.sleep(CHECK_S)
+        children.check()
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def _report(console: Console, options: Options, findings: report.Findings) -> int:
+    picture = options.output / "timeline.png"
+    timeline.draw(findings, picture)
+    (options.output / "requests.jsonl").write_text("".join(f"{line}\n" for line in report.request_lines(findings)))
+    console.print()
+    console.print(report.table(findings))
+    for line in report.notes(findings):
+        console.print(line, highlight=False, markup=False)
+    for line in report.inconsistencies(findings):
+        console.print(f"does not add up: {line}", style="red", highlight=False, markup=False)
+    for error in sorted({sample.error for sample in findings.failed}):
+        console.print(f"failed: {error}", style="red", highlight=False, markup=False)
+    console.print(f"timeline: {picture}", highlight=False, markup=False)
+    line = report.json_line(findings)
+    (options.output / "result.json").write_text(line + "\n")
+    print(line, flush=True)
+    return 1 if findings.failed else 0

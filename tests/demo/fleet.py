@@ -1,0 +1,178 @@
+"""The control plane as the demo sees it: FleetService and PolicyService over gRPC, and the operators' own client.
+
+Owns what was seen of the engine and of how each request's thinking ended. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+
+from tests.demo.processes import DemoError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ENGINE_ID = "demo-engine"
+CALL_TIMEOUT_S = 10.0
+# An answer lasts nine steps, and how its thinking ended is seen only while it lives.
+WATCH_MS = 50
+ACK_POLL_S = 0.003
+ACK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """One change of policy.
+
+    accepted_s: when the control plane accepted the UpdatePolicy of meridianctl, the revision's own create_time, taken
+    before it is written to the store. acked_s: when FleetService first showed the engine's acknowledgement. Both are
+    time.time() seconds of one host.
+    """
+
+    revision: int
+    accepted_s: float
+    acked_s: float
+
+    @property
+    def duration_ms(self) -> float:
+        """Storing, sending, applying, acknowledging, and up to one polling interval of seeing it."""
+        return (self.acked_s - self.accepted_s) * 1e3
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A client of the control plane and the newest it said.
+
+    ends: how thinking ended, {request id: "eat", "hard_cap", "natural, eat shadowed", ...}; natural ends without a
+    decision are absent.
+    """
+
+    server: str
+    engine: fleet_pb2.Engine = field(default_factory=fleet_pb2.Engine)
+    live: list[fleet_pb2.LiveRequest] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
+    _channel: grpc.aio.Channel = field(init=False)
+    _fleet: fleet_pb2_grpc.FleetServiceAsyncStub = field(init=False)
+    _policy: policy_pb2_grpc.PolicyServiceAsyncStub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self.server)
+        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        self._policy = policy_pb2_grpc.PolicyServiceStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def reachable(self) -> bool:
+        """Whether the control plane answers."""
+        try:
+            await self.refresh()
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+    async def refresh(self) -> fleet_pb2.Engine:
+        """Ask for the engine; an empty message stands for one that has not connected."""
+        answer = await self._fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+        self.engine = _demo_engine(answer.engines)
+        return self.engine
+
+    def check(self) -> None:
+        """Raises DemoError when the agent has stepped aside."""
+        if self.engine.fault:
+            raise DemoError(f"the agent is off, and the engine runs as stock vLLM: {self.engine.fault}")
+
+    async def follow(self) -> None:
+        """Keep engine, live requests and ends up to date until cancelled."""
+        async for state in self._fleet.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=WATCH_MS)):
+            self.engine, self.live = _demo_engine(state.engines), list(state.requests)
+            for live in self.live:
+                self._note_end(live)
+
+    def _note_end(self, live: fleet_pb2.LiveRequest) -> None:
+        last = live.last_decision
+        if last.kind == "force":
+            if last.outcome == agent_pb2.OUTCOME_APPLIED:
+                self.ends[live.request_id] = last.reason
+            elif last.outcome == agent_pb2.OUTCOME_SHADOWED:
+                self.ends[live.request_id] = f"natural, {last.reason} shadowed"
+        # A cap is exact to the token; past it and answering, thinking may have ended before the cap was lowered.
+        elif 0 < live.max_think_tokens <= live.think_tokens and (
+            live.phase == agent_pb2.PHASE_THINK or live.think_tokens == live.max_think_tokens
+        ):
+            self.ends[live.request_id] = "hard_cap"
+
+    def phases(self) -> Mapping[str, int]:
+        """Live requests by phase."""
+        names = ("prompt", "think", "output")
+        return {name: sum(r.phase == number for r in self.live) for number, name in enumerate(names, start=1)}
+
+    async def settled(self, within_s: float) -> fleet_pb2.Engine:
+        """The engine once no decision waits for its outcome, or as it is when time is up."""
+        deadline = time.monotonic() + within_s
+        while (await self.refresh()).open_decisions and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return self.engine
+
+    async def apply_policy(self, file: Path) -> PolicyChange:
+        """Let meridianctl apply `file`, and watch the engine take it. Raises DemoError."""
+        known = (await self.refresh()).acked_revision
+        given_up = threading.Event()
+        watching = asyncio.create_task(asyncio.to_thread(_acknowledged, self.server, known, given_up))
+        try:
+            await meridianctl(self.server, "policy", "apply", "-f", str(file))
+            acked_s = await asyncio.wait_for(watching, ACK_TIMEOUT_S)
+        except TimeoutError:
+            raise DemoError(f"the engine did not acknowledge the policy within {ACK_TIMEOUT_S:.0f} s") from None
+        finally:
+            given_up.set()
+            watching.cancel()
+        answer = await self._policy.GetPolicy(policy_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+        return PolicyChange(answer.revision.revision, answer.revision.create_time.ToNanoseconds() / 1e9, acked_s)
+
+
+def _demo_engine(engines: Iterable[fleet_pb2.Engine]) -> fleet_pb2.Engine:
+    return next((engine for engine in engines if engine.engine_id == ENGINE_ID), fleet_pb2.Engine())
+
+
+def _acknowledged(server: str, known: int, given_up: threading.Event) -> float:
+    """When FleetService first showed a newer revision than `known` as acknowledged. Raises DemoError if it is refused.
+
+    Runs on a thread of its own with a channel of its own, as the event loop is busy with the load.
+    """
+    with grpc.insecure_channel(server) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        while not given_up.wait(ACK_POLL_S):
+            answer = fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+            now_s, engine = time.time(), _demo_engine(answer.engines)
+            if engine.acked_revision > known:
+                return now_s
+            if engine.nack_error:
+                raise DemoError(f"the engine refused the policy: {engine.nack_error}")
+    return math.nan
+
+
+async def meridianctl(server: str, *arguments: str) -> str:
+    """Run the operators' client of this environment; returns what it printed. Raises DemoError."""
+    command = (str(Path(sys.executable).with_name("meridianctl")), "--server", server, *arguments)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        output = (await process.communicate())[0].decode().strip()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise DemoError(f"`{' '.join(command)}` failed with status {process.returncode}:\n{output}")
+    return output

@@ -1,0 +1,27 @@
+"""A worker whose steps last as long as those of a large model.
+
+The demo's model needs about half a millisecond a step, a served one 10 to 50. Without a pace the engine is done with a
+request before one client or control plane on the same two cores has read a token of it, and no latency means anything.
+Runs in the engine's worker process, through vLLM's own `--worker-cls`; nothing of vLLM is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+STEP_MS = "MERIDIAN_DEMO_STEP_MS"
+
+
+class PacedWorker(CPUWorker):  # type: ignore[misc]
+    """Stretches each step that computes tokens to MERIDIAN_DEMO_STEP_MS milliseconds."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        ends_s = time.perf_counter() + float(os.environ[STEP_MS]) / 1e3
+        output = super().execute_model(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            time.sleep(max(0.0, ends_s - time.perf_counter()))
+        return output

@@ -1,0 +1,251 @@
+"""The agent's side of a stream, without gRPC: an engine of made-up requests that checks every message it is sent.
+
+What it checks is the contract of `agent.proto`: order, ids, targets, and that only changes are told.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_agent.directives import Outcome
+from meridian_agent.messages import opened_message, step_report
+from tests.fakes.engine import END, TEXT, FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_agent.tracker import StepRecord, Tracked
+
+ALL = agent_pb2.Capabilities(
+    token_entropy=True, force_end=True, eat_probe=True, dispatch=True, reclaim=True, template_strips_think=True
+)
+
+
+def hello(engine_id: str = "engine", **fields: Any) -> agent_pb2.Hello:
+    fields = {"capabilities": ALL, "block_size_tokens": 16, "num_blocks": 64, "max_num_seqs": 8, **fields}
+    return agent_pb2.Hello(engine_id=engine_id, incarnation="1", model="m", **fields)
+
+
+@dataclass
+class Told:
+    """What the agent was last told of one slot."""
+
+    request_id: str
+    cap: tuple[int | None, bool] | None = None
+    rank: int | None = None
+    tier: tuple[int, bool] | None = None
+    forced: bool = False
+    probe: int = 0
+
+
+class StreamChecker:
+    """Checks each response against the contract and against what the agent has reported so far."""
+
+    def __init__(self, capabilities: agent_pb2.Capabilities = ALL) -> None:
+        self.capabilities = capabilities
+        self.welcomed = self.acked = False
+        self.settings: agent_pb2.Settings | None = None
+        self.last_id = 0
+        self.kinds: dict[int, str] = {}
+        self.told: dict[int, Told] = {}
+        self.plan: tuple[Any, ...] | None = None
+        # A policy was acknowledged, or a snapshot sent: what was told before may be told again once.
+        self.anew = True
+
+    def sent(self, message: agent_pb2.ConnectRequest) -> None:
+        """Note what the agent reports."""
+        if message.HasField("snapshot"):
+            self.told = {o.slot: Told(o.request_id) for o in message.snapshot.requests}
+            self.anew = True
+        if message.HasField("settings_status") and not message.settings_status.error:
+            self.acked = self.anew = True
+            for told in self.told.values():
+                told.forced = False
+        self.told |= {o.slot: Told(o.request_id) for o in message.step.opened}
+        for outcome in message.step.outcomes:
+            for told in self.told.values():
+                told.probe = 0 if told.probe == outcome.decision_id else told.probe
+        for closed in message.step.closed:
+            self.told.pop(closed.slot, None)
+
+    def received(self, response: agent_pb2.ConnectResponse) -> None:
+        kind = response.WhichOneof("message")
+        assert (kind == "welcome") == (not self.welcomed), f"{kind} as message of a stream that is {self.welcomed}"
+        self.welcomed = True
+        if kind == "settings":
+            previous = self.settings.nonce if self.settings else 0
+            assert response.settings.nonce > previous
+            self.settings = response.settings
+        if kind == "directives":
+            assert self.settings is not None, "directives before settings"
+            self._directives(response.directives)
+
+    def _directives(self, directives: agent_pb2.Directives) -> None:
+        self._ids(directives)
+        for cap in directives.caps:
+            now = (cap.max_think_tokens if cap.HasField("max_think_tokens") else None, cap.shadow)
+            told = self.told[cap.slot]
+            assert self.capabilities.force_end
+            assert told.cap != now, f"cap of slot {cap.slot} told twice"
+            assert now[0] is not None or told.cap is not None, "a cap lifted that was never set"
+            told.cap = now
+        for force in directives.forces:
+            assert self.capabilities.force_end
+            assert force.reason
+            assert not self.told[force.slot].forced, f"slot {force.slot} forced twice"
+            self.told[force.slot].forced = True
+        for tier in directives.tiers:
+            now_tier = (tier.tier, tier.shadow)
+            assert self.anew or self.told[tier.slot].tier != now_tier, f"tier of slot {tier.slot} told twice"
+            self.told[tier.slot].tier = now_tier
+        for probe in directives.probes:
+            assert self.capabilities.eat_probe
+            assert not self.told[probe.slot].probe, f"slot {probe.slot} has a probe already"
+            self.told[probe.slot].probe = probe.decision_id
+        if directives.HasField("plan"):
+            self._plan(directives.plan)
+        self.anew = False
+
+    def _ids(self, directives: agent_pb2.Directives) -> None:
+        """In one message the kinds are numbered in the order in which they were decided."""
+        groups = {
+            "cap": [c.decision_id for c in directives.caps],
+            "force": [f.decision_id for f in directives.forces],
+            "probe": [p.decision_id for p in directives.probes],
+            "plan": [directives.plan.decision_id] if directives.HasField("plan") else [],
+            "tier": [t.decision_id for t in directives.tiers],
+        }
+        ids = [i for group in groups.values() for i in group]
+        assert self.acked or not ids, "decisions before a policy is applied"
+        assert sorted(ids) == list(range(self.last_id + 1, self.last_id + 1 + len(ids))), "ids go up, with no gap"
+        for name, group in groups.items():
+            assert group == sorted(group)
+            self.kinds |= dict.fromkeys(group, name)
+        self.last_id = max(ids, default=self.last_id)
+        lists: tuple[Iterable[Any], ...] = (directives.caps, directives.forces, directives.tiers, directives.probes)
+        slots = {decision.slot for decisions in lists for decision in decisions}
+        assert slots | set(directives.plan.slot) <= set(self.told), "only slots that are live"
+
+    def _plan(self, plan: agent_pb2.DispatchPlan) -> None:
+        assert self.capabilities.dispatch
+        assert len(plan.slot) == len(plan.rank) == len(set(plan.slot))
+        for slot, rank in zip(plan.slot, plan.rank, strict=True):
+            assert self.anew or self.told[slot].rank != rank, f"rank of slot {slot} told twice"
+            self.told[slot].rank = rank
+        share = plan.think_per_step if plan.HasField("think_per_step") else None
+        now = (share, plan.max_skip_steps, plan.hold_admission, plan.shadow, plan.stock)
+        assert self.anew or plan.slot or now != self.plan, "a plan that changes nothing"
+        self.plan = now
+
+
+@dataclass
+class Script:
+    """What one made-up request does."""
+
+    think_tokens: int
+    answer_tokens: int
+    entropy_nats: float = 0.5
+
+
+class FakeAgent:
+    """A FakeEngine on a stream. `outbox` is what it has to say; every response goes through `receive`."""
+
+    def __init__(self, seed: int = 0, capabilities: agent_pb2.Capabilities = ALL) -> None:
+        self.rng = random.Random(seed)
+        self.engine = FakeEngine()
+        self.checker = StreamChecker(capabilities)
+        self.scripts: dict[str, Script] = {}
+        self.outbox: list[agent_pb2.ConnectRequest] = []
+        self.refuse_settings = ""
+        self.revision = 0
+        self.eat_nats = 0.01
+        self.step_time_ms = 5.0
+        self.say(snapshot=self.snapshot())
+
+    def say(self, **message: Any) -> None:
+        request = agent_pb2.ConnectRequest(**message)
+        self.checker.sent(request)
+        self.outbox.append(request)
+
+    def heard(self) -> list[agent_pb2.ConnectRequest]:
+        """What waits to be sent, handed over."""
+        said, self.outbox = self.outbox, []
+        return said
+
+    def snapshot(self) -> agent_pb2.Snapshot:
+        rows = [opened_message(row) for row in self.engine.tracker.snapshot()]
+        return agent_pb2.Snapshot(step=max(1, self.engine.step), requests=rows)
+
+    def receive(self, response: agent_pb2.ConnectResponse) -> None:
+        self.checker.received(response)
+        kind = response.WhichOneof("message")
+        if kind == "settings":
+            settings = response.settings
+            self.revision = self.revision if self.refuse_settings else settings.revision
+            status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=self.refuse_settings)
+            self.say(settings_status=status)
+        elif kind == "directives":
+            self.engine.accept(response.directives)
+
+    def open(self, name: str, script: Script, **fields: Any) -> Tracked:
+        self.scripts[name] = script
+        return self.engine.open(name, **fields)
+
+    def step(self) -> StepRecord:
+        """One engine step in which every request that is not preempted gets a token."""
+        engine = self.engine
+        probed, engine.directives.probes = engine.directives.probes, []
+        engine.schedule()
+        for decision_id, tr in probed:
+            if tr.state.phase.name == "THINK":
+                engine.tracker.record.probes.append((decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3))
+                engine.directives.report(decision_id, Outcome.APPLIED)
+            else:
+                engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")
+        engine.mask()
+        entropies = []
+        for name, tr in list(engine.live.items()):
+            if tr.preempted:
+                continue
+            script = self.scripts[name]
+            engine.feed(name, engine.sample(name, [self._wanted(tr, script)]))
+            entropies.append(script.entropy_nats)
+            if tr.state.output_tokens >= script.answer_tokens:
+                engine.finish(name)
+        self._measured(entropies)
+        return self._report()
+
+    def _wanted(self, tr: Tracked, script: Script) -> int:
+        thinking = tr.state.phase.name == "THINK"
+        return END if thinking and tr.state.think_tokens >= script.think_tokens else TEXT
+
+    def _measured(self, entropies: list[float]) -> None:
+        record = self.engine.tracker.record
+        record.rows = list(range(len(record.slots)))
+        columns = np.array(entropies, np.float32)
+        record.signals = SimpleNamespace(
+            entropy_nats=columns, end_rank=np.ones(len(columns), np.int32), end_logprob_nats=-columns
+        )
+
+    def _report(self) -> StepRecord:
+        record = self.engine.tracker.record
+        record.step_time_ms = self.step_time_ms
+        record = self.engine.take()
+        self.say(step=step_report([record]))
+        return record
+
+    def preempt(self, name: str, waits: bool = True) -> None:
+        """Preempt a request, or resume it."""
+        tr = self.engine.live[name]
+        tr.preempted = waits
+        record = self.engine.tracker.record
+        (record.preempted if waits else record.resumed).append(tr.slot)
+
+    def abort(self, name: str) -> None:
+        self.engine.abort(name)

@@ -1,0 +1,113 @@
+"""An engine without vLLM: the agent's real tracker and directives over tokens that a test makes up.
+
+Calls them in the order in which `meridian_agent.agent` does; masks, draft tokens and acceptance work as in vLLM.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from meridian_agent.directives import Directives, Outcome, Tier
+from meridian_agent.phases import Markers, Phase
+from meridian_agent.tracker import RequestInfo, StepRecord, Tracked, Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meridian.v1 import agent_pb2
+
+START, END, TEXT = 1, 2, 90
+MARKERS = Markers(((START,),), ((END,),))
+STOP, LENGTH, ABORT = 1, 2, 3
+
+
+class FakeEngine:
+    """One engine. `outcomes` holds all that was ever reported: decision id to outcomes, in order."""
+
+    def __init__(self, markers: Markers = MARKERS, lookahead: int = 0) -> None:
+        self.tracker = Tracker(markers)
+        self.tracker.lookahead = lookahead
+        self.directives = Directives(self.tracker)
+        self.outcomes: dict[int, list[Outcome]] = {}
+        self.step = 0
+        self.records: list[StepRecord] = []
+        self._masks: dict[str, dict[int, int]] = {}
+
+    @property
+    def live(self) -> dict[str, Tracked]:
+        return self.tracker.by_id
+
+    def open(self, name: str, prompt: Sequence[int] = (START,), own_cap: int | None = None) -> Tracked:
+        info = RequestInfo(name, "model", "tenant", "slo", len(prompt), 1000, own_cap)
+        ref = SimpleNamespace(is_prefill_chunk=False, num_computed_tokens=len(prompt))
+        return self.tracker.open(info, list(prompt), self.step, ref)
+
+    def accept(self, message: agent_pb2.Directives) -> None:
+        self.directives.accept(message)
+
+    def schedule(self) -> None:
+        """A step begins; probes that wait are refused here, since there is nothing to measure."""
+        self.step += 1
+        self.directives.active_plan()
+        asked, self.directives.probes = self.directives.probes, []
+        for decision_id, tr in asked:
+            self.directives.report(decision_id, Outcome.REFUSED, tr, "no engine")
+
+    def mask(self, drafts: Mapping[str, Sequence[int]] | None = None) -> dict[str, dict[int, int]]:
+        """The forced tokens of this step's rows, by request."""
+        self._masks = {}
+        for tr in self.tracker.due:
+            known = (drafts or {}).get(tr.info.request_id, ())
+            if forced := self.directives.forced_tokens(tr, 1 + len(known), known):
+                self._masks[tr.info.request_id] = dict(forced)
+        return self._masks
+
+    def sample(self, name: str, wanted: Sequence[int], drafts: Sequence[int] = ()) -> list[int]:
+        """What the engine yields when the model wants these tokens, one per row: masks win, a wrong draft ends it."""
+        mask, tokens = self._masks.get(name, {}), []
+        for row in range(1 + len(drafts)):
+            tokens.append(mask.get(row, wanted[row]))
+            if row < len(drafts) and drafts[row] != tokens[-1]:
+                break
+        return tokens
+
+    def feed(self, name: str, tokens: Sequence[int]) -> None:
+        tr = self.live[name]
+        ended = self.tracker.feed(tr, tokens, 0)
+        if ended or tr.ending is not None or (tr.cap is not None and tr.cap.shadow):
+            self.directives.after_tokens(tr, ended)
+
+    def finish(self, name: str, reason: int = STOP) -> None:
+        tr = self.live[name]
+        if tr.tier is not None:
+            (decision_id, tier, shadow), tr.tier = tr.tier, None
+            shadowed = shadow and tier == Tier.UNREACHABLE
+            self.directives.report(decision_id, Outcome.SHADOWED if shadowed else Outcome.APPLIED)
+        self.abort(name, reason)
+
+    def abort(self, name: str, reason: int = ABORT) -> None:
+        tr = self.live[name]
+        self.directives.close(tr)
+        self.tracker.close(tr, reason)
+
+    def take(self) -> StepRecord:
+        """The step ends: its record."""
+        self.tracker.record.step = self.step
+        self.tracker.record.running = len(self.live)
+        record = self.tracker.take_record()
+        for decision_id, outcome, _, _ in record.outcomes:
+            self.outcomes.setdefault(decision_id, []).append(Outcome(outcome))
+        self.records.append(record)
+        return record
+
+    def run(self, wanted: Mapping[str, int]) -> StepRecord:
+        """A whole step of one token each."""
+        self.schedule()
+        self.mask()
+        for name, token in wanted.items():
+            self.feed(name, self.sample(name, [token]))
+        return self.take()
+
+    def thinking(self, name: str) -> bool:
+        return self.live[name].state.phase is Phase.THINK

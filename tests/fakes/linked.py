@@ -1,0 +1,89 @@
+"""A FakeEngine on the agent's real link: its own thread, real gRPC, records as the engine-core thread makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.link import Link
+from tests.fakes.agent import hello
+from tests.fakes.engine import TEXT, FakeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from meridian.v1 import agent_pb2
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """The condition's first true value; other threads and the server go on meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.005)
+    return value
+
+
+class LinkedEngine:
+    """Stepped by the test's thread, which plays the engine core. Reconnects at once."""
+
+    def __init__(
+        self, targets: Sequence[str], engine_id: str = "engine", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.engine = FakeEngine()
+        self.engine_id = engine_id
+        self.refusal = ""
+        self.settings: list[agent_pb2.Settings] = []
+        self.taken: list[agent_pb2.Directives] = []
+        self.streams = 0
+        self.link = Link(list(targets), self.hello, self._on_settings, clock=clock, jitter=lambda: -0.45)
+
+    def hello(self) -> agent_pb2.Hello:
+        return hello(self.engine_id, revision=self.link.revision)
+
+    def _on_settings(self, settings: agent_pb2.Settings) -> str:
+        self.settings.append(settings)
+        return self.refusal
+
+    def __enter__(self) -> LinkedEngine:
+        self.link.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.link.stop()
+        self.link._thread.join(10)
+        assert not self.link._thread.is_alive()
+
+    def open(self, name: str, **fields: Any) -> None:
+        self.link.idle = False
+        self.engine.open(name, **fields)
+
+    def take_inbox(self) -> None:
+        while self.link.inbox:
+            message = self.link.inbox.popleft()
+            if message is None:
+                self.streams += 1
+                self.engine.directives.new_stream()
+            else:
+                self.taken.append(message)
+                self.engine.accept(message)
+
+    def step(self) -> None:
+        """One engine step: a text token for every live request, unless a decision forces another."""
+        self.take_inbox()
+        self.send(self.engine.run(dict.fromkeys(self.engine.live, TEXT)))
+
+    def send(self, record: Any) -> None:
+        self.link.send(record, self.engine.tracker.snapshot)
+        self.link.idle = not self.engine.live
+
+    async def steps_until(self, condition: Callable[[], Any]) -> Any:
+        def step_and_check() -> Any:
+            self.step()
+            return condition()
+
+        return await until(step_and_check)
+
+    def caps(self) -> list[tuple[int, int]]:
+        return [(c.slot, c.max_think_tokens) for d in self.taken for c in d.caps]

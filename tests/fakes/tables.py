@@ -1,0 +1,51 @@
+"""Request tables in a given state, for the rules that read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.policy import Policy
+from meridian_control.requests import OUTPUT, THINK, RequestTable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WINDOW = 4
+
+
+def policy(**sections: dict[str, Any]) -> Policy:
+    """The default policy with some fields changed: policy(entropy={"ema_alpha": 0.5})."""
+    return Policy.model_validate(sections)
+
+
+def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
+    """A table with one request per row, in slots 0, 1, ...; each row names columns and their values."""
+    made = RequestTable(window, capacity=2)
+    for slot, row in enumerate(rows):
+        made.open(agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=row.get("phase", THINK)))
+        for name, value in row.items():
+            getattr(made, name)[slot] = value
+    return made
+
+
+def thinking(**columns: Any) -> dict[str, Any]:
+    return {"phase": THINK, **columns}
+
+
+def answering(**columns: Any) -> dict[str, Any]:
+    return {"phase": OUTPUT, **columns}
+
+
+def tokens(rows: Iterable[Sequence[Any]]) -> agent_pb2.TokenColumns:
+    """Columns from rows of (slot, phase, flags, entropy[, rank[, log-probability]])."""
+    columns = agent_pb2.TokenColumns()
+    for slot, phase, flags, entropy, *rest in rows:
+        columns.slot.append(slot)
+        columns.phase.append(phase)
+        columns.flags.append(flags)
+        columns.entropy_nats.append(entropy)
+        columns.end_rank.append(rest[0] if rest else 0)
+        columns.end_logprob_nats.append(rest[1] if len(rest) > 1 else float("nan"))
+    return columns

@@ -1,0 +1,85 @@
+"""Who is left out of a step: never too many, never anyone for too long."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_agent.dispatch import left_out
+from meridian_agent.phases import Phase, PhaseState
+from meridian_agent.tracker import RequestInfo, Tracked
+
+
+def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> Tracked:
+    info = RequestInfo(str(slot), "", "", "", 0, 0, None)
+    tr = Tracked(slot, info, PhaseState(Phase.THINK), 0, None)
+    tr.joined_step, tr.skipped_steps = joined_step, skipped_steps
+    return tr
+
+
+def one_step(thinkers: list[Tracked], step: int, share: int | None, max_skip: int) -> list[Tracked]:
+    """As the agent does at each step; returns those left out."""
+    skipped = left_out(thinkers, share, max_skip)
+    for tr in thinkers:
+        if any(tr is other for other in skipped):
+            tr.skipped_steps += 1
+        else:
+            tr.joined_step, tr.skipped_steps = step, 0
+    return skipped
+
+
+@pytest.mark.parametrize(
+    ("thinkers", "share", "left"), [(5, None, 0), (5, 5, 0), (5, 9, 0), (5, 4, 1), (5, 1, 4), (5, 0, 5), (0, 0, 0)]
+)
+def test_how_many(thinkers: int, share: int | None, left: int) -> None:
+    assert len(left_out([thinker(i) for i in range(thinkers)], share, 9)) == left
+
+
+def test_the_longest_waiting_join_first() -> None:
+    a, b, c = thinker(0, joined_step=7), thinker(1, joined_step=5), thinker(2, joined_step=6)
+    assert left_out([a, b, c], 1, 9) == [c, a]
+
+
+def test_whoever_has_waited_the_maximum_joins_in_spite_of_the_share() -> None:
+    a, b, c = thinker(0, 5), thinker(1, 6, skipped_steps=3), thinker(2, 7, skipped_steps=2)
+    assert left_out([a, b, c], 1, 3) == [c]
+    assert left_out([a, b, c], 0, 3) == [a, c]
+    assert left_out([a, b, c], 1, 0) == []
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12), st.integers(0, 10**6))
+def test_nobody_waits_longer_than_the_share_or_the_maximum_says(
+    count: int, share: int, max_skip: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    thinkers = [thinker(i) for i in range(count)]
+    bound = min(max_skip, math.ceil(count / share) - 1) if share else max_skip
+    for step in range(1, 60):
+        rng.shuffle(thinkers)
+        before = {tr.slot: tr.skipped_steps for tr in thinkers}
+        skipped = one_step(thinkers, step, share, max_skip)
+        urgent = sum(waited >= max_skip for waited in before.values())
+        assert max(0, count - share - urgent) <= len(skipped) <= max(0, count - share)
+        assert max(tr.skipped_steps for tr in thinkers) <= bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_starves_while_others_come_and_go_and_the_share_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    thinkers = [thinker(i) for i in range(6)]
+    waited: dict[int, int] = {}
+    next_slot, max_skip = 6, 5
+    for step in range(1, 300):
+        if rng.random() < 0.3:
+            thinkers.append(thinker(next_slot))
+            next_slot += 1
+        if len(thinkers) > 1 and rng.random() < 0.3:
+            waited.pop(thinkers.pop(rng.randrange(len(thinkers))).slot, None)
+        skipped = {tr.slot for tr in one_step(thinkers, step, rng.choice([0, 1, 2, 3]), max_skip)}
+        for tr in thinkers:
+            waited[tr.slot] = waited.get(tr.slot, 0) + 1 if tr.slot in skipped else 0
+        assert max(waited.values()) <= max_skip

@@ -1,0 +1,201 @@
+"""Records become reports; merging steps loses nothing that the control plane's table would show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
+
+from meridian_agent.messages import mergeable, opened_message, step_report
+from meridian_agent.tracker import RequestInfo, StepRecord
+from meridian_control.requests import COLUMNS, RequestTable
+from tests.fakes.engine import END, START, TEXT, FakeEngine
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass
+class Signals:
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.int32]
+    end_logprob_nats: NDArray[np.float32]
+
+
+def apply(table: RequestTable, report: agent_pb2.StepReport) -> None:
+    """A report's effect on the table, in the order in which a session has it."""
+    for opened in report.opened:
+        table.open(opened)
+    table.add_tokens(report.tokens)
+    for slot in report.preempted:
+        table.preempted[slot] = True
+    for slot in report.resumed:
+        table.preempted[slot] = False
+    for closed in report.closed:
+        table.close(closed.slot)
+
+
+def same(a: RequestTable, b: RequestTable) -> None:
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(a, name)[a.slots()], getattr(b, name)[b.slots()], err_msg=name)
+    np.testing.assert_array_equal(a.window[a.slots()], b.window[b.slots()])
+    assert [i for _, i in a.requests()] == [i for _, i in b.requests()]
+
+
+def test_opened() -> None:
+    info = RequestInfo("id", "model", "tenant", "gold", 11, 22, 0)
+    assert opened_message((3, info, 2, 4, 5, True, False)) == agent_pb2.RequestOpened(
+        slot=3,
+        request_id="id",
+        model="model",
+        tenant="tenant",
+        slo_class="gold",
+        prompt_tokens=11,
+        max_tokens=22,
+        phase=agent_pb2.PHASE_THINK,
+        think_tokens=4,
+        output_tokens=5,
+        max_think_tokens=0,
+        forced=True,
+    )
+    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, False, False))
+    assert not without.HasField("max_think_tokens")
+
+
+def test_a_full_record() -> None:
+    first = StepRecord(
+        step=4,
+        step_time_ms=9.0,
+        kv_used=0.5,
+        running=3,
+        waiting=1,
+        slots=[0, 0, 2],
+        phases=[2, 2, 3],
+        flags=[0, 3, 0],
+        rows=[1, 2, 0],
+        signals=Signals(
+            np.array([0.1, 0.2, 0.3], np.float32), np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32)
+        ),
+        probes=[(5, 0, 64, 0.25, 12)],
+        preempted=[1],
+        resumed=[2],
+        closed=[(0, 1)],
+        outcomes=[(5, 1, 64, "7 blocks")],
+        counters=(("output_critical", 2), ("agent_seconds", 0.5)),
+    )
+    last = StepRecord(step=6, step_time_ms=2.0, kv_used=0.25, running=2, slots=[2], phases=[3], flags=[0], rows=[0])
+    report = step_report([first, last])
+    assert (report.step, report.steps, report.step_time_ms, report.kv_used) == (6, 2, 2.0, 0.25)
+    assert (report.running, report.waiting) == (2, 0)
+    assert list(report.tokens.slot) == [0, 0, 2, 2]
+    assert list(report.tokens.flags) == [0, 3, 0, 0]
+    assert list(report.tokens.end_rank) == [8, 9, 7, 0]
+    np.testing.assert_array_equal(report.tokens.entropy_nats, np.array([0.2, 0.3, 0.1, math.nan], np.float32))
+    np.testing.assert_array_equal(report.tokens.end_logprob_nats, np.array([-2, -3, -1, math.nan], np.float32))
+    assert report.probes == agent_pb2.ProbeColumns(
+        decision_id=[5], slot=[0], think_tokens=[64], eat_nats=[0.25], cost_tokens=[12]
+    )
+    assert (list(report.preempted), list(report.resumed)) == ([1], [2])
+    assert list(report.closed) == [agent_pb2.RequestClosed(slot=0, reason=agent_pb2.FINISH_REASON_STOP)]
+    assert list(report.outcomes) == [
+        agent_pb2.DecisionOutcome(decision_id=5, outcome=agent_pb2.OUTCOME_APPLIED, think_tokens=64, detail="7 blocks")
+    ]
+    assert not report.HasField("counters"), "the last record has none"
+    assert step_report([first]).counters == agent_pb2.AgentCounters(output_critical=2, agent_seconds=0.5)
+
+
+def test_an_empty_step_has_no_columns() -> None:
+    assert step_report([StepRecord(step=1)]) == agent_pb2.StepReport(step=1, steps=1)
+
+
+def test_counters_are_those_of_the_contract() -> None:
+    with pytest.raises(ValueError, match="no_such"):
+        step_report([StepRecord(counters=(("no_such", 1),))])
+
+
+def test_a_slot_that_is_used_again_is_not_merged() -> None:
+    closing, opening = StepRecord(closed=[(4, 1)]), StepRecord(opened=[(4, None)])
+    assert not mergeable([StepRecord(), closing, StepRecord()], opening)
+    assert mergeable([opening], closing)
+    assert mergeable([closing], StepRecord(opened=[(5, None)]))
+
+
+def test_a_preemption_after_a_resumption_is_not_merged() -> None:
+    resumed, preempted = StepRecord(resumed=[4]), StepRecord(preempted=[4])
+    assert not mergeable([resumed], preempted)
+    assert mergeable([preempted], resumed)
+    assert mergeable([resumed], StepRecord(preempted=[5]))
+
+
+steps_strategy = st.lists(
+    st.fixed_dictionaries(
+        {
+            "open": st.lists(st.sampled_from([(), (START,), (START, END)]), max_size=2),
+            "close": st.lists(st.integers(0, 9), max_size=2),
+            "toggle": st.lists(st.integers(0, 9), max_size=2),
+            "tokens": st.lists(
+                st.lists(st.sampled_from([TEXT, TEXT, START, END]), min_size=0, max_size=3), min_size=8, max_size=8
+            ),
+            "entropy": st.lists(st.sampled_from([0.0, 0.5, 3.25, math.nan]), min_size=24, max_size=24),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
+    """What a real tracker records of these steps."""
+    engine, number = FakeEngine(), 0
+    for step in steps:
+        for prompt in step["open"]:
+            engine.open(str(number), prompt)
+            number += 1
+        engine.schedule()
+        live = list(engine.live.values())
+        for which in step["toggle"]:
+            if live and not (tr := live[which % len(live)]).preempted:
+                tr.preempted = True
+                engine.tracker.record.preempted.append(tr.slot)
+        for tr, tokens in zip(live, step["tokens"], strict=False):
+            if not tokens:
+                continue
+            if tr.preempted:
+                tr.preempted = False
+                engine.tracker.record.resumed.append(tr.slot)
+            engine.tracker.feed(tr, tokens, len(engine.tracker.record.slots))
+        for which in step["close"]:
+            if engine.live:
+                engine.finish(list(engine.live)[which % len(engine.live)])
+        n = len(engine.tracker.record.slots)
+        entropy = np.array(step["entropy"][:n], np.float32)
+        engine.tracker.record.signals = Signals(entropy, np.arange(n, dtype=np.int32), -entropy)
+        engine.take()
+    return engine.records
+
+
+@settings(deadline=None)
+@given(steps_strategy, st.integers(1, 5))
+def test_merging_changes_nothing(steps: list[dict[str, Any]], interval: int) -> None:
+    records = records_of(steps)
+    one_by_one, merged = RequestTable(3, capacity=2), RequestTable(3, capacity=2)
+    batch: list[StepRecord] = []
+    batches = []
+    for record in records:
+        if batch and (len(batch) == interval or not mergeable(batch, record)):
+            batches.append(batch)
+            batch = []
+        batch.append(record)
+    for group in [*batches, batch]:
+        for record in group:
+            apply(one_by_one, step_report([record]))
+        report = step_report(group)
+        assert report.steps == len(group)
+        apply(merged, agent_pb2.StepReport.FromString(report.SerializeToString()))
+        same(one_by_one, merged)

@@ -1,0 +1,265 @@
+"""The phase machine: every state and event, markers of every shape, and agreement with the control plane's table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
+
+from meridian_agent.phases import (
+    CLOSED_TAIL_TOKENS,
+    FLAG_END,
+    FLAG_FROM_OUTPUT,
+    FLAG_MARKER,
+    NO_MARKERS,
+    TAKE_BACK_SHIFT,
+    TRANSITIONS,
+    Event,
+    Markers,
+    Phase,
+    PhaseState,
+    begin,
+    initial_phase,
+)
+from meridian_control.requests import RequestTable
+
+# One token each; two spellings of one and two tokens; gpt-oss channels, which share their first token.
+SINGLE = Markers(((1,),), ((2,),))
+SPELLED = Markers(((1,), (7, 1)), ((2,), (7, 2, 3)))
+CHANNELS = Markers(((5, 6, 8),), ((5, 7, 8),))
+# An end that overlaps with the start, and one that begins with another end.
+OVERLAPPING = Markers(((1, 2),), ((2, 3), (2, 3, 4), (9,)))
+ALL_MARKERS = {"single": SINGLE, "spelled": SPELLED, "channels": CHANNELS, "overlapping": OVERLAPPING}
+
+TEXT, START, END = 90, 1, 2
+
+
+def feed(state: PhaseState, tokens: list[int], markers: Markers) -> list[tuple[Phase, int]]:
+    return [state.feed(token, markers) for token in tokens]
+
+
+def taken_back(flags: int) -> int:
+    return flags >> TAKE_BACK_SHIFT
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
+def test_every_state_and_event(phase: Phase, event: Event) -> None:
+    state = PhaseState(phase)
+    belongs, flags = state.feed({Event.TEXT: TEXT, Event.START: START, Event.END: END}[event], SINGLE)
+    assert state.phase is TRANSITIONS[phase, event]
+    assert bool(flags & FLAG_MARKER) == (event is not Event.TEXT)
+    ended = (phase, event) == (Phase.THINK, Event.END)
+    assert bool(flags & FLAG_END) == ended
+    assert state.ends == ended
+    assert (state.think_tokens, state.output_tokens) == (
+        event is Event.TEXT and phase is Phase.THINK,
+        event is Event.TEXT and phase is not Phase.THINK,
+    )
+    # The row's phase: an end marker belongs to the thinking it ends, every other token to the phase after it.
+    assert belongs is (Phase.THINK if ended else state.phase)
+
+
+def test_the_table_says_what_the_machine_does() -> None:
+    assert set(TRANSITIONS) == set(itertools.product(Phase, Event))
+    assert TRANSITIONS[Phase.OUTPUT, Event.START] is Phase.THINK, "re-entry"
+    assert TRANSITIONS[Phase.PROMPT, Event.TEXT] is Phase.OUTPUT, "a model that answers directly"
+    assert all(after is not Phase.PROMPT for after in TRANSITIONS.values())
+
+
+def test_values_are_those_of_the_contract() -> None:
+    assert {f"PHASE_{phase.name}": phase.value for phase in Phase} == {
+        name: value for name, value in agent_pb2.Phase.items() if value
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- markers
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends"),
+    [((), ()), (((1,),), ()), (((),), ((2,),)), (((1,),), ((),)), (((1, 2),), ((1, 2),)), (((1,), (3,)), ((2,), (3,)))],
+)
+def test_unusable_markers_are_refused(starts: tuple[tuple[int, ...], ...], ends: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="marker"):
+        Markers(starts, ends)
+
+
+def test_no_markers_never_think() -> None:
+    state = begin(NO_MARKERS, [1, 2, 3], True)
+    feed(state, [1, 2, 3, 0], NO_MARKERS)
+    assert (state.phase, state.think_tokens, state.output_tokens) == (Phase.OUTPUT, 0, 4)
+
+
+def test_a_forced_end_writes_the_first_spelling() -> None:
+    assert Markers((), ((3, 4), (5,))).ending == (3, 4)
+
+
+def test_the_longer_of_two_markers_with_one_end_wins() -> None:
+    markers = Markers(((2,),), ((1, 2),))
+    assert markers.match([1, 2]) == (Event.END, 2)
+    assert markers.match([0, 2]) == (Event.START, 1)
+    assert markers.match([2, 1]) == (Event.TEXT, 0)
+
+
+def test_channels() -> None:
+    """gpt-oss: nothing is open after the prompt, thinking and answer each begin with a channel of three tokens."""
+    state = begin(CHANNELS, [40, 41], True)
+    rows = feed(state, [5, 6, 8, 70, 71, 72, 5, 7, 8, 73, 74], CHANNELS)
+    assert (state.phase, state.think_tokens, state.output_tokens, state.ends) == (Phase.OUTPUT, 3, 2, 1)
+    assert rows[2] == (Phase.THINK, FLAG_MARKER | FLAG_FROM_OUTPUT | 2 << TAKE_BACK_SHIFT)
+    assert rows[8] == (Phase.THINK, FLAG_MARKER | FLAG_END | 2 << TAKE_BACK_SHIFT)
+    assert rows[9] == (Phase.OUTPUT, 0)
+
+
+def test_a_broken_off_marker_is_text() -> None:
+    state = PhaseState(Phase.THINK)
+    feed(state, [5, 7, 70, 5, 5, 7, 8], CHANNELS)
+    assert (state.phase, state.think_tokens, state.ends) == (Phase.OUTPUT, 4, 1)
+
+
+def test_several_spellings() -> None:
+    for end, takes in (((2,), 0), ((7, 2, 3), 1)):
+        state = PhaseState(Phase.THINK)
+        rows = feed(state, [90, *end], SPELLED)
+        assert state.phase is Phase.OUTPUT
+        assert state.think_tokens == 1 + (end == (7, 2, 3)), "the 7 was text until 2 ended thinking without it"
+        assert taken_back(rows[-1][1]) == 0 or takes
+    state = PhaseState(Phase.OUTPUT)
+    feed(state, [90, 7, 1, 91], SPELLED)
+    assert (state.phase, state.output_tokens, state.think_tokens) == (Phase.THINK, 1, 1)
+
+
+def test_a_token_belongs_to_one_marker_only() -> None:
+    """The end shares a token with the start before it: earlier thinking must not be uncounted for it."""
+    state = PhaseState(Phase.THINK, think_tokens=10)
+    rows = feed(state, [1, 2, 3], OVERLAPPING)
+    assert [flags & FLAG_MARKER for _, flags in rows] == [0, 1, 1]
+    assert (state.phase, state.think_tokens) == (Phase.OUTPUT, 10)
+    state = PhaseState(Phase.OUTPUT, output_tokens=10)
+    feed(state, [2, 3, 4], OVERLAPPING)
+    assert (state.phase, state.output_tokens) == (Phase.OUTPUT, 10)
+
+
+def test_a_marker_that_the_prompt_began() -> None:
+    state = begin(CHANNELS, [40, 5, 6], True)
+    assert state.phase is Phase.PROMPT
+    assert feed(state, [8, 70], CHANNELS) == [
+        (Phase.THINK, FLAG_MARKER | FLAG_FROM_OUTPUT),
+        (Phase.THINK, 0),
+    ]
+    assert (state.think_tokens, state.output_tokens) == (1, 0), "prompt tokens were never counted"
+
+
+def test_re_entry() -> None:
+    state = begin(SINGLE, [START], True)
+    feed(state, [80, END, 81, START, 82, 83, END, 84], SINGLE)
+    assert (state.phase, state.think_tokens, state.output_tokens, state.ends) == (Phase.OUTPUT, 3, 2, 2)
+
+
+# --------------------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "supported", "phase"),
+    [
+        ([], True, Phase.PROMPT),
+        ([40, 41], True, Phase.PROMPT),
+        ([40, START], True, Phase.THINK),
+        ([40, START, 30], True, Phase.THINK),
+        ([40, START, 30, END], True, Phase.OUTPUT),
+        ([40, START, 30, END], False, Phase.PROMPT),
+        ([40, START, END, *[30] * CLOSED_TAIL_TOKENS], True, Phase.OUTPUT),
+        ([40, START, END, *[30] * (CLOSED_TAIL_TOKENS + 1)], True, Phase.PROMPT),
+        # History: earlier turns thought; what counts is how the prompt ends.
+        ([40, START, 50, END, 60, 61, 62, 63, 64], True, Phase.PROMPT),
+        ([40, START, 50, END, 60, 61, 62, 63, START], True, Phase.THINK),
+        ([START, 50, END, 60, START, 51, END, 30], True, Phase.OUTPUT),
+        ([END, END, START, START], True, Phase.THINK),
+    ],
+)
+def test_prompts(prompt: list[int], supported: bool, phase: Phase) -> None:
+    assert initial_phase(SINGLE, prompt, supported) is phase
+    assert begin(SINGLE, prompt, supported).phase is phase
+
+
+def test_multi_token_history() -> None:
+    history = [40, 5, 6, 8, 50, 5, 7, 8, 60, 61, 62, 63]
+    assert initial_phase(CHANNELS, history, True) is Phase.PROMPT
+    assert initial_phase(CHANNELS, [*history, 5, 6, 8], True) is Phase.THINK
+    assert initial_phase(CHANNELS, [*history, 5, 7, 8, 30], True) is Phase.OUTPUT
+    assert initial_phase(CHANNELS, [5, 7, 60, 5, 6], True) is Phase.PROMPT
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 90]), max_size=30), st.sampled_from(sorted(ALL_MARKERS)))
+def test_last_event_is_the_last_match(prompt: list[int], name: str) -> None:
+    markers = ALL_MARKERS[name]
+    expected = (Event.TEXT, 0)
+    for at in range(len(prompt)):
+        event, _ = markers.match(prompt[max(0, at + 1 - markers.longest) : at + 1])
+        if event is not Event.TEXT:
+            expected = (event, len(prompt) - 1 - at)
+    assert markers.last_event(prompt) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- both sides agree
+
+
+@st.composite
+def generations(draw: st.DrawFn) -> tuple[Markers, list[int], list[int]]:
+    """Markers, a prompt and a generation in which markers, pieces of them and text are mixed."""
+    markers = ALL_MARKERS[draw(st.sampled_from(sorted(ALL_MARKERS)))]
+    whole = st.sampled_from([list(m) for m in (*markers.starts, *markers.ends)])
+    pieces = st.one_of(whole, st.lists(st.integers(1, 10), min_size=1, max_size=3))
+    prompt, tokens = (list(itertools.chain(*draw(st.lists(pieces, max_size=12)))) for _ in range(2))
+    return markers, prompt, tokens
+
+
+@given(generations(), st.integers(0, 8), st.booleans())
+def test_counts_add_up_and_the_control_plane_agrees(
+    generation: tuple[Markers, list[int], list[int]], step_tokens: int, supported: bool
+) -> None:
+    markers, prompt, tokens = generation
+    state = begin(markers, prompt, supported)
+    table = RequestTable(4)
+    table.open(agent_pb2.RequestOpened(slot=3, phase=state.phase.value))  # type: ignore[arg-type]
+    columns, marker_tokens = agent_pb2.TokenColumns(), 0
+    for at, token in enumerate(tokens, 1):
+        phase, flags = state.feed(token, markers)
+        marker_tokens += (1 + taken_back(flags)) if flags & FLAG_MARKER else 0
+        assert flags & FLAG_MARKER or not taken_back(flags)
+        columns.slot.append(3)
+        columns.phase.append(phase.value)  # type: ignore[arg-type]
+        columns.flags.append(flags)
+        columns.entropy_nats.append(0.5)
+        columns.end_rank.append(1)
+        columns.end_logprob_nats.append(-1.0)
+        assert state.think_tokens + state.output_tokens + marker_tokens == at
+        assert min(state.think_tokens, state.output_tokens) >= 0
+        if len(columns.slot) > step_tokens:
+            table.add_tokens(columns)
+            columns.Clear()
+            assert table.phase[3] == state.phase
+            assert (table.think_tokens[3], table.output_tokens[3]) == (state.think_tokens, state.output_tokens)
+    table.add_tokens(columns)
+    assert table.phase[3] == state.phase
+    assert (table.think_tokens[3], table.output_tokens[3]) == (state.think_tokens, state.output_tokens)
+
+
+@given(generations())
+def test_text_is_what_no_marker_covers(generation: tuple[Markers, list[int], list[int]]) -> None:
+    """Against a second pass over the whole text, for markers that cannot overlap."""
+    markers, _, tokens = generation
+    assume(markers in (SINGLE, CHANNELS))
+    state = PhaseState(Phase.PROMPT)
+    feed(state, tokens, markers)
+    covered: set[int] = set()
+    for at in range(len(tokens)):
+        _, length = markers.match(tokens[max(0, at + 1 - markers.longest) : at + 1])
+        covered |= set(range(at + 1 - length, at + 1))
+    assert state.think_tokens + state.output_tokens == len(tokens) - len(covered)

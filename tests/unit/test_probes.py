@@ -1,0 +1,72 @@
+"""When a probe may be placed: it never takes what a request needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meridian_agent.phases import Phase, PhaseState
+from meridian_agent.probes import STEP_SHARE, Room, refusal
+from meridian_agent.tracker import Ending, RequestInfo, Tracked
+
+BLOCK = 16
+ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
+
+
+def request(**fields: Any) -> SimpleNamespace:
+    plain: dict[str, Any] = {
+        "is_prefill_chunk": False,
+        "num_computed_tokens": 40,
+        "lora_request": None,
+        "mm_features": [],
+    }
+    return SimpleNamespace(**plain | fields)
+
+
+def tracked(phase: Phase = Phase.THINK, **fields: Any) -> Tracked:
+    return Tracked(0, RequestInfo("a", "", "", "", 0, 0, None), PhaseState(phase), 0, request(**fields))
+
+
+def test_a_probe_that_fits() -> None:
+    assert refusal(tracked(), ROOM, BLOCK, 20) == ""
+
+
+@pytest.mark.parametrize(
+    ("tr", "room", "cost", "reason"),
+    [
+        (tracked(Phase.OUTPUT), ROOM, 20, "not thinking"),
+        (tracked(Phase.PROMPT), ROOM, 20, "not thinking"),
+        (tracked(), replace(ROOM, prefix_caching=False), 20, "prefix caching is off"),
+        (tracked(lora_request=object()), ROOM, 20, "LoRA request"),
+        (tracked(mm_features=[1]), ROOM, 20, "multimodal prompt"),
+        (tracked(prompt_embeds=object()), ROOM, 20, "prompt embeddings"),
+        (tracked(is_prefill_chunk=True), ROOM, 20, "not decoding"),
+        (tracked(num_computed_tokens=0), ROOM, 20, "not decoding"),
+        (tracked(), replace(ROOM, sequences=1), 20, "no running place to spare"),
+        (tracked(), replace(ROOM, sequences=0), 20, "no running place to spare"),
+        (tracked(), replace(ROOM, blocks=5), 20, "no KV blocks to spare"),
+        (tracked(), ROOM, 21, "over the step's probe budget"),
+    ],
+)
+def test_what_is_in_the_way(tr: Tracked, room: Room, cost: int, reason: str) -> None:
+    assert refusal(tr, room, BLOCK, cost) == reason
+
+
+def test_a_request_that_is_ending_or_preempted() -> None:
+    ending, preempted = tracked(), tracked()
+    ending.ending = Ending((2,), 1)
+    preempted.preempted = True
+    assert refusal(ending, ROOM, BLOCK, 1) == "not thinking"
+    assert refusal(preempted, ROOM, BLOCK, 1) == "not decoding"
+
+
+@pytest.mark.parametrize("cost", [1, 15, 16, 17, 100])
+def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> None:
+    """The probe's tokens span at most ceil(cost / block) + 1 blocks, wherever they begin."""
+    spanned = -(-cost // BLOCK) + 1
+    roomy = replace(ROOM, tokens=STEP_SHARE * cost)
+    fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost))
+    assert fitting >= 2 * spanned

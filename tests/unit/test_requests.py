@@ -1,0 +1,159 @@
+"""The request table: rows that come and go, token rows accounted in order, and what a hostile agent may send."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
+
+from meridian_agent import phases
+from meridian_control import requests
+from meridian_control.requests import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable
+from tests.fakes.tables import table, thinking, tokens
+
+
+def opened(slot: int, **fields: object) -> agent_pb2.RequestOpened:
+    return agent_pb2.RequestOpened(slot=slot, **fields)  # type: ignore[arg-type]
+
+
+def test_both_sides_name_the_flags_alike() -> None:
+    for name in ("FLAG_MARKER", "FLAG_END", "FLAG_FROM_OUTPUT", "TAKE_BACK_SHIFT"):
+        assert getattr(requests, name) == getattr(phases, name)
+
+
+def test_opening_takes_over_what_a_snapshot_says() -> None:
+    made = RequestTable(4)
+    made.open(opened(5, request_id="a", phase=THINK, prompt_tokens=3, think_tokens=7, output_tokens=2, preempted=True))
+    made.open(opened(0, phase=PROMPT, forced=True))
+    assert made.slots().tolist() == [0, 5]
+    assert (made.phase[5], made.prompt_tokens[5], made.think_tokens[5], made.output_tokens[5]) == (THINK, 3, 7, 2)
+    assert (made.preempted[5], made.end_decided[5], made.end_decided[0]) == (True, False, True)
+    assert [(slot, info.request_id) for slot, info in made.requests()] == [(0, ""), (5, "a")]
+
+
+def test_a_slot_that_is_used_again_remembers_nothing() -> None:
+    fresh, used = table({}), table({})
+    for name in requests.COLUMNS:
+        getattr(used, name)[0] = 1
+    used.window[:] = 9.0
+    used.close(0)
+    assert not used.holds(0)
+    assert list(used.requests()) == []
+    used.open(opened(0, request_id="r0", phase=THINK))
+    for name in requests.COLUMNS:
+        np.testing.assert_array_equal(getattr(used, name)[0], getattr(fresh, name)[0], err_msg=name)
+    assert used.max_think_tokens[0] == used.rank[0] == UNTOLD
+
+
+def test_capacity_grows_and_keeps_what_is_there() -> None:
+    made = RequestTable(4, capacity=2)
+    made.open(opened(1, phase=THINK))
+    made.add_tokens(tokens([(1, THINK, 0, 2.0)] * 3))
+    made.open(opened(37, phase=OUTPUT))
+    assert (made.think_tokens[1], made.entropy_sum[1], made.window[1].tolist()) == (3, 6.0, [2, 2, 2, 0])
+    assert made.slots().tolist() == [1, 37]
+
+
+def test_slots_out_of_range() -> None:
+    made = RequestTable(1)
+    made.open(opened(MAX_SLOTS - 1))
+    with pytest.raises(ValueError, match=f"slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"):
+        made.open(opened(MAX_SLOTS))
+    assert not made.holds(MAX_SLOTS)
+    made.close(2**32 - 1)
+
+
+@pytest.mark.parametrize("phase", [4, 300, -1])
+def test_phases_out_of_range(phase: int) -> None:
+    """Enums are open on the wire."""
+    made = table({})
+    with pytest.raises(ValueError, match="phase must be at most 3"):
+        made.open(agent_pb2.RequestOpened.FromString(agent_pb2.RequestOpened(slot=1, phase=phase).SerializeToString()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="phase must be at most 3"):
+        made.add_tokens(tokens([(0, phase, 0, 0.0)]))
+
+
+def test_columns_of_different_length() -> None:
+    columns = tokens([(0, THINK, 0, 0.0)])
+    columns.entropy_nats.append(0.0)
+    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 2, 1, 1\]"):
+        table({}).add_tokens(columns)
+
+
+def test_no_rows() -> None:
+    assert table({}).add_tokens(agent_pb2.TokenColumns()) == 0
+
+
+def test_rows_of_unknown_and_closed_slots_are_left_out() -> None:
+    made = table(thinking(), thinking())
+    made.close(1)
+    counted = made.add_tokens(
+        tokens([(0, THINK, 0, 1.0), (1, THINK, 0, 1.0), (99, THINK, 0, 1.0), (2**32 - 1, 2, 0, 1)])
+    )
+    assert counted == 1
+    assert made.think_tokens.tolist() == [1, 0]
+
+
+def test_tokens_of_every_kind() -> None:
+    made = table({"phase": PROMPT}, thinking(think_tokens=5), {"phase": OUTPUT, "output_tokens": 4, "preempted": True})
+    rows = [
+        (0, THINK, phases.FLAG_MARKER, 0.1, 3, -1.0),
+        (0, THINK, 0, 0.2, 4, -2.0),
+        (1, THINK, phases.FLAG_MARKER | phases.FLAG_END | 2 << phases.TAKE_BACK_SHIFT, 0.3, 1, -0.5),
+        (1, OUTPUT, 0, 0.4, 9, -9.0),
+        (2, THINK, phases.FLAG_MARKER | phases.FLAG_FROM_OUTPUT | 3 << phases.TAKE_BACK_SHIFT, 0.5, 7, -7.0),
+    ]
+    assert made.add_tokens(tokens(rows)) == 5
+    assert made.phase[:3].tolist() == [THINK, OUTPUT, THINK]
+    assert made.think_tokens[:3].tolist() == [1, 3, 0]
+    assert made.output_tokens[:3].tolist() == [0, 1, 1]
+    assert not made.preempted.any()
+    assert made.end_rank[:3].tolist() == [4, 9, 7]
+    np.testing.assert_allclose(made.entropy_nats[:3], [0.2, 0.4, 0.5], rtol=1e-6)
+    assert made.end_logprob_nats[:3].tolist() == [-2.0, -9.0, -7.0]
+    assert made.entropy_count[:3].tolist() == [1, 0, 0], "only thinking text counts for RPDI"
+
+
+def test_a_new_window_length_begins_anew() -> None:
+    made = table(thinking())
+    made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 3))
+    made.set_window(4)
+    assert made.entropy_count[0] == 3
+    made.set_window(2)
+    assert (made.entropy_count[0], made.entropy_sum[0], made.entropy_window_sum[0]) == (0, 0.0, 0.0)
+    assert made.window.shape == (2, 2)
+    made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 3))
+    assert made.entropy_window_sum[0] == 2.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.sampled_from([THINK, OUTPUT]),
+            st.sampled_from([0, 1, 3]),
+            st.sampled_from([0.5, math.nan]),
+        ),
+        max_size=40,
+    ),
+    st.integers(1, 10),
+)
+def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], size: int) -> None:
+    """Slots repeat within a report (merged steps, draft tokens): rows count in order, as if each came alone."""
+    whole, cut = table(*[thinking()] * 4), table(*[thinking()] * 4)
+    whole.add_tokens(tokens(rows))
+    for at in range(0, len(rows), size):
+        cut.add_tokens(tokens(rows[at : at + size]))
+    for name in requests.COLUMNS:
+        np.testing.assert_array_equal(getattr(whole, name), getattr(cut, name), err_msg=name)
+    np.testing.assert_array_equal(whole.window, cut.window)
+    for slot in range(4):
+        own = [r for r in rows if r[0] == slot]
+        assert whole.think_tokens[slot] == sum(phase == THINK and flags == 0 for _, phase, flags, _ in own)
+        assert whole.output_tokens[slot] == sum(phase == OUTPUT and flags == 0 for _, phase, flags, _ in own)
+        if own:
+            assert whole.phase[slot] == (OUTPUT if own[-1][2] & phases.FLAG_END else own[-1][1])

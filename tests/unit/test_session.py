@@ -1,0 +1,648 @@
+"""A session against an agent that checks every message: order, ids, changes only, one outcome each, and replay."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.errors import InvalidRequest
+from meridian_control.requests import MAX_SLOTS
+from meridian_control.session import ACK_INTERVAL_S, Session, outcome_name
+from tests.fakes.agent import ALL, FakeAgent, Script, hello
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from meridian_control.policy import Policy
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+EARLY = {"min_think_tokens": 0}
+CALIBRATED = {"shadow": False, "ema_alpha": 1.0, "eat_probe_interval_tokens": 2, "rpdi_threshold": 0.0}
+
+
+@dataclass
+class Stream:
+    """A session and a fake agent, connected; `now` moves on only when a test says so."""
+
+    agent: FakeAgent = field(default_factory=FakeAgent)
+    capabilities: agent_pb2.Capabilities = field(default_factory=lambda: ALL)
+    hello_fields: dict[str, Any] = field(default_factory=dict)
+    now: datetime = NOW
+    revision: int = 0
+    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
+    responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.agent.checker.capabilities = self.capabilities
+        self.hello = hello(capabilities=self.capabilities, **self.hello_fields)
+        self.session = Session("s", self.hello, self.now)
+        self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+
+    def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:
+        self.responses += responses
+        for response in responses:
+            self.agent.receive(response)
+
+    def pump(self) -> list[agent_pb2.ConnectResponse]:
+        """Exchange messages until both sides have said all; returns what the session said."""
+        before = len(self.responses)
+        while said := self.agent.heard():
+            for message in said:
+                self.trace.append((self.now, message))
+                self.deliver(self.session.on_message(message, self.now))
+        return self.responses[before:]
+
+    def apply(self, new: Policy) -> list[agent_pb2.ConnectResponse]:
+        self.revision += 1
+        self.trace.append((self.now, (self.revision, new)))
+        before = len(self.responses)
+        self.deliver(self.session.on_policy(self.revision, new))
+        self.pump()
+        return self.responses[before:]
+
+    def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
+        """Engine steps; returns all directives that came, merged."""
+        merged = agent_pb2.Directives()
+        for _ in range(count):
+            self.agent.step()
+            self.now += timedelta(milliseconds=then_ms)
+            for response in self.pump():
+                merged.MergeFrom(response.directives)
+        return merged
+
+    def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
+        entropy = fields.pop("entropy_nats", 0.5)
+        return self.agent.open(name, Script(think, answer, entropy), **fields).slot
+
+    def balanced(self) -> bool:
+        totals = self.session.totals
+        return sum(totals.decisions.values()) == sum(totals.outcomes.values()) + len(self.session.open_decisions)
+
+
+def stream(first: Policy | None = None, **fields: Any) -> Stream:
+    made = Stream(**fields)
+    made.apply(first or policy())
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+def test_settings_carry_what_the_agent_must_know() -> None:
+    made = Stream()
+    marked = {"think_start_token_ids": [4], "think_end_token_ids": [5, 6], "reasoning_parser": "qwen3"}
+    marked["supports_think_disable"] = False  # type: ignore[assignment]
+    new = policy(
+        telemetry={"report_interval_steps": 7},
+        fallback={"lease_ms": 1234},
+        model={"m": marked, "other": {"reasoning_parser": "wrong"}},
+    )
+    (response,) = made.session.on_policy(9, new)
+    s = response.settings
+    assert (s.revision, s.nonce, s.report_interval_steps, s.lease_ms, s.observe_entropy) == (9, 1, 7, 1234, True)
+    assert (list(s.think_start_token_ids), list(s.think_end_token_ids)) == ([4], [5, 6])
+    assert (s.reasoning_parser, s.supports_think_disable) == ("qwen3", False)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "can", "observe"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_entropy_is_observed_where_it_is_wanted_and_can_be(entropy: bool, can: bool, observe: bool) -> None:
+    made = Stream(capabilities=agent_pb2.Capabilities(token_entropy=can))
+    (response,) = made.session.on_policy(1, policy(entropy={"enabled": entropy}))
+    assert response.settings.observe_entropy == observe
+
+
+def test_nothing_is_decided_before_the_first_policy_is_applied() -> None:
+    made = Stream()
+    made.open("a")
+    assert not made.step(3).ListFields()
+    made.agent.refuse_settings = "no such parser"
+    made.apply(policy())
+    assert not made.step(3).ListFields()
+    assert (made.session.totals.nacks, made.session.nack_error) == (1, "no such parser")
+    assert made.session.acked_revision == 0
+    made.agent.refuse_settings = ""
+    directives = made.apply(policy())[-1].directives
+    assert [c.slot for c in directives.caps] == [0]
+    assert (made.session.acked_revision, made.session.nack_error) == (2, "")
+
+
+def test_a_refused_policy_leaves_the_last_good_one_in_force() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 600}))
+    made.agent.refuse_settings = "unknown marker"
+    made.apply(policy(scheduler={"max_think_tokens": 700}))
+    made.open("a")
+    assert [c.max_think_tokens for c in made.step().caps] == [600]
+    assert (made.session.revision, made.session.acked_revision) == (2, 1)
+    made.agent.refuse_settings = ""
+    caps = made.apply(policy(scheduler={"max_think_tokens": 800}))[-1].directives.caps
+    assert [c.max_think_tokens for c in caps] == [800]
+
+
+def test_only_the_answer_to_the_newest_settings_counts() -> None:
+    made = Stream()
+    old = made.session.on_policy(1, policy(scheduler={"max_think_tokens": 600}))[0].settings
+    new = made.session.on_policy(2, policy(scheduler={"max_think_tokens": 700}))[0].settings
+    for nonce, revision in ((old.nonce, 0), (99, 0), (new.nonce, 2)):
+        status = agent_pb2.SettingsStatus(nonce=nonce, revision=revision)
+        made.session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)
+        assert made.session.acked_revision == revision
+    assert old.nonce != new.nonce
+    repeated = agent_pb2.SettingsStatus(nonce=new.nonce, error="too late")
+    made.session.on_message(agent_pb2.ConnectRequest(settings_status=repeated), NOW)
+    assert (made.session.acked_revision, made.session.nack_error) == (2, "")
+
+
+# ------------------------------------------------------------------------------------------------------ what is decided
+
+
+def test_a_request_is_told_what_concerns_it_once() -> None:
+    made = stream()
+    made.open("a")
+    first = made.step()
+    assert [(c.slot, c.max_think_tokens, c.shadow) for c in first.caps] == [(0, 32768, False)]
+    assert [(t.slot, t.tier, t.shadow) for t in first.tiers] == [(0, agent_pb2.EVICTION_TIER_UNREACHABLE, False)]
+    assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [2])
+    assert first.step == made.agent.engine.records[-1].step
+    assert not made.step(20).ListFields()
+
+
+def test_silence_is_broken_now_and_then() -> None:
+    """The agent must know that it is heard, or its lease runs out."""
+    made = stream()
+    made.step()
+    made.now += timedelta(seconds=ACK_INTERVAL_S)
+    directives = made.step(then_ms=0)
+    assert [f.name for f, _ in directives.ListFields()] == ["step"]
+    assert not made.step(then_ms=0).ListFields()
+
+
+def test_a_request_with_a_cap_of_its_own() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 600}))
+    made.open("a", own_cap=5)
+    made.open("b", own_cap=5000)
+    assert [c.max_think_tokens for c in made.step().caps] == [5, 600]
+
+
+def test_the_hard_cap_ends_thinking_and_is_counted() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
+    made.open("a", answer=2)
+    made.step(9)
+    assert made.session.totals.ends == {"hard_cap": 1}
+    assert made.session.totals.outcomes["applied"] >= 2
+    assert not made.session.table.live.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_eat_probes_and_ends(shadow: bool) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": shadow}))
+    made.open("a", think=30, answer=1)
+    asked = made.step(25)
+    assert len(asked.probes) == 4 if not shadow else len(asked.probes) >= 4
+    assert [(f.slot, f.reason, f.shadow) for f in asked.forces] == [(0, agent_pb2.FORCE_REASON_EAT, shadow)]
+    assert made.session.totals.ends == {"eat_shadowed" if shadow else "eat": 1}
+    assert ("a" in made.agent.engine.live) == shadow
+
+
+def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
+    rules = {"shadow": False, "rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "eat_probe_interval_tokens": 10_000}
+    made = stream(policy(scheduler=EARLY, entropy=rules))
+    made.open("a")
+    made.step(9)
+    made.agent.scripts["a"].entropy_nats = 2.0
+    assert [f.reason for f in made.step(3).forces] == [agent_pb2.FORCE_REASON_RPDI]
+    assert made.session.table is not None
+    made.apply(policy(scheduler=EARLY, entropy=rules | {"rpdi_window_tokens": 30}))
+    assert made.session.table.window.shape[1] == 30
+
+
+def test_thinking_is_limited_and_released() -> None:
+    made = stream()
+    made.open("answer", prompt=[1, 2])
+    for name in "abcd":
+        made.open(name)
+    assert not made.step(3).plan.HasField("think_per_step")
+    made.agent.step_time_ms = 30.0
+    plan = made.step(20).plan
+    assert (plan.think_per_step, plan.max_skip_steps) == (3, 1)
+    made.agent.step_time_ms = 1.0
+    made.step(20)
+    assert made.agent.checker.plan == (None, 0, False, False, False)
+
+
+def test_one_slow_step_limits_nobody() -> None:
+    """Step times are smoothed: a prefill in between must not stop thinking."""
+    made = stream()
+    made.open("answer", prompt=[1, 2])
+    for name in "abcd":
+        made.open(name)
+    made.step(3)
+    made.agent.step_time_ms = 60.0
+    assert not made.step().plan.HasField("think_per_step")
+    assert made.step().plan.think_per_step == 3
+
+
+def test_admission_is_held_while_an_answer_waits_for_memory() -> None:
+    made = stream(hello_fields={"num_blocks": 1})
+    made.open("answer", prompt=[1, 2])
+    made.open("thought", prompt=[*range(40, 50), 1])
+    assert not made.step(2).plan.hold_admission
+    made.agent.preempt("answer")
+    assert made.step().plan.hold_admission
+    made.agent.preempt("answer", waits=False)
+    made.step()
+    assert made.agent.checker.plan is not None
+    assert made.agent.checker.plan[2] is False
+
+
+def test_a_shadowed_memory_policy_does_not_hold_admission() -> None:
+    made = stream(policy(kv_memory={"shadow": True}), hello_fields={"num_blocks": 1})
+    made.open("answer", prompt=[1, 2])
+    made.open("thought", prompt=[*range(40, 50), 1])
+    assert [t.shadow for t in made.step().tiers] == [True]
+    made.agent.preempt("answer")
+    assert not made.step(3).plan.hold_admission
+
+
+CAPABILITIES = ("force_end", "eat_probe", "dispatch", "reclaim", "template_strips_think")
+
+
+@pytest.mark.parametrize("missing", CAPABILITIES)
+def test_what_an_engine_cannot_do_is_never_asked(missing: str) -> None:
+    can = agent_pb2.Capabilities(**{name: name != missing for name in CAPABILITIES})
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), capabilities=can)
+    made.open("a")
+    asked = made.step(20)
+    kinds = {f.name for f, _ in asked.ListFields()} - {"step"}
+    never = {"force_end": {"caps", "forces"}, "eat_probe": {"probes", "forces"}, "dispatch": {"plan"}}
+    assert kinds == {"caps", "forces", "plan", "tiers", "probes"} - never.get(missing, {"tiers"})
+
+
+def test_a_faulted_agent_is_left_alone() -> None:
+    made = stream(hello_fields={"fault": "before_schedule: KeyError: 3"})
+    made.open("a")
+    assert not made.step(5).ListFields()
+    assert made.session.engine(connected=True).fault == "before_schedule: KeyError: 3"
+
+
+# ---------------------------------------------------------------------------------------------------- policy changes
+
+
+def test_from_shadow_to_enforced() -> None:
+    shadow = {"max_think_tokens": 6, "min_think_tokens": 0, "shadow": True}
+    entropy = CALIBRATED | {"shadow": True}
+    made = stream(policy(scheduler=shadow, entropy=entropy, kv_memory={"shadow": True}))
+    made.open("a", answer=1)
+    directives = made.step()
+    assert [(c.shadow, t.shadow) for c, t in zip(directives.caps, directives.tiers, strict=True)] == [(True, True)]
+    assert directives.plan.shadow
+    made.step(20)
+    assert made.session.totals.ends == {"hard_cap_shadowed": 1, "eat_shadowed": 1}
+    enforced = made.apply(policy(scheduler=shadow | {"shadow": False}, entropy=CALIBRATED))[-1].directives
+    assert [(c.max_think_tokens, c.shadow) for c in enforced.caps] == [(6, False)]
+    assert [f.shadow for f in enforced.forces] == [False], "what was only shadowed is due now"
+    assert [t.shadow for t in enforced.tiers] == [False]
+    assert (enforced.plan.shadow, list(enforced.plan.slot)) == (False, [0])
+    made.step(3)
+    assert "a" not in made.agent.engine.live
+    made.step()
+    assert not made.session.open_decisions
+    assert made.balanced()
+
+
+def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() -> None:
+    made = stream()
+    made.open("a")
+    made.open("b", own_cap=4000)
+    made.step(2)
+    off = policy(scheduler={"enabled": False})
+    directives = made.apply(off)[-1].directives
+    assert [(c.slot, c.HasField("max_think_tokens")) for c in directives.caps] == [(0, False), (1, False)]
+    assert directives.plan.stock
+    made.open("c")
+    assert not made.step(3).caps
+    assert made.agent.engine.directives.active_plan() is None
+    again = made.apply(policy())[-1].directives
+    assert [c.slot for c in again.caps] == [0, 1, 2]
+    assert (again.plan.stock, list(again.plan.slot)) == (False, [0, 1, 2])
+    made.step()
+    assert made.agent.engine.directives.active_plan() is not None
+
+
+def test_a_scheduler_that_was_never_on() -> None:
+    made = stream(policy(scheduler={"enabled": False}))
+    made.open("a")
+    assert not made.step(3).caps
+    assert made.agent.checker.plan == (None, 0, False, False, True)
+
+
+def test_memory_that_is_switched_off_takes_tiers_back() -> None:
+    made = stream()
+    made.open("a", think=3)
+    made.step(8)
+    made.open("b")
+    made.step()
+    off = policy(kv_memory={"enabled": False})
+    tiers = made.apply(off)[-1].directives.tiers
+    assert [(t.slot, t.tier) for t in tiers] == [
+        (0, agent_pb2.EVICTION_TIER_REUSABLE),
+        (1, agent_pb2.EVICTION_TIER_REUSABLE),
+    ]
+    made.open("c")
+    assert not made.step(2).tiers
+    assert not made.apply(off)[-1].directives.tiers
+    assert [t.slot for t in made.apply(policy())[-1].directives.tiers] == [1, 2]
+
+
+def test_the_same_policy_again_repeats_only_what_depends_on_the_policy() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    directives = made.apply(policy())[-1].directives
+    assert not directives.caps
+    assert not directives.forces
+    assert list(directives.plan.slot) == [0]
+
+
+# ----------------------------------------------------------------------------------------------- snapshots and targets
+
+
+def test_a_snapshot_replaces_the_table() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 900}))
+    made.open("a")
+    made.open("b", answer=1, prompt=[1, 2])
+    made.step(3)
+    assert set(made.agent.engine.live) == {"a"}
+    made.agent.say(snapshot=made.agent.snapshot())
+    (response,) = made.pump()
+    assert [(c.slot, c.max_think_tokens) for c in response.directives.caps] == [(0, 900)]
+    assert [r.request_id for r in made.session.requests()] == ["a"]
+    assert made.session.requests()[0].think_tokens == 3
+    assert response.directives.step == made.agent.engine.step
+    made.step()
+    assert made.balanced()
+
+
+def test_a_snapshot_before_the_first_policy() -> None:
+    """Decisions are aimed at the step of what they were taken from, or the agent takes them for old ones."""
+    made = Stream()
+    made.agent.heard()
+    made.agent.engine.step = 70
+    made.open("a")
+    snapshot = made.agent.snapshot()
+    assert snapshot.step == 70
+    made.agent.say(snapshot=snapshot)
+    made.agent.engine.tracker.take_record()
+    directives = made.apply(policy())[-1].directives
+    assert (directives.step, [c.slot for c in directives.caps]) == (70, [0])
+
+
+def test_what_was_decided_for_another_request_is_not_shown() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    snapshot = agent_pb2.Snapshot(step=9, requests=[agent_pb2.RequestOpened(slot=0, request_id="b")])
+    (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    (view,) = made.session.requests()
+    assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
+    faulted = Session("s", hello(fault="x"), NOW)
+    faulted.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    assert not faulted.requests()[0].HasField("last_decision")
+
+
+def test_a_slot_that_is_used_again_shows_no_old_decision() -> None:
+    nothing = {"enabled": False}
+    made = stream()
+    made.open("a")
+    made.step()
+    made.apply(policy(scheduler=nothing, entropy=nothing, kv_memory=nothing))
+    made.agent.abort("a")
+    made.step()
+    made.open("b")
+    made.step()
+    (view,) = made.session.requests()
+    assert (view.request_id, view.slot, view.HasField("last_decision")) == ("b", 0, False)
+
+
+def step_report(**fields: Any) -> agent_pb2.ConnectRequest:
+    return agent_pb2.ConnectRequest(step=agent_pb2.StepReport(**{"step": 1, "steps": 1, **fields}))
+
+
+def test_probe_results_of_a_request_that_is_gone_are_not_the_next_ones() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a")
+    (probe,) = made.step().probes
+    assert made.session.table is not None
+    opened = [agent_pb2.RequestOpened(slot=probe.slot, request_id="b", phase=agent_pb2.PHASE_THINK)]
+    made.session.on_message(step_report(closed=[{"slot": probe.slot}]), NOW)
+    made.session.on_message(step_report(opened=opened), NOW)
+    made.session.table.probe_open[probe.slot] = True
+    probes = agent_pb2.ProbeColumns(
+        decision_id=[probe.decision_id], slot=[probe.slot], think_tokens=[1], eat_nats=[0.5], cost_tokens=[1]
+    )
+    outcomes = [agent_pb2.DecisionOutcome(decision_id=probe.decision_id, outcome=agent_pb2.OUTCOME_APPLIED)]
+    made.session.on_message(step_report(probes=probes, outcomes=outcomes), NOW)
+    assert made.session.table.eat_count[probe.slot] == 0
+    assert made.session.table.probe_open[probe.slot]
+
+
+def test_a_refused_probe_is_asked_for_again_an_interval_later() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_probe_interval_tokens": 4, "shadow": True}))
+    made.open("a")
+    made.agent.eat_nats = math.nan
+    asked = [bool(made.step().probes) for _ in range(13)]
+    assert asked == [at % 4 == 0 for at in range(13)]
+
+
+def test_outcomes_of_decisions_that_were_never_made() -> None:
+    made = stream()
+    made.session.on_message(step_report(outcomes=[{"decision_id": 999, "outcome": 1}]), NOW)
+    assert made.session.totals.unknown_outcomes == 1
+    assert not made.session.totals.outcomes
+
+
+def test_a_report_of_no_steps_carries_outcomes_only() -> None:
+    made = Stream()
+    made.apply(policy())
+    made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
+    assert not made.session.open_decisions
+    assert made.session.last_report is None
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (
+            agent_pb2.ConnectRequest(hello=hello()),
+            "message must be a report, a snapshot or a settings status; got hello",
+        ),
+        (agent_pb2.ConnectRequest(), "message must be a report, a snapshot or a settings status; got None"),
+        (step_report(opened=[{"slot": MAX_SLOTS}]), f"step slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"),
+        (
+            agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened(slot=2**32 - 1)])),
+            f"snapshot slot must be below {MAX_SLOTS}",
+        ),
+        (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
+        (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
+        (step_report(opened=[{"slot": 0, "phase": 77}]), "step phase must be at most 3"),
+    ],
+)
+def test_broken_messages(message: agent_pb2.ConnectRequest, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{complaint}"):
+        stream().session.on_message(message, NOW)
+
+
+def test_slots_nobody_lives_in_are_no_error() -> None:
+    made = stream()
+    far = 2**32 - 1
+    made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
+    assert made.session.requests() == []
+
+
+def test_an_engine_without_a_name() -> None:
+    with pytest.raises(InvalidRequest, match="engine_id must not be empty"):
+        Session("s", hello(""), NOW)
+
+
+# ------------------------------------------------------------------------------------------------------------- views
+
+
+def test_what_is_shown() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 900}))
+    made.open("a", think=2, entropy_nats=0.25)
+    made.open("b")
+    made.agent.preempt("b")
+    made.step(5)
+    engine = made.session.engine(connected=True)
+    assert (engine.engine_id, engine.model, engine.state) == ("engine", "m", fleet_pb2.CONNECTION_STATE_CONNECTED)
+    assert (engine.revision, engine.acked_revision, engine.thinking, engine.answering) == (1, 1, 0, 1)
+    assert (engine.step, engine.running, engine.token_events) == (5, 2, 5)
+    assert engine.decisions == made.session.totals.decisions
+    assert engine.open_decisions == len(made.session.open_decisions)
+    assert engine.connect_time.ToDatetime(UTC) == NOW
+    a, b = made.session.requests()
+    assert (a.request_id, a.phase, a.think_tokens, a.output_tokens) == ("a", agent_pb2.PHASE_OUTPUT, 2, 2)
+    assert (a.entropy_nats, a.end_rank, a.rank, a.max_think_tokens) == (0.25, 1, 0, 900)
+    assert (a.tenant, a.slo_class, a.preempted, b.preempted) == ("tenant", "slo", False, True)
+    assert math.isnan(b.rpdi)
+    assert a.last_decision.kind in {"cap", "tier"}
+
+
+# ------------------------------------------------------------------------------------------------------ all together
+
+
+def test_close_settles_what_is_open() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    assert made.session.open_decisions
+    opened = [d.decision_id for d in made.session.open_decisions.values()]
+    made.session.close()
+    totals = made.session.totals
+    assert not made.session.open_decisions
+    assert totals.outcomes["agent_off"] == len(opened)
+    assert sum(totals.outcomes.values()) == sum(totals.decisions.values())
+
+
+def busy(seed: int) -> Stream:
+    """Some hundred steps in which everything happens: arrivals, aborts, preemptions, policies, lost reports."""
+    rng = random.Random(seed)
+    made = stream(policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED))
+    policies = [
+        policy(),
+        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 0}, entropy=CALIBRATED),
+        policy(scheduler={"max_think_tokens": 12, "min_think_tokens": 3, "shadow": True}, kv_memory={"shadow": True}),
+        policy(scheduler={"enabled": False}, entropy={"enabled": False}, kv_memory={"enabled": False}),
+    ]
+    for number in range(150):
+        live = list(made.agent.engine.live)
+        if rng.random() < 0.5 and len(live) < 8:
+            prompt = rng.choice([[1], [1, 2], [40]])
+            think, answer = rng.randrange(25), 1 + rng.randrange(10)
+            made.open(f"r{number}", think, answer, prompt=prompt, own_cap=rng.choice([None, None, 0, 7]))
+        if live and rng.random() < 0.05:
+            made.agent.abort(rng.choice(live))
+        elif live and rng.random() < 0.3:
+            name = rng.choice(live)
+            if made.agent.engine.live[name].preempted or rng.random() < 0.3:
+                made.agent.preempt(name, waits=not made.agent.engine.live[name].preempted)
+        if number > 50 and rng.random() < 0.08:
+            made.agent.refuse_settings = rng.choice(["", "", "bad"])
+            made.apply(rng.choice(policies))
+        made.agent.step_time_ms = rng.choice([5.0, 40.0])
+        made.agent.eat_nats = rng.choice([0.01, 1.0])
+        made.step(then_ms=rng.choice([5, 400]))
+        assert made.balanced()
+    return made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_decision_has_one_outcome(seed: int) -> None:
+    made = busy(seed)
+    for name in list(made.agent.engine.live):
+        made.agent.abort(name)
+    made.step(2)
+    assert made.session.open_decisions == {}
+    assert made.session.totals.unknown_outcomes == 0
+    counted = Counter(outcome_name(outcomes[0]) for outcomes in made.agent.engine.outcomes.values())  # type: ignore[arg-type]
+    assert made.session.totals.outcomes == counted
+    assert all(len(outcomes) == 1 for outcomes in made.agent.engine.outcomes.values())
+    assert made.session.requests() == []
+    kinds = Counter(made.agent.checker.kinds.values())
+    decided = Counter(kind.split("/")[0] for kind in made.session.totals.decisions.elements())
+    assert kinds == decided
+    assert set(kinds) == {"cap", "force", "plan", "tier", "probe"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_sides_count_alike(seed: int) -> None:
+    made = busy(seed)
+    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in made.session.requests()}
+    assert seen == {
+        name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
+        for name, tr in made.agent.engine.live.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recorded_stream_replays_exactly(seed: int) -> None:
+    recorded = busy(seed)
+    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
+    replayed = []
+    for now, message in recorded.trace:
+        if isinstance(message, tuple):
+            replayed += session.on_policy(*message)
+        else:
+            copy = agent_pb2.ConnectRequest.FromString(message.SerializeToString())
+            replayed += session.on_message(copy, now)
+    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
+    assert len(replayed) > 50
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 4))
+def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int) -> None:
+    """A slow link merges steps; what the control plane knows is the same in the end."""
+    tables = []
+    for every in (1, interval):
+        made = Stream()
+        made.agent.heard()
+        records = []
+        for number, think in enumerate(thinks):
+            made.open(f"r{number}", think, 2)
+            made.agent.step()
+            records += made.agent.heard()
+        for at in range(0, len(records), every):
+            for message in records[at : at + every]:
+                made.session.on_message(message, NOW)
+        tables.append([r.SerializeToString() for r in made.session.requests()])
+    assert tables[0] == tables[1]

@@ -1,0 +1,114 @@
+"""EAT's moving mean and variance, and RPDI, against plain loops over the published definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meridian_agent.phases import FLAG_MARKER
+from meridian_control.requests import OUTPUT, THINK
+from meridian_control.signals import add_eat_sample, rpdi, warmup_samples
+from tests.fakes.tables import table, thinking, tokens
+
+
+def eat_reference(samples: list[float], alpha: float) -> tuple[float, float]:
+    """The rule of arXiv 2509.26522 as it is written down."""
+    mean, variance = samples[0], 0.0
+    for x in samples[1:]:
+        mean = alpha * x + (1 - alpha) * mean
+        variance = alpha * (x - mean) ** 2 + (1 - alpha) * variance
+    return mean, variance
+
+
+@given(st.lists(st.floats(0, 12), min_size=1, max_size=60), st.floats(0.01, 1))
+def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
+    made = table(thinking(), thinking())
+    for x in samples:
+        add_eat_sample(made, 1, x, alpha)
+    mean, variance = eat_reference(samples, alpha)
+    assert math.isclose(made.eat_ema_nats[1], mean, abs_tol=1e-12)
+    assert math.isclose(made.eat_ema_variance[1], variance, abs_tol=1e-12)
+    assert (made.eat_nats[1], made.eat_count[1]) == (samples[-1], len(samples))
+    assert made.eat_count[0] == 0
+    assert math.isnan(made.eat_ema_nats[0])
+
+
+def test_eat_by_hand() -> None:
+    made = table(thinking())
+    add_eat_sample(made, 0, 2.0, 0.5)
+    assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (2.0, 0.0)
+    add_eat_sample(made, 0, 1.0, 0.5)
+    assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (1.5, 0.125)
+
+
+@pytest.mark.parametrize("sample", [math.nan, math.inf])
+def test_a_sample_that_was_not_measured_spoils_nothing(sample: float) -> None:
+    made = table(thinking())
+    for x in (1.0, sample, 1.0):
+        add_eat_sample(made, 0, x, 0.2)
+    assert (made.eat_count[0], made.eat_ema_nats[0], made.eat_nats[0]) == (2, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("alpha", "samples"), [(1.0, 4), (0.2, 20), (0.3, 14), (0.075, 54), (0.1, 40)])
+def test_warm_up(alpha: float, samples: int) -> None:
+    assert warmup_samples(alpha) == samples
+
+
+# ------------------------------------------------------------------------------------------------------------- RPDI
+
+
+def rpdi_reference(entropies: list[float], width: int) -> float:
+    """LTF / GTF of arXiv 2603.14251 over the entropies that were measured."""
+    measured = [float(np.float32(h)) for h in entropies if math.isfinite(h)]
+    if len(measured) < width or not any(measured):
+        return math.nan
+    return (math.fsum(measured[-width:]) / width) / (math.fsum(measured) / len(measured))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 5),
+    st.lists(st.one_of(st.floats(0, 12, width=32), st.sampled_from([math.nan, 0.0, 1e-6, 10.0])), max_size=40),
+    st.integers(1, 40),
+)
+def test_rpdi(width: int, entropies: list[float], merged: int) -> None:
+    """Reports of several rows of one slot, window wrap-around and tokens that were not measured."""
+    made = table(thinking(), thinking(), window=width)
+    for at in range(0, len(entropies), merged):
+        rows = [(0, THINK, 0, h) for h in entropies[at : at + merged]]
+        others = [(1, OUTPUT, 0, 9.0), (0, THINK, FLAG_MARKER, 9.0)]
+        made.add_tokens(tokens([*rows, *others]))
+    expected = rpdi_reference(entropies, width)
+    np.testing.assert_allclose(rpdi(made)[0], expected, rtol=1e-9, atol=1e-12)
+    assert math.isnan(rpdi(made)[1])
+
+
+def test_rpdi_by_hand() -> None:
+    made = table(thinking(), window=2)
+    made.add_tokens(tokens([(0, THINK, 0, h) for h in (1.0, 1.0, 4.0, 2.0)]))
+    assert rpdi(made)[0] == 1.5
+
+
+def test_rpdi_of_large_and_then_small_entropies() -> None:
+    """What leaves the window leaves it without a trace."""
+    made = table(thinking(), window=4)
+    made.add_tokens(tokens([(0, THINK, 0, h) for h in [10.0] * 4 + [1e-6] * 4]))
+    np.testing.assert_allclose(rpdi(made)[0], float(np.float32(1e-6)) / 5.0000005, rtol=1e-6)
+
+
+def test_rpdi_of_closed_requests() -> None:
+    made = table(thinking(), window=1)
+    made.add_tokens(tokens([(0, THINK, 0, 1.0)]))
+    assert rpdi(made)[0] == 1.0
+    made.close(0)
+    assert math.isnan(rpdi(made)[0])
+
+
+def test_rpdi_without_any_entropy() -> None:
+    made = table(thinking(), window=2)
+    made.add_tokens(tokens([(0, THINK, 0, 0.0)] * 3))
+    assert math.isnan(rpdi(made)[0])

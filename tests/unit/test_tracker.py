@@ -1,0 +1,234 @@
+"""The tracker: slots, counts, who is due, and what a record says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_agent.phases import FLAG_END, FLAG_MARKER, Markers, Phase
+from meridian_agent.tracker import Cap, Ending, RequestInfo, Tracked, Tracker
+
+START, END, TEXT = 1, 2, 90
+MARKERS = Markers(((START,),), ((END,),))
+
+
+def info(name: str, own_cap: int | None = None) -> RequestInfo:
+    return RequestInfo(name, "model", "tenant", "slo", 7, 100, own_cap)
+
+
+def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> Tracked:
+    return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, object())
+
+
+def test_slots_are_reused_lowest_first() -> None:
+    tracker = Tracker(MARKERS)
+    first = [opened(tracker, name) for name in "abcd"]
+    assert [tr.slot for tr in first] == [0, 1, 2, 3]
+    for tr in (first[2], first[0], first[3]):
+        tracker.close(tr, 1)
+    tracker.take_record()
+    assert [opened(tracker, name).slot for name in "efgh"] == [0, 2, 3, 4]
+    assert sorted(tracker.by_slot) == [0, 1, 2, 3, 4]
+    assert set(tracker.by_id) == set("befgh")
+
+
+def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
+    """A client leaves and another comes between two steps: the record cannot say which came first."""
+    tracker = Tracker(MARKERS)
+    gone = opened(tracker, "a")
+    tracker.take_record()
+    tracker.close(gone, 3)
+    came = opened(tracker, "b")
+    record = tracker.take_record()
+    assert record.closed == [(0, 3)]
+    assert [row[0] for row in record.opened] == [came.slot] == [1]
+    assert opened(tracker, "c").slot == 0
+
+
+def test_records_are_numbered_apart() -> None:
+    """Asynchronous scheduling can finish two updates at one engine step; a request knows which record it came in."""
+    tracker = Tracker(MARKERS)
+    tracker.record.step = 5
+    assert tracker.take_record().step == 5
+    tr = opened(tracker, "a")
+    assert tr.opened_step == 6
+    tracker.record.step = 5
+    assert tracker.take_record().step == 6
+    tracker.record.step = 20
+    assert tracker.take_record().step == 20
+
+
+def test_counts_of_phases() -> None:
+    tracker = Tracker(MARKERS)
+    undecided, thinking, answering = opened(tracker, "a", []), opened(tracker, "b"), opened(tracker, "c", [START, END])
+    assert (tracker.thinking, tracker.answering) == (1, 1)
+    tracker.feed(undecided, [TEXT], 0)
+    assert (tracker.thinking, tracker.answering) == (1, 2)
+    assert tracker.feed(thinking, [TEXT, END], 1) is True
+    assert (tracker.thinking, tracker.answering) == (0, 3)
+    assert tracker.feed(answering, [TEXT, START], 3) is False
+    assert (tracker.thinking, tracker.answering) == (1, 2)
+    for tr in (undecided, thinking, answering):
+        tracker.close(tr, 1)
+    assert (tracker.thinking, tracker.answering) == (0, 0)
+    assert not tracker.by_id
+    assert not tracker.by_slot
+
+
+def test_the_record_of_a_step() -> None:
+    tracker = Tracker(MARKERS)
+    a, b = opened(tracker, "a"), opened(tracker, "b", [])
+    tracker.take_record()
+    tracker.feed(a, [TEXT, END, TEXT], 4)
+    tracker.feed(b, [TEXT], 7)
+    record = tracker.take_record()
+    assert record.slots == [0, 0, 0, 1]
+    assert record.phases == [Phase.THINK, Phase.THINK, Phase.OUTPUT, Phase.OUTPUT]
+    assert record.flags[:3] == [0, FLAG_MARKER | FLAG_END, 0]
+    assert record.rows == [4, 5, 6, 7]
+    assert tracker.record.slots == []
+
+
+def test_opened_rows_are_copies() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a", own_cap=9)
+    (row,) = tracker.record.opened
+    tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
+    tr.forced = tr.preempted = True
+    assert row == (0, info("a", 9), Phase.THINK, 0, 0, False, False)
+    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, True, True)]
+
+
+def test_ended_is_said_once_and_across_re_entry() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a")
+    assert tracker.feed(tr, [END, START, TEXT], 0) is True
+    assert tr.state.phase is Phase.THINK
+    assert tracker.feed(tr, [TEXT], 0) is False
+
+
+def test_ranks_follow_the_phase_until_a_plan_says_otherwise() -> None:
+    tracker = Tracker(MARKERS)
+    ranks = [opened(tracker, n, p).effective_rank for n, p in (("a", [START, END]), ("b", []), ("c", [START]))]
+    assert ranks == [0, 1, 2]
+    tr = tracker.by_id["c"]
+    tr.rank = 0
+    assert tr.effective_rank == 0
+
+
+def test_reorder_is_asked_for_by_phase_changes_and_arrivals() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a")
+    assert tracker.reorder
+    tracker.reorder = False
+    tracker.feed(tr, [TEXT], 0)
+    assert not tracker.reorder
+    tracker.feed(tr, [END], 0)
+    assert tracker.reorder
+
+
+# -------------------------------------------------------------------------------------------------------------- due
+
+
+def limits(tr: Tracked, *caps: Any) -> list[int | None]:
+    found = []
+    for cap in caps:
+        tr.cap = cap
+        found.append(tr.limit)
+    return found
+
+
+def test_the_smaller_cap_holds_and_shadows_do_not() -> None:
+    tracker = Tracker(MARKERS)
+    caps = (None, Cap(1, 5, False), Cap(2, 50, False), Cap(3, 5, True))
+    assert limits(opened(tracker, "a"), *caps) == [None, 5, 50, None]
+    assert limits(opened(tracker, "b", own_cap=20), *caps) == [20, 5, 20, 20]
+    assert limits(opened(tracker, "c", own_cap=0), *caps) == [0, 0, 0, 0]
+
+
+def test_due_before_the_cap_by_the_lookahead() -> None:
+    for lookahead, due_from in ((0, 5), (1, 4), (3, 2), (9, 0)):
+        tracker = Tracker(MARKERS)
+        tracker.lookahead = lookahead
+        tr = opened(tracker, "a", own_cap=5)
+        seen = [tr in tracker.due]
+        for _ in range(6):
+            tracker.feed(tr, [TEXT], 0)
+            seen.append(tr in tracker.due)
+        assert seen == [count >= due_from for count in range(7)]
+
+
+def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
+    tracker = Tracker(MARKERS)
+    natural, lifted, gone = (opened(tracker, name, own_cap=0) for name in "abc")
+    other = opened(tracker, "d", [], own_cap=0)
+    assert tracker.due == {natural, lifted, gone}, "one that does not think is not due"
+    tracker.feed(natural, [END], 0)
+    lifted.info = info("b")
+    tracker.feed(lifted, [TEXT], 0)
+    tracker.close(gone, 3)
+    assert not tracker.due
+    tracker.feed(other, [START], 0)
+    assert tracker.due == {other}
+
+
+def test_an_ending_keeps_a_request_due() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a")
+    tr.ending = Ending((END,), 1)
+    tracker.feed(tr, [TEXT], 0)
+    assert tracker.due == {tr}
+
+
+def test_expected_tokens_move_the_ending_on() -> None:
+    tracker = Tracker(Markers(((START,),), ((5, 6),)))
+    tr = opened(tracker, "a")
+    tr.ending = Ending((5, 6), 1)
+    tr.expected = {2: 5}
+    tracker.feed(tr, [TEXT], 0)
+    assert (tr.ending.position, tr.expected) == (0, {}), "rejected drafts: the row was never reached"
+    tr.expected = {1: 5, 2: 6}
+    assert tracker.feed(tr, [TEXT, 5, 6], 0) is True
+    assert tr.ending.position == 2
+    assert tr.state.think_tokens == 2
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("open"), st.sampled_from([[], [START], [START, END]])),
+            st.tuples(st.just("close"), st.integers(0, 20)),
+            st.tuples(st.just("feed"), st.integers(0, 20), st.lists(st.sampled_from([START, END, TEXT]), max_size=3)),
+            st.tuples(st.just("take")),
+        ),
+        max_size=60,
+    )
+)
+def test_slots_and_counts_stay_consistent(events: list[Any]) -> None:
+    tracker, number = Tracker(MARKERS), 0
+    closed_in_record: set[int] = set()
+    for event, *args in events:
+        live = list(tracker.by_id.values())
+        if event == "open":
+            free = set(range(len(live) + len(closed_in_record) + 1)) - set(tracker.by_slot) - closed_in_record
+            tr = opened(tracker, str(number), args[0])
+            number += 1
+            assert tr.slot == min(free)
+        elif event == "take":
+            record = tracker.take_record()
+            assert not {s for s, _ in record.closed} & {row[0] for row in record.opened if row[0] in tracker.by_slot}
+            closed_in_record = set()
+        elif live:
+            tr = live[args[0] % len(live)]
+            if event == "feed":
+                tracker.feed(tr, args[1], 0)
+            else:
+                tracker.close(tr, 1)
+                closed_in_record.add(tr.slot)
+        phases = [tr.state.phase for tr in tracker.by_id.values()]
+        assert (tracker.thinking, tracker.answering) == (phases.count(Phase.THINK), phases.count(Phase.OUTPUT))
+        assert {slot: tr.info.request_id for slot, tr in tracker.by_slot.items()} == {
+            tr.slot: name for name, tr in tracker.by_id.items()
+        }
