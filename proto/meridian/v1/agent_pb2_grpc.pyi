@@ -10,23 +10,23 @@ Units are in the names: *_ms milliseconds, *_nats natural-log units, *_tokens to
 polarity everywhere: lower is more urgent. Neither prompt nor output text crosses this stream.
 """
 
-import abc as _abc_1
-import sys
-import typing as _typing
 from collections import abc as _abc
-
-import grpc as _grpc
 from grpc import aio as _aio
 from meridian.v1 import agent_pb2 as _agent_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
-    from typing import Self as _Self
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -59,7 +59,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_agent_pb2.ConnectRequest],
         context: _ServicerContext,
-    ) -> _abc.Iterator[_agent_pb2.ConnectResponse] | _abc.AsyncIterator[_agent_pb2.ConnectResponse]:
+    ) -> _typing.Union[_abc.Iterator[_agent_pb2.ConnectResponse], _abc.AsyncIterator[_agent_pb2.ConnectResponse]]:
         """Carries one engine's reports up and the decisions for it down, for as long as the engine lives."""
 
-def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _grpc.Server | _aio.Server) -> None: ...
+def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,23 +3,23 @@
 isort:skip_file
 What the control plane knows of the fleet, read-only."""
 
-import abc as _abc_1
-import sys
-import typing as _typing
 from collections import abc as _abc
-
-import grpc as _grpc
 from grpc import aio as _aio
 from meridian.v1 import fleet_pb2 as _fleet_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
-    from typing import Self as _Self
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -56,19 +56,21 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _fleet_pb2.ListEnginesRequest,
         context: _ServicerContext,
-    ) -> _fleet_pb2.ListEnginesResponse | _abc.Awaitable[_fleet_pb2.ListEnginesResponse]: ...
+    ) -> _typing.Union[_fleet_pb2.ListEnginesResponse, _abc.Awaitable[_fleet_pb2.ListEnginesResponse]]: ...
+
     @_abc_1.abstractmethod
     def ListRequests(
         self,
         request: _fleet_pb2.ListRequestsRequest,
         context: _ServicerContext,
-    ) -> _fleet_pb2.ListRequestsResponse | _abc.Awaitable[_fleet_pb2.ListRequestsResponse]: ...
+    ) -> _typing.Union[_fleet_pb2.ListRequestsResponse, _abc.Awaitable[_fleet_pb2.ListRequestsResponse]]: ...
+
     @_abc_1.abstractmethod
     def WatchFleet(
         self,
         request: _fleet_pb2.WatchFleetRequest,
         context: _ServicerContext,
-    ) -> _abc.Iterator[_fleet_pb2.WatchFleetResponse] | _abc.AsyncIterator[_fleet_pb2.WatchFleetResponse]:
+    ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchFleetResponse], _abc.AsyncIterator[_fleet_pb2.WatchFleetResponse]]:
         """Sends the state of all engines and live requests at once, then again at every interval."""
 
-def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _grpc.Server | _aio.Server) -> None: ...
+def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,23 +5,23 @@ Policy as operators write it: the TOML file's sections and keys, typed. Every fi
 one has the default that `meridian_control.policy` documents. That module is also where limits are checked.
 """
 
-import abc as _abc_1
-import sys
-import typing as _typing
 from collections import abc as _abc
-
-import grpc as _grpc
 from grpc import aio as _aio
 from meridian.v1 import policy_pb2 as _policy_pb2
+import abc as _abc_1
+import grpc as _grpc
+import sys
+import typing as _typing
 
 if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
-    from typing import Self as _Self
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -58,7 +58,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _policy_pb2.GetPolicyRequest,
         context: _ServicerContext,
-    ) -> _policy_pb2.GetPolicyResponse | _abc.Awaitable[_policy_pb2.GetPolicyResponse]:
+    ) -> _typing.Union[_policy_pb2.GetPolicyResponse, _abc.Awaitable[_policy_pb2.GetPolicyResponse]]:
         """Returns the policy in force."""
 
     @_abc_1.abstractmethod
@@ -66,9 +66,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _policy_pb2.UpdatePolicyRequest,
         context: _ServicerContext,
-    ) -> _policy_pb2.UpdatePolicyResponse | _abc.Awaitable[_policy_pb2.UpdatePolicyResponse]:
+    ) -> _typing.Union[_policy_pb2.UpdatePolicyResponse, _abc.Awaitable[_policy_pb2.UpdatePolicyResponse]]:
         """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
 
-def add_PolicyServiceServicer_to_server(
-    servicer: PolicyServiceServicer, server: _grpc.Server | _aio.Server
-) -> None: ...
+def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
