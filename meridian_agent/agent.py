@@ -233,7 +233,8 @@ class Agent:
         self.think_skips += len(skipped)
 
     def _admission_limit(self, scheduler: Any) -> int:
-        return min(int(scheduler.max_num_active_reqs), len(scheduler.running) + len(self._preempted_answers()))
+        stock = int(getattr(scheduler, hooks.admission_limit_name(scheduler)))
+        return min(stock, len(scheduler.running) + len(self._preempted_answers()))
 
     def _place_probes(self, scheduler: Any) -> None:
         asked, self.directives.probes = self.directives.probes, []
@@ -253,9 +254,10 @@ class Agent:
             scheduler.waiting.prepend_request(probe)
 
     def _room(self, scheduler: Any) -> probes.Room:
-        limit = min(scheduler.max_num_active_reqs, scheduler.max_num_running_reqs)
+        limit = min(getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
+        waiting = sum(not placed.cost_tokens for placed in self.placed.values())
         return probes.Room(
-            limit - len(scheduler.running) - len(self.placed),
+            limit - len(scheduler.running) - waiting,
             scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             scheduler.max_num_scheduled_tokens,
             scheduler.kv_cache_manager.enable_caching,
@@ -271,7 +273,7 @@ class Agent:
         for request_id, placed in list(self.placed.items()):
             if request_id in scheduled:
                 placed.cost_tokens += scheduled[request_id]
-            else:
+            elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id)
 
     def _withdraw(self, scheduler: Any, request_id: str) -> None:
@@ -346,8 +348,8 @@ class Agent:
                 tr.preempted = False
                 self.tracker.preempted.discard(tr)
                 self.tracker.record.resumed.append(tr.slot)
-            row = index.get(out.request_id, 0)
-            first = int(signals.first_row[row]) if signals is not None else row
+            at = index.get(out.request_id, 0)
+            first = at if signals is None else signals.row(at)
             ended = self.tracker.feed(tr, out.new_token_ids, first)
             if ended or tr.ending is not None or (tr.cap is not None and tr.cap.shadow):
                 self.directives.after_tokens(tr, ended)
@@ -364,7 +366,7 @@ class Agent:
             if signals is None or row is None:
                 self.directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
                 continue
-            eat_nats = float(signals.entropy_nats[signals.first_row[row]])
+            eat_nats = float(signals.entropy_nats[signals.row(row)])
             self.probe_tokens += placed.cost_tokens
             self.tracker.record.probes.append(
                 (placed.decision_id, placed.slot, placed.think_tokens, eat_nats, placed.cost_tokens)

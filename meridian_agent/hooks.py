@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -77,9 +78,28 @@ def missing_hooks() -> list[str]:
         for name in names
         if not hasattr(cls, name) and name not in fields[cls]
     ]
-    source = inspect.getsource(Request.__init__)
-    wanted = ("next_decode_eligible_step", "block_hashes", "is_prefill_chunk", "num_computed_tokens")
-    return missing + [f"Request.{name}" for name in wanted if f"self.{name}" not in source]
+    set_at_start = {
+        Request: ("next_decode_eligible_step", "block_hashes", "is_prefill_chunk", "num_computed_tokens"),
+        Scheduler: (
+            "running",
+            "waiting",
+            "requests",
+            "current_step",
+            "block_size",
+            "num_spec_tokens",
+            "max_num_running_reqs",
+            "max_num_scheduled_tokens",
+            "kv_cache_manager",
+            "use_v2_model_runner",
+        ),
+    }
+    sources = {cls: inspect.getsource(cls.__init__) for cls in set_at_start}
+    return missing + [
+        f"{cls.__name__}.{name}"
+        for cls, names in set_at_start.items()
+        for name in names
+        if not re.search(rf"self\.{name}\b", sources[cls])
+    ]
 
 
 def install() -> None:
@@ -277,6 +297,11 @@ def aborted_status() -> Any:
     from vllm.v1.request import RequestStatus
 
     return RequestStatus.FINISHED_ABORTED
+
+
+def admission_limit_name(scheduler: Any) -> str:
+    """The attribute that limits how many requests run at once; up to 0.30 the runner's slots are that limit."""
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
 def fcfs(scheduler: Any) -> bool:

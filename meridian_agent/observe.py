@@ -29,13 +29,17 @@ RESULT = "meridian_signals"
 class StepSignals:
     """Signals of one step, rows in the order of the runner's `req_ids`.
 
-    first_row: [requests] first row of each request; a request has 1 + drafts rows.
+    first_row: [requests] first row of each request, which has 1 + drafts rows; None when each has one.
     """
 
-    first_row: NDArray[np.int32]
+    first_row: NDArray[np.int32] | None
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.int32]
     end_logprob_nats: NDArray[np.float32]
+
+    def row(self, request: int) -> int:
+        """First row of the request at this place in `req_ids`."""
+        return request if self.first_row is None else int(self.first_row[request])
 
 
 class Observer:
@@ -61,14 +65,15 @@ class Observer:
         if self._end_token_id is not None and state is not None and state.logits is not None:
             self._measure(state.logits, self._first_rows(self._runner.input_batch.req_ids))
 
-    def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32]:
+    def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32] | None:
+        if not self._drafts:
+            return None
+        drafts = [len(self._drafts.get(r, ())) for r in req_ids]
         rows = np.arange(len(req_ids), dtype=np.int32)
-        if self._drafts:
-            drafts = [len(self._drafts.get(r, ())) for r in req_ids]
-            rows[1:] += np.cumsum(drafts, dtype=np.int32)[:-1]
+        rows[1:] += np.cumsum(drafts, dtype=np.int32)[:-1]
         return rows
 
-    def _measure(self, logits: Any, first_row: NDArray[np.int32]) -> None:
+    def _measure(self, logits: Any, first_row: NDArray[np.int32] | None) -> None:
         assert self._end_token_id is not None
         s = self._probe.compute_batch(logits, self._end_token_id)
         self._signals = StepSignals(first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)

@@ -76,6 +76,10 @@ class Markers:
         """The tokens that a forced end writes."""
         return self.ends[0]
 
+    def is_text(self, token: int, phase: Phase) -> bool:
+        """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""
+        return self.longest == 1 and token not in self.by_last and phase is not Phase.PROMPT
+
     def match(self, tokens: list[int]) -> tuple[Event, int]:
         """The event that the last of these tokens completes, and the marker's length (0 for TEXT)."""
         for marker, event in self.by_last.get(tokens[-1], ()):

@@ -38,7 +38,6 @@ class GovernedScheduler:
 
     _agent: Agent | None = None
     _guard: Guard
-    max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,12 +78,13 @@ class GovernedScheduler:
         """Stock schedule, admitting nothing beyond `limit` running requests."""
         if limit is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        stock_limit = self.max_num_active_reqs
-        self.max_num_active_reqs = limit
+        name = hooks.admission_limit_name(self)
+        stock_limit = getattr(self, name)
+        setattr(self, name, limit)
         try:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.max_num_active_reqs = stock_limit
+            setattr(self, name, stock_limit)
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         base = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 1, Phase.THINK: 2}
 
 
+NEVER = 1 << 62
+
+
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
     """What policy may match on. Never text."""
@@ -82,6 +85,8 @@ class Tracked:
     skipped_steps: int = 0
     # Step the request last joined, for fair rotation of those left out.
     joined_step: int = 0
+    # Thinking tokens from which on the coming step may need a forced token.
+    watch_from: int = NEVER
 
     @property
     def effective_rank(self) -> int:
@@ -119,6 +124,13 @@ class StepRecord:
     # (decision id, outcome, thinking tokens, detail)
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     counters: tuple[Any, ...] = ()
+
+    def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
+        """One generated token."""
+        self.slots.append(slot)
+        self.phases.append(phase)
+        self.flags.append(flags)
+        self.rows.append(row)
 
 
 def opened_row(tr: Tracked) -> tuple[Any, ...]:
@@ -176,37 +188,45 @@ class Tracker:
 
     def watch_limit(self, tr: Tracked) -> None:
         """Put a thinking request among those looked at before the mask is built once its cap is near."""
-        if tr.state.phase is not Phase.THINK:
-            return
         limit = tr.limit
-        if tr.ending or (limit is not None and tr.state.think_tokens + self.lookahead >= limit):
+        tr.watch_from = NEVER if limit is None else limit - self.lookahead
+        if tr.state.phase is Phase.THINK and (tr.ending or tr.state.think_tokens >= tr.watch_from):
             self.due.add(tr)
         else:
             self.due.discard(tr)
 
     def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
+        if len(tokens) == 1 and tr.ending is None and self.markers.is_text(tokens[0], tr.state.phase):
+            return self._feed_text(tr, first_row)
         record, state, markers, ended = self.record, tr.state, self.markers, False
         for offset, token in enumerate(tokens):
             before = state.phase
             phase, flags = state.feed(token, markers)
             if tr.ending is not None and tr.expected.get(offset) == token:
                 flags |= tr.ending.advance()
-            record.slots.append(tr.slot)
-            record.phases.append(phase)
-            record.flags.append(flags)
-            record.rows.append(first_row + offset)
+            record.add_row(tr.slot, phase, flags, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
                 self.reorder = True
                 ended = ended or before is Phase.THINK
         tr.expected.clear()
-        if state.phase is Phase.THINK:
-            self.watch_limit(tr)
-        else:
-            self.due.discard(tr)
+        self.watch_limit(tr)
         return ended
+
+    def _feed_text(self, tr: Tracked, row: int) -> bool:
+        """The common case, one token of text in a phase that goes on; the same as `feed` without its cost."""
+        state = tr.state
+        state.text_run += 1
+        if state.phase is Phase.THINK:
+            state.think_tokens += 1
+            if state.think_tokens >= tr.watch_from:
+                self.due.add(tr)
+        else:
+            state.output_tokens += 1
+        self.record.add_row(tr.slot, state.phase, 0, row)
+        return False
 
     def close(self, tr: Tracked, reason: int) -> None:
         """Forget a request; its slot is free again once the record that says so is taken."""

@@ -84,6 +84,13 @@ class Control:
         self.target = f"127.0.0.1:{self.port}"
         self.start()
 
+    @classmethod
+    def existing(cls, target: str) -> Control:
+        """A client of one that runs already."""
+        control = cls.__new__(cls)
+        control.target = target
+        return control
+
     def start(self) -> None:
         """Start, or start again on the same port and store."""
         command = [sys.executable, "-m", "meridian_control", "--listen", self.target, "--metrics-listen", ""]

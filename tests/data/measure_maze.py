@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import maze
 import torch
 from matplotlib.figure import Figure
-from train_maze import END, HERE, PAD
 from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from tests.data import maze
+from tests.data.train_maze import END, HERE, PAD
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BUDGETS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -64,7 +65,7 @@ class Subject:
         )
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def generate(self, prompts: list[list[int]], greedy: bool, limit: int = 640) -> list[list[int]]:
         """Completions of prompts of one length, without the end token."""
         extra = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -75,7 +76,7 @@ class Subject:
         rows = out[:, whole.shape[1] :].tolist()
         return [row[: row.index(self.end)] if self.end in row else row for row in rows]
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def trace(self, prompt: str, prompt_ids: list[int], completion: list[int]) -> Trace:
         """Looks at every position of one completion's thinking, in one batch of cut copies."""
         close = completion.index(self.close) if self.close in completion else len(completion)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine import ENGINE_ARGS
+from tests.engine.policies import NEUTRAL
 from tests.processes import ENGINE_ENV, Control, Process
 
 if TYPE_CHECKING:
@@ -89,7 +90,3 @@ def agent(scheduler: Any, control: Control) -> Any:
     assert not scheduler._guard.fault
     control.apply(NEUTRAL)
     return scheduler._agent
-
-
-# Everything on, nothing that changes a token: caps out of reach, entropy rules shadowed.
-NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}

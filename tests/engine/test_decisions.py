@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from tests.data import maze
 from tests.engine import Run, cases, chat
-from tests.engine.conftest import NEUTRAL
+from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> N
     end = agent.tracker.markers.ending[0]
     free = chat(llm, chosen, params)
     before = dict(control.settled().ends)
-    rule = {"shadow": False, "ema_alpha": 0.8, "eat_probe_interval_tokens": 6}
-    rule |= {"eat_ema_variance_threshold": 0.05, "eat_level_threshold_nats": 0.2}
-    control.apply({"scheduler": {"min_think_tokens": 4}, "entropy": rule})
+    control.apply(CONVERGED)
     governed = chat(llm, chosen, params)
     assert control.settled().ends["eat"] > before.get("eat", 0)
     shorter = [g.index(end) < f.index(end) for g, f in zip(governed, free, strict=True)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm import SamplingParams
 
 from tests.engine import MAX_TOKENS, cases, chat
-from tests.engine.conftest import NEUTRAL
+from tests.engine.policies import NEUTRAL
 
 if TYPE_CHECKING:
     from typing import Any

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine import cases, chat
-from tests.engine.conftest import NEUTRAL
+from tests.engine.policies import NEUTRAL
 from tests.engine.test_equality import GREEDY
 from tests.processes import ENGINE_ENV, wait_for
 

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.engine import Run, cases, chat, prompt_ids
-from tests.engine.conftest import NEUTRAL
+from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
@@ -103,6 +103,27 @@ def test_think_tpot_budget_bounds_the_wait(llm: Any, agent: Any, control: Contro
     chosen = [opened(i) for i in range(3)] + [{**cases()[0], "template": ANSWER}]
     chat(llm, chosen, endless(agent, max_tokens=40))
     assert (agent.think_skips > before) == (budget_ms > 1.0)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 1.0])
+def test_think_phase_memory_fraction_holds_admission(llm: Any, agent: Any, control: Control, fraction: float) -> None:
+    """In vLLM's own order answers get preempted; while they wait and thinking has its share, nothing new comes in."""
+    control.apply({"scheduler": {"enabled": False}, "kv_memory": {"think_phase_memory_fraction": fraction}})
+    limits: list[int] = []
+    before_schedule = agent.before_schedule
+
+    def watched(*args: Any) -> Any:
+        limit = before_schedule(*args)
+        if limit is not None:
+            limits.append(limit)
+        return limit
+
+    agent.before_schedule = watched
+    try:
+        pressure(llm, agent, control)
+    finally:
+        del agent.before_schedule
+    assert bool(limits) == (fraction < 1.0)
 
 
 def cached(scheduler: Any, blocks: list[int]) -> list[bool]:

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_END, Phase
 from tests.engine import cases, chat, prompt_ids
-from tests.engine.conftest import NEUTRAL
+from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.processes import MODEL
 
@@ -43,7 +43,7 @@ def entropy(logprobs: Any) -> float:
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
-    """Entropy and end-marker log-probability to 1e-5 nats, rank exactly, at temperature 1 in a mixed batch."""
+    """Entropy to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5; temperature 1, a mixed batch."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
@@ -56,7 +56,8 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
         assert len(measured) == len(tokens)
         for i, (_, _, entropy_nats, end_rank, end_logprob) in enumerate(measured):
             assert entropy_nats == pytest.approx(entropy(expected[i]), abs=1e-5)
-            assert end_logprob == pytest.approx(expected[i][end], abs=1e-5)
+            # A single logit: float32 rounding of two implementations, not of the signal.
+            assert end_logprob == pytest.approx(expected[i][end], abs=5e-5)
             assert end_rank == 1 + (expected[i] > expected[i][end]).sum()
 
 

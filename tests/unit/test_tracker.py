@@ -167,7 +167,7 @@ def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
     assert tracker.due == {natural, lifted, gone}, "one that does not think is not due"
     tracker.feed(natural, [END], 0)
     lifted.info = info("b")
-    tracker.feed(lifted, [TEXT], 0)
+    tracker.watch_limit(lifted)
     tracker.close(gone, 3)
     assert not tracker.due
     tracker.feed(other, [START], 0)

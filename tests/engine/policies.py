@@ -1,0 +1,20 @@
+"""Policies that several engine tests use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Everything on, nothing that changes a token: caps out of reach, entropy rules shadowed.
+NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
+
+# An entropy rule that fits the maze model: thinking ends soon after the first walk is complete.
+CONVERGED: dict[str, Any] = {
+    "scheduler": {"min_think_tokens": 4},
+    "entropy": {
+        "shadow": False,
+        "ema_alpha": 0.8,
+        "eat_probe_interval_tokens": 6,
+        "eat_ema_variance_threshold": 0.05,
+        "eat_level_threshold_nats": 0.2,
+    },
+}
