@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_agent import hooks, probes
+from meridian_agent import hooks, overrides, probes
 from meridian_agent.directives import Directives, Outcome, Tier
 from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT
@@ -86,17 +86,17 @@ class Agent:
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.placed:
             return
-        lora = request.lora_request
-        extra = params.extra_args or {}
-        own_cap = extra.get("meridian_max_think_tokens")
+        lora, own = request.lora_request, overrides.read(params.extra_args)
+        if own.complaint:
+            logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
         info = RequestInfo(
             request_id=request.request_id,
-            model=lora.lora_name if lora is not None else self.model,
-            tenant=str(extra.get("meridian_tenant", "")),
-            slo_class=str(extra.get("meridian_slo_class", "")),
+            model=overrides.clean(lora.lora_name) if lora is not None else self.model,
+            tenant=own.tenant,
+            slo_class=own.slo_class,
             prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.max_tokens,
-            max_think_tokens=int(own_cap) if isinstance(own_cap, (int, float)) and own_cap >= 0 else None,
+            max_tokens=min(request.max_tokens, overrides.MAX_TOKENS),
+            max_think_tokens=own.max_think_tokens,
         )
         self.link.idle = False
         self.take_settings()

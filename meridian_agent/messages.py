@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_agent.overrides import MAX_ID, clean
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,7 +19,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
     slot, info, phase, think_tokens, output_tokens, forced, preempted = row
     return agent_pb2.RequestOpened(
         slot=slot,
-        request_id=info.request_id,
+        request_id=clean(info.request_id, MAX_ID),
         model=info.model,
         tenant=info.tenant,
         slo_class=info.slo_class,

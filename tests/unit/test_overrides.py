@@ -1,0 +1,63 @@
+"""What clients write into vllm_xargs never harms: it is read, or ignored and named."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
+
+from meridian_agent.messages import opened_message
+from meridian_agent.overrides import MAX_TEXT, MAX_TOKENS, read
+
+CAP = "meridian_max_think_tokens"
+
+
+@pytest.mark.parametrize(("value", "cap"), [(0, 0), (7, 7), (7.9, 7), (2**40, MAX_TOKENS), (1e300, MAX_TOKENS)])
+def test_a_cap_is_read(value: float, cap: int) -> None:
+    assert read({CAP: value}).max_think_tokens == cap
+    assert not read({CAP: value}).complaint
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, -math.inf, True, "12", [3], {"a": 1}])
+def test_an_unusable_cap_is_named_and_ignored(value: object) -> None:
+    overrides = read({CAP: value})
+    assert overrides.max_think_tokens is None
+    assert overrides.complaint.startswith("meridian_max_think_tokens must be")
+
+
+@pytest.mark.parametrize("extra", [None, {}])
+def test_nothing_said(extra: dict[str, object] | None) -> None:
+    assert read(extra) == ("", "", None, "")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([CAP, "meridian_tenant", "meridian_slo_class", "x"]),
+        st.one_of(
+            st.text(),
+            st.text(alphabet="\ud800a"),
+            st.integers(),
+            st.floats(),
+            st.none(),
+            st.lists(st.integers()),
+        ),
+    )
+)
+def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
+    tenant, slo_class, cap, _ = read(extra)
+    info = SimpleNamespace(
+        request_id="r",
+        model="m",
+        tenant=tenant,
+        slo_class=slo_class,
+        prompt_tokens=1,
+        max_tokens=1,
+        max_think_tokens=cap,
+    )
+    message = opened_message((0, info, 1, 0, 0, False, False))
+    assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
+    assert max(len(tenant), len(slo_class)) <= MAX_TEXT
