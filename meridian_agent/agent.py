@@ -60,9 +60,8 @@ class Agent:
 
     def apply_settings(self, vllm_config: Any, settings: agent_pb2.Settings) -> str:
         """Take in settings, effective from the next step on; returns why not, or nothing. Called by the link."""
-        starts, ends = list(settings.think_start_token_ids), list(settings.think_end_token_ids)
         try:
-            markers = hooks.resolve_markers(vllm_config, starts, ends, settings.reasoning_parser)
+            markers = hooks.resolve_markers(vllm_config, settings)
         except ValueError as error:
             return str(error)
         self.settled = markers, settings
@@ -126,7 +125,7 @@ class Agent:
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
         if request.request_id in self.placed:
-            self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.ending))
+            self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.end))
             return
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None or tr.tier is None or not request.is_finished():
@@ -240,8 +239,9 @@ class Agent:
         asked, self.directives.probes = self.directives.probes, []
         for decision_id, tr in asked:
             # All tokens known so far; those since the last full block are computed again.
-            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.ending]
-            cost = len(tokens) - (len(tokens) - len(self.tracker.markers.ending)) // self.block_size * self.block_size
+            known = len(tr.ref.all_token_ids)
+            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.end]
+            cost = len(tokens) - known // self.block_size * self.block_size
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:
                 self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
@@ -266,7 +266,7 @@ class Agent:
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
-            setattr(output, REQUEST, self.tracker.markers.ending[0])
+            setattr(output, REQUEST, self.tracker.markers.end[0])
         scheduled = output.num_scheduled_tokens
         if self.is_async and any(tr.info.request_id in scheduled for tr in self.tracker.due):
             output.pending_structured_output_tokens = True

@@ -20,6 +20,8 @@ from meridian_agent.phases import Markers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from meridian.v1 import agent_pb2
+
 logger = logging.getLogger("vllm.meridian")
 
 # Minor releases whose hooks were read and whose tests were run or whose sources were compared.
@@ -185,19 +187,31 @@ def tokenizer_of(vllm_config: Any) -> Any:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def resolve_markers(vllm_config: Any, starts: list[int], ends: list[int], parser_name: str) -> Markers:
+def resolve_markers(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     """The thinking markers: what policy says first, then what the reasoning parser and the tokenizer say.
 
-    Raises ValueError when no end marker can be found, an id is outside the vocabulary or the parser is unknown.
+    Raises ValueError when no end marker can be found, an id is outside the vocabulary, the parser is unknown or the
+    closing text cannot be encoded.
     """
+    starts, ends = tuple(settings.think_start_token_ids), tuple(settings.think_end_token_ids)
     vocab = vllm_config.model_config.get_vocab_size()
     for token in (*starts, *ends):
         if token >= vocab:
             raise ValueError(f"think marker token id {token} is outside the vocabulary of {vocab}")
+    closing = _closing(vllm_config, settings.closing_text)
     if starts and ends:
-        return Markers((tuple(starts),), (tuple(ends),))
-    found = _markers_from_parser(vllm_config, parser_name)
-    return Markers((tuple(starts),) if starts else found.starts, (tuple(ends),) if ends else found.ends)
+        return Markers((starts,), (ends,), closing)
+    found = _markers_from_parser(vllm_config, settings.reasoning_parser)
+    return Markers((starts,) if starts else found.starts, (ends,) if ends else found.ends, closing)
+
+
+def _closing(vllm_config: Any, text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    tokenizer = tokenizer_of(vllm_config)
+    if tokenizer is None:
+        raise ValueError("the engine has no tokenizer: closing_text cannot be encoded")
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _markers_from_parser(vllm_config: Any, parser_name: str) -> Markers:
@@ -229,10 +243,10 @@ def _encoded(tokenizer: Any, starts: list[str], ends: list[str]) -> Markers:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     unknown = getattr(tokenizer, "unk_token_id", None)
-    sequences = [tuple(ids(t) for t in texts) for texts in (starts, ends)]
-    if not sequences[1] or any(unknown is not None and unknown in s for s in sequences[1]):
+    opening, closing = (tuple(ids(t) for t in texts) for texts in (starts, ends))
+    if not closing or any(unknown is not None and unknown in s for s in closing):
         raise ValueError("no end-of-thinking marker: start vLLM with --reasoning-parser, or set think_end_token_ids")
-    return Markers(*sequences)
+    return Markers(opening, closing)
 
 
 def strips_think(tokenizer: Any, markers: Markers) -> bool:

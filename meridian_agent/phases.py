@@ -50,11 +50,13 @@ TAKE_BACK_SHIFT = 8
 class Markers:
     """The token sequences that open and close thinking; several spellings of each are allowed.
 
-    Raises ValueError when a sequence is empty or the same sequence opens and closes.
+    closing: text that a forced end writes before the marker, so that the model reads why it stops.
+    Raises ValueError when a sequence is empty, the same sequence opens and closes, or the closing text holds one.
     """
 
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
+    closing: tuple[int, ...] = ()
     by_last: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
@@ -70,11 +72,19 @@ class Markers:
             table[marker[-1]] = (*table.get(marker[-1], ()), (marker, event))
         object.__setattr__(self, "by_last", table)
         object.__setattr__(self, "longest", max(len(m) for m, _ in named))
+        tokens = list(self.closing + self.ends[0])
+        if any(self.match(tokens[:n])[0] is not Event.TEXT for n in range(1, len(tokens))):
+            raise ValueError("the closing text holds a thinking marker")
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The marker that probes append and a forced end writes."""
+        return self.ends[0]
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """The tokens that a forced end writes."""
-        return self.ends[0]
+        """The tokens that a forced end writes: the closing text, which counts as thinking, and the marker."""
+        return self.closing + self.end
 
     def is_text(self, token: int, phase: Phase) -> bool:
         """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""

@@ -154,7 +154,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
 
 def _markers(config: Any) -> Markers:
     try:
-        return hooks.resolve_markers(config, [], [], "")
+        return hooks.resolve_markers(config, agent_pb2.Settings())
     except ValueError as error:
         logger.warning("meridian: nothing counts as thinking until policy names the markers: %s", error)
         return NO_MARKERS

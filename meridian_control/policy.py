@@ -164,6 +164,9 @@ class ModelPolicy(Section):
     supports_think_disable: bool = Field(
         True, description="A closed think block at the end of the prompt means the request does not think."
     )
+    closing_text: str = Field(
+        "", max_length=2000, description="Text that a forced end writes before the marker; it counts as thinking."
+    )
 
 
 class Policy(Section):
@@ -286,6 +289,8 @@ def _requirement(error: ErrorDetails) -> str:
         return f"must be {_TYPES[error['type']]}"
     if error["type"].startswith(("greater_than", "less_than")):
         return f"must be {_range(_field(error['loc']).metadata)}"
+    if error["type"] == "string_too_long":
+        return f"must have at most {error['ctx']['max_length']} characters"
     return error["msg"]
 
 

@@ -115,6 +115,7 @@ class Session:
             think_end_token_ids=model.think_end_token_ids,
             reasoning_parser=model.reasoning_parser,
             supports_think_disable=model.supports_think_disable,
+            closing_text=model.closing_text,
             observe_entropy=policy.entropy.enabled and self.hello.capabilities.token_entropy,
             report_interval_steps=policy.telemetry.report_interval_steps,
             lease_ms=policy.fallback.lease_ms,

@@ -31,7 +31,7 @@ def median_of(llm: Any, agent: Any, requests: int) -> dict[str, float]:
 
     from tests.data import maze
 
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     cases = [{"prompt": p, "template": {"open_think": True}} for p in maze.prompts(requests, seed=1)]
     prompts = [{"prompt_token_ids": prompt_ids(llm, case)} for case in cases]
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

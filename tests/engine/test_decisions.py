@@ -26,7 +26,7 @@ def opened(index: int = 0) -> dict[str, Any]:
 
 def endless(agent: Any, **extra: Any) -> SamplingParams:
     """Sampling that never ends thinking by itself, without touching what a forced token needs."""
-    return SamplingParams(**{**ENDLESS, "logit_bias": {agent.tracker.markers.ending[0]: -30.0}, **extra})
+    return SamplingParams(**{**ENDLESS, "logit_bias": {agent.tracker.markers.end[0]: -30.0}, **extra})
 
 
 def outcomes_since(control: Control, before: Any) -> dict[str, int]:
@@ -42,7 +42,7 @@ def test_cap_is_exact(llm: Any, agent: Any, control: Control, cap: int) -> None:
     before = dict(control.settled().ends)
     control.apply({"scheduler": {"max_think_tokens": cap}})
     (capped,) = chat(llm, [case], endless(agent, max_tokens=80))
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     # The bias makes the free run endless; thinking up to the cap is the same run.
     assert end not in free
     assert capped[:cap] == free[:cap]
@@ -55,7 +55,7 @@ def test_cap_counts_from_the_models_own_start_marker(llm: Any, agent: Any, contr
     control.apply({"scheduler": {"max_think_tokens": 9}})
     case = {**cases()[1], "template": {}}
     (tokens,) = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=60))
-    start, end = agent.tracker.markers.starts[0][0], agent.tracker.markers.ending[0]
+    start, end = agent.tracker.markers.starts[0][0], agent.tracker.markers.end[0]
     assert tokens.index(end) - tokens.index(start) - 1 <= 9
     assert tokens[tokens.index(start) + 10] == end
 
@@ -67,21 +67,21 @@ def test_own_cap_is_clamped_by_policy(  # noqa: PLR0917
     control.apply({"scheduler": {"max_think_tokens": policy}})
     params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": own})
     (tokens,) = chat(llm, [opened()], params)
-    assert tokens.index(agent.tracker.markers.ending[0]) == expected
+    assert tokens.index(agent.tracker.markers.end[0]) == expected
 
 
 def test_own_cap_holds_in_shadow(llm: Any, agent: Any, control: Control) -> None:
     control.apply({"scheduler": {"shadow": True, "max_think_tokens": 3}})
     params = endless(agent, max_tokens=60, extra_args={"meridian_max_think_tokens": 12})
     (tokens,) = chat(llm, [opened()], params)
-    assert tokens.index(agent.tracker.markers.ending[0]) == 12
+    assert tokens.index(agent.tracker.markers.end[0]) == 12
 
 
 def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> None:
     """EAT converges once the walk is complete: thinking ends there, and the answer is still right."""
     chosen = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
     params = SamplingParams(temperature=0.0, max_tokens=700)
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     free = chat(llm, chosen, params)
     before = dict(control.settled().ends)
     control.apply(CONVERGED)
@@ -132,7 +132,7 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
     run.add("r", opened(), endless(agent))
     run.until(lambda: len(run.tokens["r"]) >= 30)
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     run.until(lambda: end in run.tokens["r"])
     assert run.tokens["r"].index(end) >= 30
     assert control.engine().acked_revision == revision
@@ -177,10 +177,36 @@ def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: C
 def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:
     """A forced end writes all tokens of the marker, and none of them counts as thinking."""
     vocabulary = llm.get_tokenizer().get_vocab()
-    marker = [vocabulary["Wait"], agent.tracker.markers.ending[0], vocabulary["."]]
+    marker = [vocabulary["Wait"], agent.tracker.markers.end[0], vocabulary["."]]
     start = list(agent.tracker.markers.starts[0])
     model = {"maze": {"think_start_token_ids": start, "think_end_token_ids": marker}}
     control.apply({"scheduler": {"max_think_tokens": 10}, "model": model})
     (tokens,) = chat(llm, [opened()], endless(agent, max_tokens=40))
     assert tokens[10:13] == marker
     assert control.settled().open_decisions == 0
+
+
+@pytest.mark.parametrize("rule", ["cap", "eat"])
+def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, rule: str) -> None:
+    """A forced end writes the model's closing text, then the marker; a natural one adds nothing."""
+    text = "Wait . "
+    closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED
+    control.apply({**policy, "model": {"maze": {"closing_text": text}}})
+    (tokens,) = chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=500))
+    at = tokens.index(agent.tracker.markers.end[0])
+    assert len(closing) == 2
+    assert tokens[at - len(closing) : at] == closing
+    assert rule == "eat" or at == 20 + len(closing)
+    control.apply({**NEUTRAL, "model": {"maze": {"closing_text": text}}})
+    case = {**cases()[0], "template": {}}
+    free = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=700))
+    control.apply(NEUTRAL)
+    assert chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=700)) == free
+
+
+def test_closing_text_that_holds_a_marker_is_refused(llm: Any, agent: Any, control: Control) -> None:
+    control.set_policy({**NEUTRAL, "model": {"maze": {"closing_text": "Wait </think>"}}})
+    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 5, "a NACK")
+    assert "closing text holds a thinking marker" in engine.nack_error
+    control.apply(NEUTRAL)

@@ -52,7 +52,7 @@ def test_preempted_thinking_resumes_with_its_counts(llm: Any, agent: Any, contro
         run.add(f"r{i}", opened(i), endless(agent, max_tokens=380))
     run.until()
     assert agent.preempted_think > before
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     assert {t.index(end) for t in run.tokens.values()} == {300}
 
 

@@ -47,7 +47,7 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
-    end = agent.tracker.markers.ending[0]
+    end = agent.tracker.markers.end[0]
     by_request = rows(seen)
     assert len(by_request) == len(chosen)
     for case, tokens, measured in zip(chosen, generated, by_request.values(), strict=True):
@@ -89,9 +89,9 @@ def test_eat_probe(llm: Any, agent: Any, control: Any, offline: Any) -> None:
     assert probes
     for _, _, think_tokens, eat_nats, cost_tokens in probes:
         so_far = prompt + tokens[:think_tokens]
-        expected = entropy(offline([*so_far, *agent.tracker.markers.ending])[-1])
+        expected = entropy(offline([*so_far, *agent.tracker.markers.end])[-1])
         assert eat_nats == pytest.approx(expected, abs=1e-5)
-        assert cost_tokens <= agent.block_size + len(agent.tracker.markers.ending)
+        assert cost_tokens <= agent.block_size + len(agent.tracker.markers.end)
         assert not math.isnan(eat_nats)
 
 

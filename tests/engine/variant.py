@@ -51,7 +51,7 @@ def main() -> None:
         return chat(llm, chosen, vllm.SamplingParams(temperature=0.0, max_tokens=tokens))
 
     found: dict[str, Any] = {"scheduler": [c.__name__ for c in type(scheduler).__mro__]}
-    found["end"] = scheduler._agent.tracker.markers.ending[0]
+    found["end"] = scheduler._agent.tracker.markers.end[0]
     found["free"] = run(NEUTRAL, 400)
     found["capped"] = {cap: run({"scheduler": {"max_think_tokens": cap}}, 60) for cap in CAPS}
     found["converged"] = run(CONVERGED, 400)

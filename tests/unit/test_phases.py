@@ -263,3 +263,18 @@ def test_text_is_what_no_marker_covers(generation: tuple[Markers, list[int], lis
         _, length = markers.match(tokens[max(0, at + 1 - markers.longest) : at + 1])
         covered |= set(range(at + 1 - length, at + 1))
     assert state.think_tokens + state.output_tokens == len(tokens) - len(covered)
+
+
+def test_a_forced_ending_writes_the_closing_text_first() -> None:
+    markers = Markers((), ((3, 4), (5,)), (8, 9))
+    assert (markers.end, markers.ending) == ((3, 4), (8, 9, 3, 4))
+    state = PhaseState(Phase.THINK)
+    for token in markers.ending:
+        state.feed(token, markers)
+    assert (state.phase, state.think_tokens, state.output_tokens) == (Phase.OUTPUT, 2, 0)
+
+
+@pytest.mark.parametrize("closing", [(5,), (1, 5, 2), (3, 4), (7, 3, 4, 7), (6,)])
+def test_a_closing_text_holds_no_marker(closing: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="closing text"):
+        Markers(((6,),), ((3, 4), (5,)), closing)

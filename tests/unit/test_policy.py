@@ -97,6 +97,10 @@ REJECTED: list[tuple[str, ...]] = [
 ]
 
 REJECTED_TEXT = [
+    (
+        f"model.m.closing_text = '{'x' * 2001}'",
+        [f'model.m.closing_text must have at most 2000 characters; got "{"x" * 58}…'],
+    ),
     ("entropy.ema_alfa = 0.2", ["entropy.ema_alfa is not a known key"]),
     ("[schedulr]\nenabled = true", ["schedulr is not a known key"]),
     ('model."x.y".foo = 1', ['model."x.y".foo is not a known key']),
