@@ -45,6 +45,7 @@ class Agent:
         self.is_async = hooks.is_async(scheduler)
         self.is_fcfs = hooks.fcfs(scheduler)
         self.block_size = scheduler.block_size
+        self.tracker.boundaries = hooks.boundaries(scheduler.vllm_config)
         self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
         self.mask_words = (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32
         self.placed: dict[str, probes.Placed] = {}
@@ -237,7 +238,10 @@ class Agent:
 
     def _place_probes(self, scheduler: Any) -> None:
         asked, self.directives.probes = self.directives.probes, []
-        for decision_id, tr in asked:
+        for decision_id, tr, flags in asked:
+            if tr.state.phase is Phase.THINK and tr.ending is None and tr.boundary & flags != flags:
+                self.directives.probes.append((decision_id, tr, flags))
+                continue
             # All tokens known so far; those since the last full block are computed again.
             known = len(tr.ref.all_token_ids)
             tokens = [*tr.ref.all_token_ids, *self.tracker.markers.end]

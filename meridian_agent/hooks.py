@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from meridian_agent.phases import Markers
+from meridian_agent.phases import Markers, boundary_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,6 +247,15 @@ def _encoded(tokenizer: Any, starts: list[str], ends: list[str]) -> Markers:
     if not closing or any(unknown is not None and unknown in s for s in closing):
         raise ValueError("no end-of-thinking marker: start vLLM with --reasoning-parser, or set think_end_token_ids")
     return Markers(opening, closing)
+
+
+def boundaries(vllm_config: Any) -> bytes:
+    """Sentence and paragraph flags of every token id, read from the tokenizer once; empty without one."""
+    tokenizer = tokenizer_of(vllm_config)
+    if tokenizer is None:
+        return b""
+    ids = [[i] for i in range(min(len(tokenizer), vllm_config.model_config.get_vocab_size()))]
+    return bytes(boundary_flag(text) for text in tokenizer.batch_decode(ids))
 
 
 def strips_think(tokenizer: Any, markers: Markers) -> bool:

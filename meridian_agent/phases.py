@@ -43,6 +43,8 @@ FLAG_END = 2
 FLAG_FROM_OUTPUT = 4
 FLAG_FORCED = 8
 FLAG_BY_CAP = 16
+FLAG_SENTENCE = 32
+FLAG_PARAGRAPH = 64
 TAKE_BACK_SHIFT = 8
 
 
@@ -122,6 +124,13 @@ def _positions_from_end(tokens: list[int], token: int) -> list[int]:
         at = tokens.index(token, at + 1)
         positions.append(at)
     return positions[::-1]
+
+
+def boundary_flag(text: str) -> int:
+    """Row flags of a token by its text: whether it ends a sentence (or a line), or a paragraph."""
+    if "\n\n" in text:
+        return FLAG_SENTENCE | FLAG_PARAGRAPH
+    return FLAG_SENTENCE if "\n" in text or text.rstrip().endswith((".", "?", "!", ";")) else 0
 
 
 # How many tokens (the template's newlines) may follow an end marker that closes thinking in the generation prompt.

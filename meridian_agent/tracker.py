@@ -85,6 +85,8 @@ class Tracked:
     skipped_steps: int = 0
     # Step the request last joined, for fair rotation of those left out.
     joined_step: int = 0
+    # Sentence and paragraph flags of the newest token, while thinking.
+    boundary: int = 0
     # Thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
 
@@ -144,6 +146,8 @@ class Tracker:
 
     def __init__(self, markers: Markers) -> None:
         self.markers = markers
+        # Sentence and paragraph flags by token id.
+        self.boundaries = b""
         self.supports_think_disable = True
         self.default_cap: int | None = None
         self.by_id: dict[str, Tracked] = {}
@@ -198,14 +202,15 @@ class Tracker:
     def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
         if len(tokens) == 1 and tr.ending is None and self.markers.is_text(tokens[0], tr.state.phase):
-            return self._feed_text(tr, first_row)
+            return self._feed_text(tr, tokens[0], first_row)
         record, state, markers, ended = self.record, tr.state, self.markers, False
         for offset, token in enumerate(tokens):
             before = state.phase
             phase, flags = state.feed(token, markers)
             if tr.ending is not None and tr.expected.get(offset) == token:
                 flags |= tr.ending.advance()
-            record.add_row(tr.slot, phase, flags, first_row + offset)
+            tr.boundary = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
+            record.add_row(tr.slot, phase, flags | tr.boundary, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
@@ -215,17 +220,19 @@ class Tracker:
         self.watch_limit(tr)
         return ended
 
-    def _feed_text(self, tr: Tracked, row: int) -> bool:
+    def _feed_text(self, tr: Tracked, token: int, row: int) -> bool:
         """The common case, one token of text in a phase that goes on; the same as `feed` without its cost."""
         state = tr.state
         state.text_run += 1
         if state.phase is Phase.THINK:
             state.think_tokens += 1
+            tr.boundary = self.boundaries[token] if token < len(self.boundaries) else 0
             if state.think_tokens >= tr.watch_from:
                 self.due.add(tr)
         else:
             state.output_tokens += 1
-        self.record.add_row(tr.slot, state.phase, 0, row)
+            tr.boundary = 0
+        self.record.add_row(tr.slot, state.phase, tr.boundary, row)
         return False
 
     def close(self, tr: Tracked, reason: int) -> None:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 from google.protobuf import json_format
@@ -56,6 +56,14 @@ class SchedulerPolicy(Section):
     max_think_tokens: int = Field(
         32768, ge=1, le=INT32_MAX, description="Hard cap on a request's thinking, in tokens, kept by the agent itself."
     )
+    soft_think_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Soft close: thinking tokens from which on thinking ends at the first sentence end where the end "
+        "marker ranks at most soft_close_rank; 0 switches the rule off.",
+    )
+    soft_close_rank: int = Field(20, ge=1, le=INT32_MAX, description="Soft close: highest rank of the end marker.")
     # After max_think_tokens, which its check reads.
     min_think_tokens: int = Field(
         512,
@@ -83,6 +91,18 @@ class SchedulerPolicy(Section):
         return value
 
 
+class RankCondition(Section):
+    """One condition of the rank rule (RCPD, arXiv 2508.17627); it holds when every bound does."""
+
+    max_ranks: Annotated[tuple[Annotated[int, Field(ge=1, le=INT32_MAX)], ...], Field(min_length=1, max_length=8)] = (
+        Field(
+            (5,),
+            strict=False,
+            description="Highest rank of the end marker at the newest sentence end, the one before it, and so on.",
+        )
+    )
+
+
 class EntropyPolicy(Section):
     """When thinking that no longer helps is ended. Shadowed by default, until calibrated for the model."""
 
@@ -108,6 +128,12 @@ class EntropyPolicy(Section):
     )
     eat_probe_interval_tokens: int = Field(
         64, ge=1, le=INT32_MAX, description="Thinking tokens between two EAT probes of a request."
+    )
+    eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = Field(
+        "sentence", description="Where a probe that is due is placed: at once, or when a sentence or paragraph ends."
+    )
+    rank_conditions: tuple[RankCondition, ...] = Field(
+        (), strict=False, description="Rank rule: thinking ends at a sentence end where any of these holds."
     )
     rpdi_threshold: float = Field(
         2.0,
@@ -241,6 +267,8 @@ def _plain(message: Message) -> dict[str, Any]:
 def _plain_value(field: FieldDescriptor, value: Any) -> Any:
     if field.message_type is None:
         return list(value) if field.is_repeated else value
+    if field.is_repeated and not field.message_type.GetOptions().map_entry:
+        return [_plain(entry) for entry in value]
     if field.message_type.GetOptions().map_entry:
         return {key: _plain(entry) for key, entry in value.items()}
     return _plain(value)
@@ -282,15 +310,23 @@ _TYPES = {
     "model_type": "a table",
     "dict_type": "a table",
 }
+_LENGTHS = {
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "string_too_long": "at most {max_length} characters",
+}
 
 
 def _requirement(error: ErrorDetails) -> str:
-    if error["type"] in _TYPES:
-        return f"must be {_TYPES[error['type']]}"
-    if error["type"].startswith(("greater_than", "less_than")):
+    kind = error["type"]
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}"
+    if kind in _LENGTHS:
+        return "must have " + _LENGTHS[kind].format_map(error["ctx"])
+    if kind == "literal_error":
+        return f"must be {error['ctx']['expected']}"
+    if kind.startswith(("greater_than", "less_than")):
         return f"must be {_range(_field(error['loc']).metadata)}"
-    if error["type"] == "string_too_long":
-        return f"must have at most {error['ctx']['max_length']} characters"
     return error["msg"]
 
 

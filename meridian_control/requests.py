@@ -19,6 +19,10 @@ PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2
 
 # Row flags of TokenColumns.
 FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
+FLAG_BOUNDARY = 32 | 64
+
+# Sentence ends whose end-marker rank is remembered.
+RANK_HISTORY = 8
 
 # Slots are dense by contract; one beyond this is a broken or hostile agent.
 MAX_SLOTS = 1 << 16
@@ -42,6 +46,11 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "entropy_sum": (np.float64, 0.0),
     "entropy_window_sum": (np.float64, 0.0),
     "entropy_count": (np.int64, 0),
+    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known in the newest
+    # report; how many are known.
+    "at_boundary": (bool, False),
+    "boundary_now": (bool, False),
+    "boundary_count": (np.int64, 0),
     # EAT samples and their exponential moving mean and variance.
     "eat_nats": (np.float64, np.nan),
     "eat_ema_nats": (np.float64, np.nan),
@@ -74,6 +83,9 @@ class RequestTable:
     entropy_sum: NDArray[np.float64]
     entropy_window_sum: NDArray[np.float64]
     entropy_count: NDArray[np.int64]
+    at_boundary: NDArray[np.bool_]
+    boundary_now: NDArray[np.bool_]
+    boundary_count: NDArray[np.int64]
     eat_nats: NDArray[np.float64]
     eat_ema_nats: NDArray[np.float64]
     eat_ema_variance: NDArray[np.float64]
@@ -88,6 +100,8 @@ class RequestTable:
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
+        # End-marker ranks at the sentence ends of the thinking, newest first.
+        self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._resize(capacity)
 
@@ -98,9 +112,9 @@ class RequestTable:
             if old:
                 column[:old] = getattr(self, name)
             setattr(self, name, column)
-        window = np.zeros((capacity, self.window.shape[1]), np.float32)
-        window[:old] = self.window
-        self.window = window
+        for name in ("window", "boundary_ranks"):
+            rows = getattr(self, name)
+            setattr(self, name, np.concatenate([rows, np.zeros((capacity - old, rows.shape[1]), rows.dtype)]))
         self.info += [None] * (capacity - old)
 
     def open(self, opened: agent_pb2.RequestOpened) -> None:
@@ -156,8 +170,10 @@ class RequestTable:
         if not known.all():
             slot, phase, flags = slot[known], phase[known], flags[known]
             entropy, end_rank, end_logprob = entropy[known], end_rank[known], end_logprob[known]
+        self.boundary_now[:] = False
         for at in _without_repeats(slot):
             s = slot[at]
+            self._boundaries(s, phase[at], flags[at], end_rank[at])
             self._count(s, phase[at], flags[at])
             self._signals(s, phase[at], flags[at], entropy[at])
             self.entropy_nats[s], self.end_rank[s], self.end_logprob_nats[s] = (
@@ -175,6 +191,16 @@ class RequestTable:
         self.output_tokens[s] += (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
         self.phase[s] = np.where(flags & FLAG_END, OUTPUT, phase)
         self.preempted[s] = False
+
+    def _boundaries(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], end_rank: NDArray[Any]) -> None:
+        """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
+        known = self.at_boundary[s] & (phase == THINK) & (end_rank > 0)
+        ended, ranks = s[known], end_rank[known]
+        self.boundary_ranks[ended, 1:] = self.boundary_ranks[ended, :-1]
+        self.boundary_ranks[ended, 0] = ranks
+        self.boundary_count[ended] += 1
+        self.boundary_now[ended] = True
+        self.at_boundary[s] = (phase == THINK) & ((flags & FLAG_BOUNDARY) != 0)
 
     def _signals(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], entropy: NDArray[Any]) -> None:
         measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)

@@ -29,6 +29,11 @@ ACK_INTERVAL_S = 1.0
 # Weight of the newest step in the smoothed step time.
 STEP_TIME_ALPHA = 0.2
 
+PLACEMENTS = {
+    "anywhere": agent_pb2.PLACEMENT_ANYWHERE,
+    "sentence": agent_pb2.PLACEMENT_SENTENCE,
+    "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
+}
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 
@@ -116,7 +121,7 @@ class Session:
             reasoning_parser=model.reasoning_parser,
             supports_think_disable=model.supports_think_disable,
             closing_text=model.closing_text,
-            observe_entropy=policy.entropy.enabled and self.hello.capabilities.token_entropy,
+            observe_entropy=termination.needs_signals(policy) and self.hello.capabilities.token_entropy,
             report_interval_steps=policy.telemetry.report_interval_steps,
             lease_ms=policy.fallback.lease_ms,
         )
@@ -315,13 +320,15 @@ class Session:
         for slot, reason in termination.ends(policy, table):
             table.end_decided[slot] = reason
             made = self._decision("force", reason_name(reason), slot)
-            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=policy.entropy.shadow)
+            section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
+            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=section.shadow)
 
     def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
         for slot in termination.probes_due(policy, table):
             table.probe_open[slot] = True
             table.next_probe_tokens[slot] = table.think_tokens[slot] + policy.entropy.eat_probe_interval_tokens
-            out.probes.add(decision_id=self._decision("probe", "eat", int(slot)), slot=slot)
+            made = self._decision("probe", "eat", int(slot))
+            out.probes.add(decision_id=made, slot=slot, placement=PLACEMENTS[policy.entropy.eat_probe_placement])
 
     def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
         scheduler, memory = policy.scheduler, policy.kv_memory

@@ -1,7 +1,7 @@
 """Who thinks on and who has thought enough. Pure functions of policy and table.
 
-Precedence when several rules fire for a request in the same step: EAT, then RPDI. The hard cap is sent ahead and kept
-by the agent, so that it is exact to the token and holds without a stream.
+Precedence when several rules fire for a request in the same step: EAT, rank, RPDI, soft close. The hard cap is sent
+ahead and kept by the agent, so that it is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from meridian_control.requests import THINK
 from meridian_control.signals import rpdi, warmup_samples
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from meridian_control.policy import EntropyPolicy, Policy, SchedulerPolicy
@@ -28,18 +30,33 @@ def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened) -> int:
     return policy.max_think_tokens
 
 
+def needs_signals(policy: Policy) -> bool:
+    """Whether any rule reads what the workers measure."""
+    return policy.entropy.enabled or (policy.scheduler.enabled and policy.scheduler.soft_think_tokens > 0)
+
+
 def ends(policy: Policy, table: RequestTable) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """Requests whose thinking an entropy rule ends now, with the reason; each at most once."""
-    if not policy.entropy.enabled:
-        return []
-    open_to_end = table.live & (table.phase == THINK) & (table.end_decided == 0)
-    open_to_end &= table.think_tokens >= policy.scheduler.min_think_tokens
-    eat = open_to_end & eat_converged(policy.entropy, table)
-    derailed = open_to_end & ~eat & rpdi_exceeded(policy.entropy, table)
-    return [
-        *((int(s), agent_pb2.FORCE_REASON_EAT) for s in np.flatnonzero(eat)),
-        *((int(s), agent_pb2.FORCE_REASON_RPDI) for s in np.flatnonzero(derailed)),
-    ]
+    """Requests whose thinking a rule ends now, with the reason; each at most once."""
+    candidates = table.live & (table.phase == THINK) & (table.end_decided == 0)
+    found = []
+    for reason, fires in _rules(policy, table):
+        ended = np.flatnonzero(candidates & fires)
+        candidates[ended] = False
+        found += [(int(slot), reason) for slot in ended]
+    return found
+
+
+def _rules(policy: Policy, table: RequestTable) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
+    """The rules that are on, in their order of precedence, each with the requests it fires for, [slots]."""
+    entropy, scheduler = policy.entropy, policy.scheduler
+    if entropy.enabled:
+        above_floor = table.think_tokens >= scheduler.min_think_tokens
+        at_boundary = above_floor & table.boundary_now
+        yield agent_pb2.FORCE_REASON_EAT, above_floor & eat_converged(entropy, table)
+        yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, table)
+        yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, table)
+    if scheduler.enabled and scheduler.soft_think_tokens:
+        yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, table)
 
 
 def eat_converged(policy: EntropyPolicy, table: RequestTable) -> NDArray[np.bool_]:
@@ -56,6 +73,23 @@ def rpdi_exceeded(policy: EntropyPolicy, table: RequestTable) -> NDArray[np.bool
         return np.zeros_like(table.live)
     with np.errstate(invalid="ignore"):
         return rpdi(table) > policy.rpdi_threshold
+
+
+def rank_reached(policy: EntropyPolicy, table: RequestTable) -> NDArray[np.bool_]:
+    """Any condition holds: the end marker ranked low enough at each of the newest sentence ends it looks at."""
+    reached = np.zeros_like(table.live)
+    for condition in policy.rank_conditions:
+        depth = len(condition.max_ranks)
+        low = (table.boundary_ranks[:, :depth] <= np.array(condition.max_ranks)).all(axis=1)
+        reached |= low & (table.boundary_count >= depth)
+    return reached
+
+
+def soft_closed(policy: SchedulerPolicy, table: RequestTable) -> NDArray[np.bool_]:
+    """Past the soft budget, at a sentence end, with the end marker among the likeliest tokens."""
+    over = table.boundary_now & (table.think_tokens >= policy.soft_think_tokens)
+    likely: NDArray[np.bool_] = table.boundary_ranks[:, 0] <= policy.soft_close_rank
+    return over & likely
 
 
 def probes_due(policy: Policy, table: RequestTable) -> NDArray[np.intp]:

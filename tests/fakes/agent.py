@@ -202,7 +202,7 @@ class FakeAgent:
         engine = self.engine
         probed, engine.directives.probes = engine.directives.probes, []
         engine.schedule()
-        for decision_id, tr in probed:
+        for decision_id, tr, _ in probed:
             if tr.state.phase.name == "THINK":
                 engine.tracker.record.probes.append((decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3))
                 engine.directives.report(decision_id, Outcome.APPLIED)

@@ -14,6 +14,8 @@ from meridian_agent.phases import (
     FLAG_END,
     FLAG_FROM_OUTPUT,
     FLAG_MARKER,
+    FLAG_PARAGRAPH,
+    FLAG_SENTENCE,
     NO_MARKERS,
     TAKE_BACK_SHIFT,
     TRANSITIONS,
@@ -22,6 +24,7 @@ from meridian_agent.phases import (
     Phase,
     PhaseState,
     begin,
+    boundary_flag,
     initial_phase,
 )
 from meridian_control.requests import RequestTable
@@ -278,3 +281,20 @@ def test_a_forced_ending_writes_the_closing_text_first() -> None:
 def test_a_closing_text_holds_no_marker(closing: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="closing text"):
         Markers(((6,),), ((3, 4), (5,)), closing)
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        (".", FLAG_SENTENCE),
+        (" done. ", FLAG_SENTENCE),
+        ("?", FLAG_SENTENCE),
+        ("\n", FLAG_SENTENCE),
+        (".\n\n", FLAG_SENTENCE | FLAG_PARAGRAPH),
+        (",", 0),
+        ("3.1", 0),
+        ("", 0),
+    ],
+)
+def test_boundaries_come_from_the_tokens_text(text: str, flag: int) -> None:
+    assert boundary_flag(text) == flag

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from google.protobuf.descriptor import Descriptor
@@ -14,7 +14,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from meridian_control.errors import PolicyError
-from meridian_control.policy import INT32_MAX, Policy, find, from_proto, load, parse_toml, to_proto, to_toml
+from meridian_control.policy import (
+    INT32_MAX,
+    Policy,
+    RankCondition,
+    find,
+    from_proto,
+    load,
+    parse_toml,
+    to_proto,
+    to_toml,
+)
 
 ACCEPTED = [
     "",
@@ -97,6 +107,18 @@ REJECTED: list[tuple[str, ...]] = [
 ]
 
 REJECTED_TEXT = [
+    (
+        "entropy.eat_probe_placement = 'word'",
+        ["entropy.eat_probe_placement must be 'anywhere', 'sentence' or 'paragraph'; got \"word\""],
+    ),
+    (
+        "entropy.rank_conditions = [{max_ranks = []}, {max_ranks = [5, 0]}, {max_rank = [5]}]",
+        [
+            "entropy.rank_conditions[0].max_ranks must have at least 1 entries; got []",
+            f"entropy.rank_conditions[1].max_ranks[1] must be in [1, {INT32_MAX}]; got 0",
+            "entropy.rank_conditions[2].max_rank is not a known key",
+        ],
+    ),
     (
         f"model.m.closing_text = '{'x' * 2001}'",
         [f'model.m.closing_text must have at most 2000 characters; got "{"x" * 58}…'],
@@ -218,7 +240,7 @@ def test_every_field_is_described() -> None:
 # ------------------------------------------------------------------------------------------------------- round trips
 
 
-def values(field: FieldInfo) -> st.SearchStrategy[Any]:
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
     limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
     if field.annotation is int:
         return st.integers(limits["ge"], limits["le"])
@@ -229,7 +251,13 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
     if field.annotation is bool:
         return st.booleans()
     if field.annotation is str:
-        return st.text()
+        return st.text(max_size=50)
+    if get_origin(field.annotation) is Literal:
+        return st.sampled_from(get_args(field.annotation))
+    if is_model(get_args(field.annotation)[0]):
+        return st.lists(tables(get_args(field.annotation)[0]), max_size=3)
+    if field.annotation == RankCondition.model_fields["max_ranks"].annotation:
+        return st.lists(st.integers(1, INT32_MAX), min_size=1, max_size=8)
     return st.lists(st.integers(0, INT32_MAX), max_size=3)
 
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.errors import InvalidRequest
 from meridian_control.requests import MAX_SLOTS
 from meridian_control.session import ACK_INTERVAL_S, Session, outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
+from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -219,7 +221,9 @@ def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
     made.open("a")
     made.step(9)
     made.agent.scripts["a"].entropy_nats = 2.0
-    assert [f.reason for f in made.step(3).forces] == [agent_pb2.FORCE_REASON_RPDI]
+    assert not made.step(3).forces, "no sentence has ended"
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    assert [f.reason for f in made.step(2).forces] == [agent_pb2.FORCE_REASON_RPDI]
     assert made.session.table is not None
     made.apply(policy(scheduler=EARLY, entropy=rules | {"rpdi_window_tokens": 30}))
     assert made.session.table.window.shape[1] == 30

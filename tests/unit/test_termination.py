@@ -8,16 +8,19 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.policy import SchedulerPolicy
-from meridian_control.requests import OUTPUT, PROMPT
-from meridian_control.termination import cap, ends, probes_due
-from tests.fakes.tables import WINDOW, policy, table, thinking
+from meridian_control.requests import OUTPUT, PROMPT, RANK_HISTORY, THINK
+from meridian_control.termination import cap, ends, needs_signals, probes_due
+from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI
+RANK, SOFT = agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_SOFT_CLOSE
 
 # Fires under the defaults, with exactly the evidence that is needed.
 CONVERGED = thinking(think_tokens=512, eat_count=20, eat_ema_nats=0.09, eat_ema_variance=0.9e-4)
 # Local mean 3, global mean 1: RPDI is 3.
-DERAILED = thinking(think_tokens=512, entropy_count=100, entropy_sum=100.0, entropy_window_sum=3.0 * WINDOW)
+DERAILED = thinking(
+    think_tokens=512, entropy_count=100, entropy_sum=100.0, entropy_window_sum=3.0 * WINDOW, boundary_now=True
+)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,7 @@ def test_rpdi_fires() -> None:
         {"entropy_window_sum": 2.0 * WINDOW},
         {"entropy_count": WINDOW - 1},
         {"think_tokens": 511},
+        {"boundary_now": False},
         {"phase": OUTPUT},
         {"end_decided": True},
         {"live": False},
@@ -108,12 +112,86 @@ def test_the_rpdi_threshold_has_an_effect_and_zero_switches_the_rule_off() -> No
 
 def test_the_rpdi_window_has_an_effect() -> None:
     """The window is the table's: see test_session for how it follows the policy."""
-    rows = [{"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0, "think_tokens": 512}]
+    rows = [DERAILED | {"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0}]
     assert ends(policy(), table(*rows, window=8)) == [(0, RPDI)]
     assert ends(policy(), table(*rows, window=16)) == []
 
 
+# ------------------------------------------------------------------------------------------------- rank, soft close
+
+PUBLISHED = [[5], [10, 50, 100, 1000], [20, 20, 20], [50, 50, 50, 50, 50, 50]]
+
+
+def ranked(*newest_first: int, **columns: Any) -> dict[str, Any]:
+    """A request whose end marker had these ranks at its sentence ends."""
+    history = [*newest_first, *[0] * (RANK_HISTORY - len(newest_first))]
+    row = {"think_tokens": 512, "boundary_ranks": history, "boundary_count": len(newest_first), "boundary_now": True}
+    return thinking(**row | columns)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "index"),
+    [
+        ((5,), 0),
+        ((10, 50, 100, 1000), 1),
+        ((20, 20, 20), 2),
+        ((50,) * 6, 3),
+    ],
+)
+def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: tuple[int, ...], index: int) -> None:
+    """The published conditions (arXiv 2508.17627), one by one: at the bound, above it, and with one end too few."""
+    only = policy(entropy={"rpdi_threshold": 0, "rank_conditions": [{"max_ranks": PUBLISHED[index]}]})
+    assert ends(only, table(ranked(*ranks))) == [(0, RANK)]
+    for place in range(len(ranks)):
+        above = [rank + (k == place) for k, rank in enumerate(ranks)]
+        assert ends(only, table(ranked(*above))) == []
+    assert ends(only, table(ranked(*ranks[:-1]))) == []
+
+
+@pytest.mark.parametrize(
+    "changed", [{"boundary_now": False}, {"think_tokens": 511}, {"phase": OUTPUT}, {"live": False}]
+)
+def test_the_rank_rule_waits_for_a_sentence_end_past_the_floor(changed: dict[str, Any]) -> None:
+    on = policy(entropy={"rank_conditions": [{"max_ranks": [5]}]})
+    assert ends(on, table(ranked(1, **changed))) == []
+    assert ends(policy(), table(ranked(1))) == [], "off unless conditions are named"
+
+
+def test_soft_close_fires_past_its_budget_where_the_end_marker_is_likely() -> None:
+    soft = policy(scheduler={"soft_think_tokens": 600, "soft_close_rank": 9}, entropy={"enabled": False})
+    assert ends(soft, table(ranked(9, think_tokens=600))) == [(0, SOFT)]
+    for row in (
+        ranked(10, think_tokens=600),
+        ranked(9, think_tokens=599),
+        ranked(9, think_tokens=600, boundary_now=False),
+    ):
+        assert ends(soft, table(row)) == []
+    off = policy(scheduler={"enabled": False, "soft_think_tokens": 600}, entropy={"enabled": False})
+    assert ends(off, table(ranked(9, think_tokens=600))) == []
+    assert (needs_signals(soft), needs_signals(off)) == (True, False)
+
+
+def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
+    rows = table(thinking())
+    for flags, rank in ((32, 7), (0, 3), (0, 9), (32 | 64, 8), (32, 2), (0, 4)):
+        rows.add_tokens(tokens([(0, THINK, flags, 1.0, rank)]))
+    assert rows.boundary_ranks[0, :3].tolist() == [4, 2, 3]
+    assert (rows.boundary_count[0], rows.boundary_now[0]) == (3, True)
+    rows.add_tokens(tokens([(0, THINK, 0, 1.0, 5)]))
+    assert not rows.boundary_now[0]
+
+
 # ------------------------------------------------------------------------------------------------------------- both
+
+
+def test_precedence_over_all_rules() -> None:
+    every = CONVERGED | DERAILED | ranked(1)
+    on = {"rank_conditions": [{"max_ranks": [5]}]}
+    soft = {"soft_think_tokens": 512}
+    assert ends(policy(entropy=on, scheduler=soft), table(every)) == [(0, EAT)]
+    assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RANK)]
+    assert ends(policy(scheduler=soft), table(DERAILED | ranked(1))) == [(0, RPDI)]
+    assert ends(policy(scheduler=soft), table(ranked(1))) == [(0, SOFT)]
 
 
 def test_eat_speaks_before_rpdi_and_each_request_ends_once() -> None:

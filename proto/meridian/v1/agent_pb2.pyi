@@ -117,6 +117,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     FORCE_REASON_HARD_CAP: _ForceReason.ValueType  # 1
     FORCE_REASON_EAT: _ForceReason.ValueType  # 2
     FORCE_REASON_RPDI: _ForceReason.ValueType  # 3
+    FORCE_REASON_RANK: _ForceReason.ValueType  # 4
+    FORCE_REASON_SOFT_CLOSE: _ForceReason.ValueType  # 5
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper): ...
 
@@ -124,6 +126,8 @@ FORCE_REASON_UNSPECIFIED: ForceReason.ValueType  # 0
 FORCE_REASON_HARD_CAP: ForceReason.ValueType  # 1
 FORCE_REASON_EAT: ForceReason.ValueType  # 2
 FORCE_REASON_RPDI: ForceReason.ValueType  # 3
+FORCE_REASON_RANK: ForceReason.ValueType  # 4
+FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _EvictionTier:
@@ -146,6 +150,29 @@ EVICTION_TIER_REUSABLE: EvictionTier.ValueType  # 1
 EVICTION_TIER_UNREACHABLE: EvictionTier.ValueType  # 2
 """Once finished, blocks past the prompt cannot be hit again: reuse them first."""
 Global___EvictionTier: _TypeAlias = EvictionTier  # noqa: Y015
+
+class _Placement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Placement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PLACEMENT_UNSPECIFIED: _Placement.ValueType  # 0
+    PLACEMENT_ANYWHERE: _Placement.ValueType  # 1
+    """At once."""
+    PLACEMENT_SENTENCE: _Placement.ValueType  # 2
+    """Once the newest token ends a sentence, or a paragraph."""
+    PLACEMENT_PARAGRAPH: _Placement.ValueType  # 3
+
+class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper): ...
+
+PLACEMENT_UNSPECIFIED: Placement.ValueType  # 0
+PLACEMENT_ANYWHERE: Placement.ValueType  # 1
+"""At once."""
+PLACEMENT_SENTENCE: Placement.ValueType  # 2
+"""Once the newest token ends a sentence, or a paragraph."""
+PLACEMENT_PARAGRAPH: Placement.ValueType  # 3
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
@@ -489,6 +516,7 @@ class TokenColumns(_message.Message):
         """Bit 0: the token completes a marker and counts as neither thinking nor output. Bit 1: it ended a thinking phase.
         Bits 8 and up: how many earlier tokens belong to that marker and are to be uncounted, from output when bit 2 is
         set and else from thinking. Bit 3: the agent forced this end; bit 4: because of a cap.
+        Bit 5: the token ends a sentence; bit 6: a paragraph.
         """
 
     def __init__(
@@ -1024,17 +1052,20 @@ class EatProbe(_message.Message):
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     slot: _builtins.int
+    placement: Global___Placement.ValueType
     def __init__(
         self,
         *,
         decision_id: _builtins.int = ...,
         slot: _builtins.int = ...,
+        placement: Global___Placement.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "placement", b"placement", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meridian/v1/policy.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x02\n\x06Policy\x12/\n\tscheduler\x18\x01 \x01(\x0b\x32\x1c.meridian.v1.SchedulerPolicy\x12+\n\x07\x65ntropy\x18\x02 \x01(\x0b\x32\x1a.meridian.v1.EntropyPolicy\x12.\n\tkv_memory\x18\x03 \x01(\x0b\x32\x1b.meridian.v1.KvMemoryPolicy\x12/\n\ttelemetry\x18\x04 \x01(\x0b\x32\x1c.meridian.v1.TelemetryPolicy\x12-\n\x08\x66\x61llback\x18\x05 \x01(\x0b\x32\x1b.meridian.v1.FallbackPolicy\x12-\n\x05model\x18\x06 \x03(\x0b\x32\x1e.meridian.v1.Policy.ModelEntry\x1a\x46\n\nModelEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.meridian.v1.ModelPolicy:\x02\x38\x01\"\xf5\x02\n\x0fSchedulerPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12!\n\x14think_tpot_budget_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x15output_tpot_budget_ms\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12#\n\x16think_batch_multiplier\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10min_think_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x1d\n\x10max_think_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x42\n\n\x08_enabledB\t\n\x07_shadowB\x17\n\x15_think_tpot_budget_msB\x18\n\x16_output_tpot_budget_msB\x19\n\x17_think_batch_multiplierB\x13\n\x11_min_think_tokensB\x13\n\x11_max_think_tokens\"\xb1\x03\n\rEntropyPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x16\n\tema_alpha\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\'\n\x1a\x65\x61t_ema_variance_threshold\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12%\n\x18\x65\x61t_level_threshold_nats\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12&\n\x19\x65\x61t_probe_interval_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x1b\n\x0erpdi_threshold\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12rpdi_window_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x42\n\n\x08_enabledB\t\n\x07_shadowB\x0c\n\n_ema_alphaB\x1d\n\x1b_eat_ema_variance_thresholdB\x1b\n\x19_eat_level_threshold_natsB\x1c\n\x1a_eat_probe_interval_tokensB\x11\n\x0f_rpdi_thresholdB\x15\n\x13_rpdi_window_tokens\"\x9c\x01\n\x0eKvMemoryPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12(\n\x1bthink_phase_memory_fraction\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\n\n\x08_enabledB\t\n\x07_shadowB\x1e\n\x1c_think_phase_memory_fraction\"O\n\x0fTelemetryPolicy\x12\"\n\x15report_interval_steps\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x18\n\x16_report_interval_steps\"4\n\x0e\x46\x61llbackPolicy\x12\x15\n\x08lease_ms\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_lease_ms\"\xe9\x01\n\x0bModelPolicy\x12\x1d\n\x15think_start_token_ids\x18\x01 \x03(\x05\x12\x1b\n\x13think_end_token_ids\x18\x02 \x03(\x05\x12\x1d\n\x10reasoning_parser\x18\x03 \x01(\tH\x00\x88\x01\x01\x12#\n\x16supports_think_disable\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x19\n\x0c\x63losing_text\x18\x05 \x01(\tH\x02\x88\x01\x01\x42\x13\n\x11_reasoning_parserB\x19\n\x17_supports_think_disableB\x0f\n\r_closing_text\"\xa6\x01\n\x0ePolicyRevision\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12#\n\x06policy\x18\x03 \x01(\x0b\x32\x13.meridian.v1.Policy\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x12\n\x10GetPolicyRequest\"B\n\x11GetPolicyResponse\x12-\n\x08revision\x18\x01 \x01(\x0b\x32\x1b.meridian.v1.PolicyRevision\"\x7f\n\x13UpdatePolicyRequest\x12#\n\x06policy\x18\x01 \x01(\x0b\x32\x13.meridian.v1.Policy\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"E\n\x14UpdatePolicyResponse\x12-\n\x08revision\x18\x01 \x01(\x0b\x32\x1b.meridian.v1.PolicyRevision2\xb0\x01\n\rPolicyService\x12J\n\tGetPolicy\x12\x1d.meridian.v1.GetPolicyRequest\x1a\x1e.meridian.v1.GetPolicyResponse\x12S\n\x0cUpdatePolicy\x12 .meridian.v1.UpdatePolicyRequest\x1a!.meridian.v1.UpdatePolicyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18meridian/v1/policy.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xed\x02\n\x06Policy\x12/\n\tscheduler\x18\x01 \x01(\x0b\x32\x1c.meridian.v1.SchedulerPolicy\x12+\n\x07\x65ntropy\x18\x02 \x01(\x0b\x32\x1a.meridian.v1.EntropyPolicy\x12.\n\tkv_memory\x18\x03 \x01(\x0b\x32\x1b.meridian.v1.KvMemoryPolicy\x12/\n\ttelemetry\x18\x04 \x01(\x0b\x32\x1c.meridian.v1.TelemetryPolicy\x12-\n\x08\x66\x61llback\x18\x05 \x01(\x0b\x32\x1b.meridian.v1.FallbackPolicy\x12-\n\x05model\x18\x06 \x03(\x0b\x32\x1e.meridian.v1.Policy.ModelEntry\x1a\x46\n\nModelEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.meridian.v1.ModelPolicy:\x02\x38\x01\"\xdd\x03\n\x0fSchedulerPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12!\n\x14think_tpot_budget_ms\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x15output_tpot_budget_ms\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12#\n\x16think_batch_multiplier\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10min_think_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x1d\n\x10max_think_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x1e\n\x11soft_think_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x1c\n\x0fsoft_close_rank\x18\t \x01(\x05H\x08\x88\x01\x01\x42\n\n\x08_enabledB\t\n\x07_shadowB\x17\n\x15_think_tpot_budget_msB\x18\n\x16_output_tpot_budget_msB\x19\n\x17_think_batch_multiplierB\x13\n\x11_min_think_tokensB\x13\n\x11_max_think_tokensB\x14\n\x12_soft_think_tokensB\x12\n\x10_soft_close_rank\"\xa0\x04\n\rEntropyPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x16\n\tema_alpha\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\'\n\x1a\x65\x61t_ema_variance_threshold\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12%\n\x18\x65\x61t_level_threshold_nats\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12&\n\x19\x65\x61t_probe_interval_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x1b\n\x0erpdi_threshold\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12rpdi_window_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12 \n\x13\x65\x61t_probe_placement\x18\t \x01(\tH\x08\x88\x01\x01\x12\x33\n\x0frank_conditions\x18\n \x03(\x0b\x32\x1a.meridian.v1.RankConditionB\n\n\x08_enabledB\t\n\x07_shadowB\x0c\n\n_ema_alphaB\x1d\n\x1b_eat_ema_variance_thresholdB\x1b\n\x19_eat_level_threshold_natsB\x1c\n\x1a_eat_probe_interval_tokensB\x11\n\x0f_rpdi_thresholdB\x15\n\x13_rpdi_window_tokensB\x16\n\x14_eat_probe_placement\"\"\n\rRankCondition\x12\x11\n\tmax_ranks\x18\x01 \x03(\x05\"\x9c\x01\n\x0eKvMemoryPolicy\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06shadow\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12(\n\x1bthink_phase_memory_fraction\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\n\n\x08_enabledB\t\n\x07_shadowB\x1e\n\x1c_think_phase_memory_fraction\"O\n\x0fTelemetryPolicy\x12\"\n\x15report_interval_steps\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x18\n\x16_report_interval_steps\"4\n\x0e\x46\x61llbackPolicy\x12\x15\n\x08lease_ms\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_lease_ms\"\xe9\x01\n\x0bModelPolicy\x12\x1d\n\x15think_start_token_ids\x18\x01 \x03(\x05\x12\x1b\n\x13think_end_token_ids\x18\x02 \x03(\x05\x12\x1d\n\x10reasoning_parser\x18\x03 \x01(\tH\x00\x88\x01\x01\x12#\n\x16supports_think_disable\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x19\n\x0c\x63losing_text\x18\x05 \x01(\tH\x02\x88\x01\x01\x42\x13\n\x11_reasoning_parserB\x19\n\x17_supports_think_disableB\x0f\n\r_closing_text\"\xa6\x01\n\x0ePolicyRevision\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12#\n\x06policy\x18\x03 \x01(\x0b\x32\x13.meridian.v1.Policy\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x12\n\x10GetPolicyRequest\"B\n\x11GetPolicyResponse\x12-\n\x08revision\x18\x01 \x01(\x0b\x32\x1b.meridian.v1.PolicyRevision\"\x7f\n\x13UpdatePolicyRequest\x12#\n\x06policy\x18\x01 \x01(\x0b\x32\x13.meridian.v1.Policy\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\x12\x0e\n\x06\x61uthor\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\"E\n\x14UpdatePolicyResponse\x12-\n\x08revision\x18\x01 \x01(\x0b\x32\x1b.meridian.v1.PolicyRevision2\xb0\x01\n\rPolicyService\x12J\n\tGetPolicy\x12\x1d.meridian.v1.GetPolicyRequest\x1a\x1e.meridian.v1.GetPolicyResponse\x12S\n\x0cUpdatePolicy\x12 .meridian.v1.UpdatePolicyRequest\x1a!.meridian.v1.UpdatePolicyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICY_MODELENTRY']._serialized_start=370
   _globals['_POLICY_MODELENTRY']._serialized_end=440
   _globals['_SCHEDULERPOLICY']._serialized_start=443
-  _globals['_SCHEDULERPOLICY']._serialized_end=816
-  _globals['_ENTROPYPOLICY']._serialized_start=819
-  _globals['_ENTROPYPOLICY']._serialized_end=1252
-  _globals['_KVMEMORYPOLICY']._serialized_start=1255
-  _globals['_KVMEMORYPOLICY']._serialized_end=1411
-  _globals['_TELEMETRYPOLICY']._serialized_start=1413
-  _globals['_TELEMETRYPOLICY']._serialized_end=1492
-  _globals['_FALLBACKPOLICY']._serialized_start=1494
-  _globals['_FALLBACKPOLICY']._serialized_end=1546
-  _globals['_MODELPOLICY']._serialized_start=1549
-  _globals['_MODELPOLICY']._serialized_end=1782
-  _globals['_POLICYREVISION']._serialized_start=1785
-  _globals['_POLICYREVISION']._serialized_end=1951
-  _globals['_GETPOLICYREQUEST']._serialized_start=1953
-  _globals['_GETPOLICYREQUEST']._serialized_end=1971
-  _globals['_GETPOLICYRESPONSE']._serialized_start=1973
-  _globals['_GETPOLICYRESPONSE']._serialized_end=2039
-  _globals['_UPDATEPOLICYREQUEST']._serialized_start=2041
-  _globals['_UPDATEPOLICYREQUEST']._serialized_end=2168
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=2170
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=2239
-  _globals['_POLICYSERVICE']._serialized_start=2242
-  _globals['_POLICYSERVICE']._serialized_end=2418
+  _globals['_SCHEDULERPOLICY']._serialized_end=920
+  _globals['_ENTROPYPOLICY']._serialized_start=923
+  _globals['_ENTROPYPOLICY']._serialized_end=1467
+  _globals['_RANKCONDITION']._serialized_start=1469
+  _globals['_RANKCONDITION']._serialized_end=1503
+  _globals['_KVMEMORYPOLICY']._serialized_start=1506
+  _globals['_KVMEMORYPOLICY']._serialized_end=1662
+  _globals['_TELEMETRYPOLICY']._serialized_start=1664
+  _globals['_TELEMETRYPOLICY']._serialized_end=1743
+  _globals['_FALLBACKPOLICY']._serialized_start=1745
+  _globals['_FALLBACKPOLICY']._serialized_end=1797
+  _globals['_MODELPOLICY']._serialized_start=1800
+  _globals['_MODELPOLICY']._serialized_end=2033
+  _globals['_POLICYREVISION']._serialized_start=2036
+  _globals['_POLICYREVISION']._serialized_end=2202
+  _globals['_GETPOLICYREQUEST']._serialized_start=2204
+  _globals['_GETPOLICYREQUEST']._serialized_end=2222
+  _globals['_GETPOLICYRESPONSE']._serialized_start=2224
+  _globals['_GETPOLICYRESPONSE']._serialized_end=2290
+  _globals['_UPDATEPOLICYREQUEST']._serialized_start=2292
+  _globals['_UPDATEPOLICYREQUEST']._serialized_end=2419
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=2421
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=2490
+  _globals['_POLICYSERVICE']._serialized_start=2493
+  _globals['_POLICYSERVICE']._serialized_end=2669
 # @@protoc_insertion_point(module_scope)

@@ -95,6 +95,8 @@ class SchedulerPolicy(_message.Message):
     THINK_BATCH_MULTIPLIER_FIELD_NUMBER: _builtins.int
     MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     think_tpot_budget_ms: _builtins.float
@@ -102,6 +104,8 @@ class SchedulerPolicy(_message.Message):
     think_batch_multiplier: _builtins.float
     min_think_tokens: _builtins.int
     max_think_tokens: _builtins.int
+    soft_think_tokens: _builtins.int
+    soft_close_rank: _builtins.int
     def __init__(
         self,
         *,
@@ -112,10 +116,12 @@ class SchedulerPolicy(_message.Message):
         think_batch_multiplier: _builtins.float | None = ...,
         min_think_tokens: _builtins.int | None = ...,
         max_think_tokens: _builtins.int | None = ...,
+        soft_think_tokens: _builtins.int | None = ...,
+        soft_close_rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
@@ -127,6 +133,10 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__output_tpot_budget_ms: _TypeAlias = _typing.Literal["_output_tpot_budget_ms", b"_output_tpot_budget_ms"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    _WhichOneofReturnType__soft_close_rank: _TypeAlias = _typing.Literal["soft_close_rank"]  # noqa: Y015
+    _WhichOneofArgType__soft_close_rank: _TypeAlias = _typing.Literal["_soft_close_rank", b"_soft_close_rank"]  # noqa: Y015
+    _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__think_batch_multiplier: _TypeAlias = _typing.Literal["think_batch_multiplier"]  # noqa: Y015
     _WhichOneofArgType__think_batch_multiplier: _TypeAlias = _typing.Literal["_think_batch_multiplier", b"_think_batch_multiplier"]  # noqa: Y015
     _WhichOneofReturnType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["think_tpot_budget_ms"]  # noqa: Y015
@@ -141,6 +151,10 @@ class SchedulerPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tpot_budget_ms) -> _WhichOneofReturnType__output_tpot_budget_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_close_rank) -> _WhichOneofReturnType__soft_close_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__think_batch_multiplier) -> _WhichOneofReturnType__think_batch_multiplier | None: ...
     @_typing.overload
@@ -160,6 +174,8 @@ class EntropyPolicy(_message.Message):
     EAT_PROBE_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
     RPDI_THRESHOLD_FIELD_NUMBER: _builtins.int
     RPDI_WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_PLACEMENT_FIELD_NUMBER: _builtins.int
+    RANK_CONDITIONS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     ema_alpha: _builtins.float
@@ -168,6 +184,9 @@ class EntropyPolicy(_message.Message):
     eat_probe_interval_tokens: _builtins.int
     rpdi_threshold: _builtins.float
     rpdi_window_tokens: _builtins.int
+    eat_probe_placement: _builtins.str
+    @_builtins.property
+    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
     def __init__(
         self,
         *,
@@ -179,10 +198,12 @@ class EntropyPolicy(_message.Message):
         eat_probe_interval_tokens: _builtins.int | None = ...,
         rpdi_threshold: _builtins.float | None = ...,
         rpdi_window_tokens: _builtins.int | None = ...,
+        eat_probe_placement: _builtins.str | None = ...,
+        rank_conditions: _abc.Iterable[Global___RankCondition] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_placement", b"_eat_probe_placement", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_placement", b"eat_probe_placement", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_placement", b"_eat_probe_placement", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_placement", b"eat_probe_placement", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -190,6 +211,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_placement: _TypeAlias = _typing.Literal["_eat_probe_placement", b"_eat_probe_placement"]  # noqa: Y015
     _WhichOneofReturnType__ema_alpha: _TypeAlias = _typing.Literal["ema_alpha"]  # noqa: Y015
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
@@ -207,6 +230,8 @@ class EntropyPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_placement) -> _WhichOneofReturnType__eat_probe_placement | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
@@ -218,6 +243,28 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
 Global___EntropyPolicy: _TypeAlias = EntropyPolicy  # noqa: Y015
+
+@_typing.final
+class RankCondition(_message.Message):
+    """Holds when the end marker's rank was at most max_ranks[k] at the k-th newest sentence end, for every k."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def max_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        max_ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_ranks", b"max_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankCondition: _TypeAlias = RankCondition  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):

@@ -1,0 +1,92 @@
+"""Rules that read natural boundaries, on the real engine: where probes are placed, rank, soft close."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+
+from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from tests.data import maze
+from tests.engine import chat
+from tests.engine.policies import CONVERGED
+from tests.engine.recording import records, rows
+
+if TYPE_CHECKING:
+    from tests.processes import Control
+
+OPEN = {"open_think": True}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
+CASES = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
+# Steps a decision may be on its way while the engine goes on; not a measure of anything.
+LATE_TOKENS = 60
+
+
+def test_boundaries_of_the_vocabulary(llm: Any, agent: Any) -> None:
+    vocabulary = llm.get_tokenizer().get_vocab()
+    flags = agent.tracker.boundaries
+    assert flags[vocabulary["."]] == FLAG_SENTENCE
+    assert flags[vocabulary["\n\n"]] == FLAG_SENTENCE | FLAG_PARAGRAPH
+    assert sum(map(bool, flags)) <= 4
+    assert not flags[vocabulary["A"]]
+
+
+@pytest.mark.parametrize(("placement", "flag"), [("sentence", FLAG_SENTENCE), ("paragraph", FLAG_PARAGRAPH)])
+def test_probes_wait_for_a_boundary(llm: Any, agent: Any, control: Control, placement: str, flag: int) -> None:
+    shadow = {"shadow": True, "eat_probe_interval_tokens": 4, "eat_probe_placement": placement}
+    control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": shadow})
+    with records(agent) as seen:
+        (tokens,) = chat(llm, CASES[:1], GREEDY)
+    at = [think_tokens for record, *_ in seen for _, _, think_tokens, _, _ in record.probes]
+    assert at
+    assert all(agent.tracker.boundaries[tokens[n - 1]] & flag for n in at)
+    control.settled()
+
+
+def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -> int:
+    """Thinking tokens at the first sentence end after which the end marker ranks at most `max_rank`."""
+    for n in range(max(1, from_tokens), len(measured)):
+        _, flags, *_ = measured[n - 1]
+        _, _, _, end_rank, _ = measured[n]
+        if flags & FLAG_SENTENCE and end_rank <= max_rank:
+            return n
+    return len(measured)
+
+
+@pytest.mark.parametrize("rule", ["rank", "soft_close"])
+def test_rank_and_soft_close_end_thinking_at_their_boundary(llm: Any, agent: Any, control: Control, rule: str) -> None:
+    """Thinking is the free run's up to the boundary that the rule asks for, and ends soon after it, not before."""
+    with records(agent) as seen:
+        free = chat(llm, CASES, GREEDY)
+    end = agent.tracker.markers.end[0]
+    expected = [first_likely_end(m, 2, 40 if rule == "soft_close" else 6) for m in rows(seen).values()]
+    rank = {"scheduler": {"min_think_tokens": 6}, "entropy": {"shadow": False, "rank_conditions": [{"max_ranks": [2]}]}}
+    soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
+    before = dict(control.settled().ends)
+    control.apply(rank if rule == "rank" else soft)
+    governed = chat(llm, CASES, GREEDY)
+    ended = control.settled().ends[rule] - before.get(rule, 0)
+    assert ended > 0
+    for f, g, bound in zip(free, governed, expected, strict=True):
+        at, natural = g.index(end), f.index(end) if end in f else len(f)
+        assert g[:at] == f[:at]
+        assert min(bound, natural) <= at <= min(bound + LATE_TOKENS, natural)
+    assert sum(len(g) < len(f) for f, g in zip(free, governed, strict=True)) >= ended
+
+
+def test_answers_stay_right_when_the_rules_end_thinking(llm: Any, agent: Any, control: Control) -> None:
+    """Six at a time: an engine that runs as many requests as it can has no place for a probe."""
+    chosen = CASES
+    free = chat(llm, chosen, GREEDY)
+    control.apply(CONVERGED)
+    governed = chat(llm, chosen, GREEDY)
+    tokenizer = llm.get_tokenizer()
+    end = agent.tracker.markers.end[0]
+
+    def right(runs: list[list[int]]) -> int:
+        answers = [tokenizer.decode(t[t.index(end) + 1 :]) if end in t else "" for t in runs]
+        return sum(maze.is_correct(c["prompt"], a) for c, a in zip(chosen, answers, strict=True))
+
+    assert sum(map(len, governed)) < 0.7 * sum(map(len, free))
+    assert right(governed) >= right(free) - 1
