@@ -49,6 +49,7 @@ class Agent:
         self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
         self.mask_words = (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32
         self.placed: dict[str, probes.Placed] = {}
+        hooks.hide_from_cache_stats(scheduler.kv_cache_manager, lambda name: name in self.placed)
         self.preempted_think = self.output_critical = self.blocks_reclaimed = self.think_skips = 0
         self.probe_tokens = 0
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
@@ -126,7 +127,7 @@ class Agent:
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
         if request.request_id in self.placed:
-            self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.end))
+            self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.probe))
             return
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None or tr.tier is None or not request.is_finished():
@@ -244,7 +245,7 @@ class Agent:
                 continue
             # All tokens known so far; those since the last full block are computed again.
             known = len(tr.ref.all_token_ids)
-            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.end]
+            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.probe]
             cost = len(tokens) - known // self.block_size * self.block_size
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:

@@ -67,7 +67,7 @@ def missing_hooks() -> list[str]:
             "_preempt_request",
             "_free_request_blocks",
         ),
-        KVCacheManager: ("get_block_ids", "evict_blocks", "usage"),
+        KVCacheManager: ("get_block_ids", "evict_blocks", "usage", "record_prefix_cache_stats"),
         WorkerWrapperBase: ("init_device",),
         GrammarOutput: ("structured_output_request_ids", "grammar_bitmask"),
         SchedulerOutput: ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "pending_structured_output_tokens"),
@@ -190,27 +190,27 @@ def tokenizer_of(vllm_config: Any) -> Any:
 def resolve_markers(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     """The thinking markers: what policy says first, then what the reasoning parser and the tokenizer say.
 
-    Raises ValueError when no end marker can be found, an id is outside the vocabulary, the parser is unknown or the
-    closing text cannot be encoded.
+    Raises ValueError when no end marker can be found, an id is outside the vocabulary, the parser is unknown or a text
+    cannot be encoded.
     """
     starts, ends = tuple(settings.think_start_token_ids), tuple(settings.think_end_token_ids)
     vocab = vllm_config.model_config.get_vocab_size()
     for token in (*starts, *ends):
         if token >= vocab:
             raise ValueError(f"think marker token id {token} is outside the vocabulary of {vocab}")
-    closing = _closing(vllm_config, settings.closing_text)
+    texts = [_tokens(vllm_config, getattr(settings, name), name) for name in ("closing_text", "eat_answer_prefix")]
     if starts and ends:
-        return Markers((starts,), (ends,), closing)
+        return Markers((starts,), (ends,), *texts)
     found = _markers_from_parser(vllm_config, settings.reasoning_parser)
-    return Markers((starts,) if starts else found.starts, (ends,) if ends else found.ends, closing)
+    return Markers((starts,) if starts else found.starts, (ends,) if ends else found.ends, *texts)
 
 
-def _closing(vllm_config: Any, text: str) -> tuple[int, ...]:
+def _tokens(vllm_config: Any, text: str, name: str) -> tuple[int, ...]:
     if not text:
         return ()
     tokenizer = tokenizer_of(vllm_config)
     if tokenizer is None:
-        raise ValueError("the engine has no tokenizer: closing_text cannot be encoded")
+        raise ValueError(f"the engine has no tokenizer: {name} cannot be encoded")
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -314,6 +314,17 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
     probe._block_hasher = parent._block_hasher
     probe.update_block_hashes()
     return probe
+
+
+def hide_from_cache_stats(manager: Any, hidden: Callable[[str], bool]) -> None:
+    """Keep requests out of vLLM's prefix-cache metrics, by their id."""
+    record = manager.record_prefix_cache_stats
+
+    def record_unless_hidden(request: Any, *args: Any, **kwargs: Any) -> None:
+        if not hidden(request.request_id):
+            record(request, *args, **kwargs)
+
+    manager.record_prefix_cache_stats = record_unless_hidden
 
 
 def aborted_status() -> Any:

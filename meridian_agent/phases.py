@@ -53,12 +53,14 @@ class Markers:
     """The token sequences that open and close thinking; several spellings of each are allowed.
 
     closing: text that a forced end writes before the marker, so that the model reads why it stops.
+    answer_prefix: text that a probe appends after the marker.
     Raises ValueError when a sequence is empty, the same sequence opens and closes, or the closing text holds one.
     """
 
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
     closing: tuple[int, ...] = ()
+    answer_prefix: tuple[int, ...] = ()
     by_last: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
@@ -80,8 +82,13 @@ class Markers:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The marker that probes append and a forced end writes."""
+        """The marker that a forced end writes."""
         return self.ends[0]
+
+    @property
+    def probe(self) -> tuple[int, ...]:
+        """The tokens that an EAT probe appends."""
+        return self.end + self.answer_prefix
 
     @property
     def ending(self) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ class FleetCollector(Collector):
         labelled = (
             ("meridian_decisions", "Decisions made, by kind; forces as force/<reason>.", "kind", totals.decisions),
             ("meridian_outcomes", "Outcomes of decisions.", "outcome", totals.outcomes),
-            ("meridian_think_ends", "Ends of thinking forced or shadowed, by reason.", "reason", totals.ends),
+            ("meridian_think_ends", "Ends of thinking, by reason.", "reason", totals.ends),
+            ("meridian_answers", "What came after an end of thinking, by how it ended.", "kind", totals.answers),
             ("meridian_stream_ends", "Agent streams ended, by reason.", "reason", self._fleet.stream_ends),
         )
         for name, text, label, values in labelled:

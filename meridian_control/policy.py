@@ -193,6 +193,9 @@ class ModelPolicy(Section):
     closing_text: str = Field(
         "", max_length=2000, description="Text that a forced end writes before the marker; it counts as thinking."
     )
+    eat_answer_prefix: str = Field(
+        "", max_length=2000, description="Text that an EAT probe appends after the marker, to stand before the answer."
+    )
 
 
 class Policy(Section):

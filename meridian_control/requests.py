@@ -63,6 +63,9 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "tier": (np.uint8, 0),
     "max_think_tokens": (np.int64, UNTOLD),
     "cap_shadow": (bool, False),
+    # Thinking has ended at least once; the newest end was forced.
+    "ended": (bool, False),
+    "forced": (bool, False),
     # The entropy rule that decided to end this request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
 }
@@ -96,6 +99,8 @@ class RequestTable:
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
     cap_shadow: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
+    forced: NDArray[np.bool_]
     end_decided: NDArray[np.uint8]
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
@@ -134,6 +139,7 @@ class RequestTable:
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot] = opened.preempted
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
+        self.ended[slot] = self.forced[slot] = opened.forced
         self.info[slot] = opened
 
     def close(self, slot: int) -> None:

@@ -34,6 +34,7 @@ PLACEMENTS = {
     "sentence": agent_pb2.PLACEMENT_SENTENCE,
     "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
 }
+FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 
@@ -59,6 +60,7 @@ class Totals:
     decisions: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     token_events: int = 0
     reports: int = 0
     requests: int = 0
@@ -69,6 +71,7 @@ class Totals:
         self.decisions += other.decisions
         self.outcomes += other.outcomes
         self.ends += other.ends
+        self.answers += other.answers
         for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -121,6 +124,7 @@ class Session:
             reasoning_parser=model.reasoning_parser,
             supports_think_disable=model.supports_think_disable,
             closing_text=model.closing_text,
+            eat_answer_prefix=model.eat_answer_prefix,
             observe_entropy=termination.needs_signals(policy) and self.hello.capabilities.token_entropy,
             report_interval_steps=policy.telemetry.report_interval_steps,
             lease_ms=policy.fallback.lease_ms,
@@ -198,6 +202,7 @@ class Session:
             if table.holds(slot):
                 table.preempted[slot] = False
         for closed in report.closed:
+            self._count_answer(table, closed)
             table.close(closed.slot)
             self.last_decision.pop(closed.slot, None)
         for outcome in report.outcomes:
@@ -243,6 +248,17 @@ class Session:
         if slot is not None and info is not None and info.request_id == decision.request_id:
             self.last_decision[slot] = decision
 
+    def _count_answer(self, table: RequestTable, closed: agent_pb2.RequestClosed) -> None:
+        """Count what a finished request made of its thinking; an aborted one says nothing."""
+        slot = closed.slot
+        if not table.holds(slot) or closed.reason not in FINISHED:
+            return
+        if table.phase[slot] == THINK:
+            self.totals.answers["unended"] += 1
+        elif table.ended[slot]:
+            answer = "empty" if table.output_tokens[slot] <= 1 else "answered"
+            self.totals.answers[f"{answer}_after_{how(bool(table.forced[slot]))}"] += 1
+
     def _count_ends(self, tokens: agent_pb2.TokenColumns) -> None:
         """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it."""
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
@@ -255,6 +271,10 @@ class Session:
             else:
                 reason = "natural"
             self.totals.ends[reason] += 1
+            if table.holds(slot):
+                if table.ended[slot]:
+                    self.totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
+                table.ended[slot], table.forced[slot] = True, bool(flags[row] & FLAG_FORCED)
 
     def close(self) -> None:
         """The stream is gone: what is still open can no longer be reported."""
@@ -386,6 +406,7 @@ class Session:
             decisions=self.totals.decisions,
             outcomes=self.totals.outcomes,
             ends=self.totals.ends,
+            answers=self.totals.answers,
             open_decisions=len(self.open_decisions),
             capabilities=hello.capabilities,
         )
@@ -433,6 +454,10 @@ class Session:
             view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
             view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
         return view
+
+
+def how(forced: bool) -> str:
+    return "forced" if forced else "natural"
 
 
 def outcome_name(outcome: agent_pb2.Outcome.ValueType) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OPEN = {"open_think": True}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
-CASES = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
+CASES: list[dict[str, Any]] = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
 # Steps a decision may be on its way while the engine goes on; not a measure of anything.
 LATE_TOKENS = 60
 
@@ -85,7 +85,7 @@ def test_answers_stay_right_when_the_rules_end_thinking(llm: Any, agent: Any, co
     end = agent.tracker.markers.end[0]
 
     def right(runs: list[list[int]]) -> int:
-        answers = [tokenizer.decode(t[t.index(end) + 1 :]) if end in t else "" for t in runs]
+        answers = [str(tokenizer.decode(t[t.index(end) + 1 :])) if end in t else "" for t in runs]
         return sum(maze.is_correct(c["prompt"], a) for c, a in zip(chosen, answers, strict=True))
 
     assert sum(map(len, governed)) < 0.7 * sum(map(len, free))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tests.processes import Control
+
 
 @pytest.fixture(scope="module")
 def offline() -> Any:
@@ -77,31 +79,51 @@ def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
                 thinking = False
 
 
-def test_eat_probe(llm: Any, agent: Any, control: Any, offline: Any) -> None:
-    """A probe is the entropy after an appended end marker, to 1e-5 nats, and costs at most a block and the marker."""
+@pytest.mark.parametrize("prefix", ["", "is where"])
+def test_eat_probe(llm: Any, agent: Any, control: Control, offline: Any, prefix: str) -> None:
+    """A probe is the entropy after what it appends, to 1e-5 nats, and costs at most a block and that."""
     entropy_policy = {"shadow": True, "eat_probe_interval_tokens": 5, "ema_alpha": 1.0}
-    control.apply({**NEUTRAL, "entropy": entropy_policy, "scheduler": {"min_think_tokens": 0}})
+    model = {"maze": {"eat_answer_prefix": prefix}}
+    control.apply({**NEUTRAL, "entropy": entropy_policy, "scheduler": {"min_think_tokens": 0}, "model": model})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
         (tokens,) = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True))
     prompt = prompt_ids(llm, case)
     probes = [p for record, *_ in seen for p in record.probes]
+    appended = [agent.tracker.markers.end[0], *llm.get_tokenizer().encode(prefix, add_special_tokens=False)]
     assert probes
+    assert len(appended) == 1 + len(prefix.split())
     for _, _, think_tokens, eat_nats, cost_tokens in probes:
         so_far = prompt + tokens[:think_tokens]
-        expected = entropy(offline([*so_far, *agent.tracker.markers.end])[-1])
+        expected = entropy(offline([*so_far, *appended])[-1])
         assert eat_nats == pytest.approx(expected, abs=1e-5)
-        assert cost_tokens <= agent.block_size + len(agent.tracker.markers.end)
+        assert cost_tokens <= agent.block_size + len(appended)
         assert not math.isnan(eat_nats)
 
 
+def counts(llm: Any) -> dict[str, int]:
+    """vLLM's own counters that a probe would show up in."""
+    names = ("vllm:prefix_cache_queries", "vllm:prompt_tokens", "vllm:request_success")
+    found = dict.fromkeys(names, 0)
+    for metric in llm.get_metrics():
+        if metric.name in found:
+            found[metric.name] += metric.value
+    return found
+
+
 def test_probes_stay_invisible(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
-    """Probing as often as possible changes no token and no request count."""
+    """Probing as often as possible changes no token, and none of vLLM's own counts of requests and cached tokens."""
     from tests.engine.test_equality import GREEDY
 
     control.apply({**NEUTRAL, "entropy": {"shadow": True, "eat_probe_interval_tokens": 1}})
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": {"shadow": True, "eat_probe_interval_tokens": 1}})
-    before = agent.probe_tokens
+    before, counted = agent.probe_tokens, counts(llm)
     assert chat(llm, cases(), GREEDY) == stock
     assert agent.probe_tokens > before
     assert not agent.placed
+    prompts = sum(len(prompt_ids(llm, case)) for case in cases())
+    assert {name: after - counted[name] for name, after in counts(llm).items()} == {
+        "vllm:prefix_cache_queries": prompts,
+        "vllm:prompt_tokens": prompts,
+        "vllm:request_success": len(stock),
+    }

@@ -16,11 +16,11 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.errors import InvalidRequest
-from meridian_control.requests import MAX_SLOTS
+from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
 from meridian_control.session import ACK_INTERVAL_S, Session, outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
-from tests.fakes.tables import policy
+from tests.fakes.tables import policy, tokens
 
 if TYPE_CHECKING:
     from meridian_control.policy import Policy
@@ -202,6 +202,29 @@ def test_the_hard_cap_ends_thinking_and_is_counted() -> None:
     assert made.session.totals.ends == {"hard_cap": 1}
     assert made.session.totals.outcomes["applied"] >= 2
     assert not made.session.table.live.any()  # type: ignore[union-attr]
+
+
+def test_what_comes_after_an_end_is_counted() -> None:
+    """Forced and natural ends side by side: an answer, none to speak of, thinking taken up again, and no end at all."""
+    made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
+    made.open("forced", answer=5)
+    made.open("forced-empty", answer=1)
+    made.open("natural", think=3, answer=5)
+    made.open("natural-empty", think=3, answer=1)
+    made.step(20)
+    assert made.session.totals.answers == {
+        "answered_after_forced": 1,
+        "empty_after_forced": 1,
+        "answered_after_natural": 1,
+        "empty_after_natural": 1,
+    }
+    made.open("again", think=2, answer=9)
+    made.step(4)
+    slot = made.agent.engine.tracker.by_id["again"].slot
+    again = tokens([(slot, THINK, FLAG_MARKER, 1.0), (slot, THINK, 0, 1.0), (slot, THINK, FLAG_MARKER | FLAG_END, 1.0)])
+    report = agent_pb2.StepReport(step=1000, steps=1, tokens=again)
+    made.session.on_message(agent_pb2.ConnectRequest(step=report), made.now)
+    assert made.session.totals.answers["reentry_after_natural"] == 1
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -819,6 +819,7 @@ class Settings(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     CLOSING_TEXT_FIELD_NUMBER: _builtins.int
+    EAT_ANSWER_PREFIX_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     nonce: _builtins.int
     """Belongs to the stream, as the revision outlives it."""
@@ -832,6 +833,8 @@ class Settings(_message.Message):
     """Cap of a request from its first token until its own ThinkCap arrives; absent for none."""
     closing_text: _builtins.str
     """Written before the marker when an end is forced; counts as thinking."""
+    eat_answer_prefix: _builtins.str
+    """Appended after the end marker of an EAT probe."""
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replace what the tokenizer and the reasoning parser say; empty keeps it."""
@@ -852,10 +855,11 @@ class Settings(_message.Message):
         lease_ms: _builtins.int = ...,
         max_think_tokens: _builtins.int | None = ...,
         closing_text: _builtins.str = ...,
+        eat_answer_prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

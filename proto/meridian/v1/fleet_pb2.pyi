@@ -102,6 +102,26 @@ class Engine(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class AnswersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -128,6 +148,7 @@ class Engine(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.str
     model: _builtins.str
@@ -170,6 +191,12 @@ class Engine(_message.Message):
     def counters(self) -> _agent_pb2.AgentCounters: ...
     @_builtins.property
     def capabilities(self) -> _agent_pb2.Capabilities: ...
+    @_builtins.property
+    def answers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What came after an end of thinking, by how it ended: reentry_after_<natural or forced>, empty_after_<…> (an answer
+        of at most one token), answered_after_<…> (all others), and unended (finished while thinking).
+        """
+
     def __init__(
         self,
         *,
@@ -199,10 +226,11 @@ class Engine(_message.Message):
         ends: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         counters: _agent_pb2.AgentCounters | None = ...,
         capabilities: _agent_pb2.Capabilities | None = ...,
+        answers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "report_time", b"report_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "thinking", b"thinking", "token_events", b"token_events", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "thinking", b"thinking", "token_events", b"token_events", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

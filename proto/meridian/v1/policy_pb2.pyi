@@ -353,9 +353,11 @@ class ModelPolicy(_message.Message):
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     SUPPORTS_THINK_DISABLE_FIELD_NUMBER: _builtins.int
     CLOSING_TEXT_FIELD_NUMBER: _builtins.int
+    EAT_ANSWER_PREFIX_FIELD_NUMBER: _builtins.int
     reasoning_parser: _builtins.str
     supports_think_disable: _builtins.bool
     closing_text: _builtins.str
+    eat_answer_prefix: _builtins.str
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -368,19 +370,24 @@ class ModelPolicy(_message.Message):
         reasoning_parser: _builtins.str | None = ...,
         supports_think_disable: _builtins.bool | None = ...,
         closing_text: _builtins.str | None = ...,
+        eat_answer_prefix: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_closing_text", b"_closing_text", "_reasoning_parser", b"_reasoning_parser", "_supports_think_disable", b"_supports_think_disable", "closing_text", b"closing_text", "reasoning_parser", b"reasoning_parser", "supports_think_disable", b"supports_think_disable"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_closing_text", b"_closing_text", "_eat_answer_prefix", b"_eat_answer_prefix", "_reasoning_parser", b"_reasoning_parser", "_supports_think_disable", b"_supports_think_disable", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "reasoning_parser", b"reasoning_parser", "supports_think_disable", b"supports_think_disable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closing_text", b"_closing_text", "_reasoning_parser", b"_reasoning_parser", "_supports_think_disable", b"_supports_think_disable", "closing_text", b"closing_text", "reasoning_parser", b"reasoning_parser", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closing_text", b"_closing_text", "_eat_answer_prefix", b"_eat_answer_prefix", "_reasoning_parser", b"_reasoning_parser", "_supports_think_disable", b"_supports_think_disable", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "reasoning_parser", b"reasoning_parser", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closing_text: _TypeAlias = _typing.Literal["closing_text"]  # noqa: Y015
     _WhichOneofArgType__closing_text: _TypeAlias = _typing.Literal["_closing_text", b"_closing_text"]  # noqa: Y015
+    _WhichOneofReturnType__eat_answer_prefix: _TypeAlias = _typing.Literal["eat_answer_prefix"]  # noqa: Y015
+    _WhichOneofArgType__eat_answer_prefix: _TypeAlias = _typing.Literal["_eat_answer_prefix", b"_eat_answer_prefix"]  # noqa: Y015
     _WhichOneofReturnType__reasoning_parser: _TypeAlias = _typing.Literal["reasoning_parser"]  # noqa: Y015
     _WhichOneofArgType__reasoning_parser: _TypeAlias = _typing.Literal["_reasoning_parser", b"_reasoning_parser"]  # noqa: Y015
     _WhichOneofReturnType__supports_think_disable: _TypeAlias = _typing.Literal["supports_think_disable"]  # noqa: Y015
     _WhichOneofArgType__supports_think_disable: _TypeAlias = _typing.Literal["_supports_think_disable", b"_supports_think_disable"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__closing_text) -> _WhichOneofReturnType__closing_text | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_answer_prefix) -> _WhichOneofReturnType__eat_answer_prefix | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_parser) -> _WhichOneofReturnType__reasoning_parser | None: ...
     @_typing.overload
