@@ -52,6 +52,8 @@ class Observer:
         self._end_token_id: int | None = None
         self._drafts: dict[str, list[int]] = {}
         self._signals: StepSignals | None = None
+        # Model Runner V2: first rows of the batch whose logits are about to be computed.
+        self._awaited: NDArray[np.int32] | None = None
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
@@ -59,11 +61,21 @@ class Observer:
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
 
     def before_sampling(self) -> None:
-        """Measure the step's raw logits, which the runner keeps between its forward pass and sampling."""
-        self._signals = None
+        """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
+        self._signals = self._awaited = None
         state = self._runner.execute_model_state
-        if self._end_token_id is not None and state is not None and state.logits is not None:
+        if self._end_token_id is None or state is None:
+            return
+        if not hasattr(state, "logits"):
+            self._awaited = state.input_batch.cu_num_logits_np[:-1]
+        elif state.logits is not None:
             self._measure(state.logits, self._first_rows(self._runner.input_batch.req_ids))
+
+    def on_logits(self, logits: Any) -> None:
+        """V2: the first logits computed inside `sample_tokens` are those it samples from, not masked yet."""
+        if self._awaited is not None:
+            first_row, self._awaited = self._awaited, None
+            self._measure(logits, first_row)
 
     def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32] | None:
         if not self._drafts:
@@ -91,8 +103,6 @@ def supported(worker: Any) -> str:
         return f"entropy kernels for {worker.device.type} are not part of this version"
     if not hasattr(worker.model_runner, "sample_tokens") or not hasattr(worker.model_runner, "execute_model"):
         return "the model runner has no sample_tokens or no execute_model"
-    if getattr(worker, "use_v2_model_runner", False):
-        return "entropy on Model Runner V2 is not part of this version"
     return ""
 
 
@@ -120,7 +130,22 @@ def attach(worker: Any) -> None:
         return output
 
     runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
+    if getattr(worker, "use_v2_model_runner", False):
+        _watch_logits(runner.model, observer)
     logger.info("meridian: observing logits on the %s", worker.device)
+
+
+def _watch_logits(model: Any, observer: Observer) -> None:
+    compute_logits = model.compute_logits
+
+    @functools.wraps(compute_logits)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        logits = compute_logits(*args, **kwargs)
+        if logits is not None:
+            observer.guard.run(observer.on_logits, logits)
+        return logits
+
+    model.compute_logits = watched
 
 
 def _attach_now_or_later(observer: Observer, output: Any) -> None:

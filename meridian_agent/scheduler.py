@@ -177,8 +177,7 @@ def capabilities(scheduler: Any, strips_think: bool) -> agent_pb2.Capabilities:
     """What this engine can honour."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
-    on_cpu = str(scheduler.vllm_config.device_config.device_type) == "cpu"
-    entropy = on_cpu and not scheduler.use_v2_model_runner
+    entropy = str(scheduler.vllm_config.device_config.device_type) == "cpu"
     return agent_pb2.Capabilities(
         token_entropy=entropy,
         force_end=True,

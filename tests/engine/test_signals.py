@@ -10,38 +10,17 @@ from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_END, Phase
 from tests.engine import cases, chat, prompt_ids
+from tests.engine.offline import entropy, load, mismatches
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
-from tests.processes import MODEL
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from tests.processes import Control
 
 
 @pytest.fixture(scope="module")
 def offline() -> Any:
-    """log-probabilities [tokens, vocabulary] of a token list, float64, by Transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-
-    def logprobs(tokens: list[int]) -> NDArray[np.float64]:
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0]
-        found: NDArray[np.float64] = torch.log_softmax(logits.double(), dim=-1).numpy()
-        return found
-
-    return logprobs
-
-
-def entropy(logprobs: Any) -> float:
-    import numpy as np
-
-    return float(-(np.exp(logprobs) * logprobs).sum())
+    return load()
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
@@ -54,13 +33,10 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
     assert len(by_request) == len(chosen)
     for case, tokens, measured in zip(chosen, generated, by_request.values(), strict=True):
         prompt = prompt_ids(llm, case)
-        expected = offline(prompt + tokens)[len(prompt) - 1 :]
-        assert len(measured) == len(tokens)
-        for i, (_, _, entropy_nats, end_rank, end_logprob) in enumerate(measured):
-            assert entropy_nats == pytest.approx(entropy(expected[i]), abs=1e-5)
-            # A single logit: float32 rounding of two implementations, not of the signal.
-            assert end_logprob == pytest.approx(expected[i][end], abs=5e-5)
-            assert end_rank == 1 + (expected[i] > expected[i][end]).sum()
+        assert not mismatches(offline, prompt, tokens, measured, end)
+        expected = offline(prompt + tokens)[len(prompt) - 1 : -1, end]
+        # A single logit: float32 rounding of two implementations, not of the signal.
+        assert [m[4] for m in measured] == pytest.approx(expected, abs=5e-5)
 
 
 def test_phases_follow_the_text(llm: Any, agent: Any) -> None:

@@ -1,7 +1,10 @@
 """Runs the shared cases on an engine built another way and prints what came out as JSON.
 
-`python -m tests.engine.variant async|ngram CONTROL_TARGET`. The CPU platform switches asynchronous scheduling off; here
-it is switched on again, so that vLLM chooses AsyncScheduler as it does on GPUs.
+`python -m tests.engine.variant async|ngram|v2 CONTROL_TARGET`.
+
+async: the CPU platform switches asynchronous scheduling off; here it is switched on again, so that vLLM chooses
+AsyncScheduler as it does on GPUs. v2: Model Runner V2 in Triton's interpreter (see `interpreter/`); the one kernel that
+does not run there, which applies token masks, is replaced by the same masking in torch.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import os
 import sys
 from typing import Any
 
-from tests.engine import ENGINE_ARGS, cases, chat
+from tests.engine import ENGINE_ARGS, cases, chat, prompt_ids
+from tests.engine.offline import load, mismatches
 from tests.engine.policies import CONVERGED, NEUTRAL
+from tests.engine.recording import records, rows
 from tests.processes import ENGINE_ENV, Control
 
 CAPS = (1, 2, 20)
@@ -31,6 +36,22 @@ def keep_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
+def mask_in_torch() -> None:
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    def apply(_: Any, logits: Any, batch: Any, request_ids: list[str], bitmask: Any) -> None:
+        first = dict(zip(batch.req_ids, batch.cu_num_logits_np, strict=False))
+        counts = dict(zip(batch.req_ids, np.diff(batch.cu_num_logits_np), strict=True))
+        rows = [first[r] + i for r in request_ids for i in range(counts[r])]
+        for row, words in zip(rows, bitmask, strict=True):
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits[int(row), torch.from_numpy(allowed == 0)] = float("-inf")
+
+    StructuredOutputsWorker.apply_grammar_bitmask = apply
+
+
 def main() -> None:
     variant, control = sys.argv[1], Control.existing(sys.argv[2])
     os.environ.update(ENGINE_ENV)
@@ -42,6 +63,9 @@ def main() -> None:
     extra: dict[str, Any] = {"speculative_config": NGRAM} if variant == "ngram" else {}
     if variant == "async":
         keep_async_scheduling()
+    if variant == "v2":
+        mask_in_torch()
+    tokens = 120 if variant == "v2" else 400
     llm = vllm.LLM(**ENGINE_ARGS, **extra)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     chosen = [{**case, "template": {"open_think": True}} for case in cases()]
@@ -51,10 +75,18 @@ def main() -> None:
         return chat(llm, chosen, vllm.SamplingParams(temperature=0.0, max_tokens=tokens))
 
     found: dict[str, Any] = {"scheduler": [c.__name__ for c in type(scheduler).__mro__]}
+    found["v2"] = scheduler.use_v2_model_runner
     found["end"] = scheduler._agent.tracker.markers.end[0]
-    found["free"] = run(NEUTRAL, 400)
+    with records(scheduler._agent) as seen:
+        found["free"] = run(NEUTRAL, tokens)
+    logprobs, prompts = load(), [prompt_ids(llm, case) for case in chosen]
+    found["mismatches"] = [
+        line
+        for prompt, generated, measured in zip(prompts, found["free"], rows(seen).values(), strict=True)
+        for line in mismatches(logprobs, prompt, generated, measured, found["end"])
+    ]
     found["capped"] = {cap: run({"scheduler": {"max_think_tokens": cap}}, 60) for cap in CAPS}
-    found["converged"] = run(CONVERGED, 400)
+    found["converged"] = run(CONVERGED, tokens)
     engine = control.settled()
     found["ends"], found["fault"] = dict(engine.ends), scheduler._guard.fault
     print("\n" + json.dumps(found))

@@ -1,0 +1,48 @@
+"""The independent computation that signals are held against: Transformers on the same tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.processes import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    Logprobs = Callable[[list[int]], NDArray[np.float64]]
+
+
+def load() -> Logprobs:
+    """A function from token ids to log-probabilities [tokens, vocabulary] in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    def logprobs(tokens: list[int]) -> NDArray[np.float64]:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0]
+        found: NDArray[np.float64] = torch.log_softmax(logits.double(), dim=-1).numpy()
+        return found
+
+    return logprobs
+
+
+def entropy(logprobs: NDArray[np.float64]) -> float:
+    """In nats, of one distribution [vocabulary]."""
+    return float(-(np.exp(logprobs) * logprobs).sum())
+
+
+def mismatches(logprobs: Logprobs, prompt: list[int], tokens: list[int], measured: list[Any], end: int) -> list[str]:
+    """Tokens whose entropy differs by more than 1e-5 nats, or whose end-marker rank differs at all."""
+    expected = logprobs(prompt + tokens)[len(prompt) - 1 :]
+    found = [] if len(measured) == len(tokens) else [f"{len(measured)} rows for {len(tokens)} tokens"]
+    for i, (_, _, entropy_nats, end_rank, _) in enumerate(measured):
+        wanted, rank = entropy(expected[i]), 1 + int((expected[i] > expected[i][end]).sum())
+        if not abs(entropy_nats - wanted) <= 1e-5 or end_rank != rank:
+            found.append(f"token {i}: entropy {entropy_nats} for {wanted}, rank {end_rank} for {rank}")
+    return found
