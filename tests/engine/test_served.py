@@ -92,7 +92,7 @@ async def test_life_without_with_and_after_the_control_plane(served: tuple[Serve
     try:
         assert control.engine().engine_id == "served"
         assert await all_of(server) == alone
-        assert control.settled().token_events > 0
+        wait_for(lambda: control.engine().token_events > 0, 5, "token rows")
 
         streaming = asyncio.gather(*(all_of(server) for _ in range(3)))
         await asyncio.to_thread(wait_for, lambda: control.engine().thinking > 0, 20, "thinking requests")
@@ -101,8 +101,7 @@ async def test_life_without_with_and_after_the_control_plane(served: tuple[Serve
         assert await streaming == [alone] * 3
 
         control.start()
-        engine = await asyncio.to_thread(control.engine)
-        assert engine.acked_revision == engine.revision >= 1
+        await asyncio.to_thread(wait_for, lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")
         control.apply({"scheduler": {"max_think_tokens": 12}})
         capped = await all_of(server)
         assert all(len(reasoning.split()) <= 12 for reasoning, _, _ in capped)
