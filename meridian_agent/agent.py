@@ -29,7 +29,6 @@ logger = logging.getLogger("vllm.meridian")
 
 # vLLM's finish reasons, by name, as meridian.v1.FinishReason.
 FINISH_REASON = {"stop": 1, "length": 2, "abort": 3, "error": 4}
-_ABORT = 3
 
 
 class Agent:
@@ -107,7 +106,7 @@ class Agent:
         """Requests were ended from outside (client gone)."""
         for request_id in request_ids:
             if tr := self.tracker.by_id.get(request_id):
-                self._close(tr, _ABORT)
+                self._close(tr, FINISH_REASON["abort"])
 
     def preempted(self, request: Any) -> None:
         tr = self.tracker.by_id.get(request.request_id)
@@ -226,11 +225,11 @@ class Agent:
         thinkers = [tr for tr in running if tr is not None and tr.state.phase is Phase.THINK]
         skipped = set(left_out(thinkers, think_per_step, max_skip_steps))
         for tr in thinkers:
-            tr.joined_step, tr.skipped_steps = (
-                (step, 0) if tr not in skipped else (tr.joined_step, tr.skipped_steps + 1)
-            )
-        for tr in skipped:
-            tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, step + 1)
+            if tr in skipped:
+                tr.skipped_steps += 1
+                tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, step + 1)
+            else:
+                tr.joined_step, tr.skipped_steps = step, 0
         self.think_skips += len(skipped)
 
     def _admission_limit(self, scheduler: Any) -> int:
@@ -244,14 +243,14 @@ class Agent:
                 self.directives.probes.append((decision_id, tr, flags))
                 continue
             # All tokens known so far; those since the last full block are computed again.
-            known = len(tr.ref.all_token_ids)
-            tokens = [*tr.ref.all_token_ids, *self.tracker.markers.probe]
-            cost = len(tokens) - known // self.block_size * self.block_size
+            appended = self.tracker.markers.probe
+            cost = len(tr.ref.all_token_ids) % self.block_size + len(appended)
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:
                 self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
                 continue
             self._probe_number += 1
+            tokens = [*tr.ref.all_token_ids, *appended]
             probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._probe_number}", tokens)
             self.placed[probe.request_id] = probes.Placed(decision_id, tr.slot, tr.state.think_tokens)
             scheduler.add_request(probe)
@@ -297,26 +296,27 @@ class Agent:
         if not self.tracker.due or (self.is_async and not output.pending_structured_output_tokens):
             return base
         forced: dict[str, dict[int, int]] = {}
-        rows: dict[str, int] = {}
         for tr in self.tracker.due:
             request_id = tr.info.request_id
             if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk:
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
             if tokens := self.directives.forced_tokens(tr, 1 + len(drafts), drafts):
-                forced[request_id], rows[request_id] = tokens, 1 + len(drafts)
-        return self._merge(output, base, forced, rows) if forced else base
+                forced[request_id] = tokens
+        return self._merge(output, base, forced) if forced else base
 
-    def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]], rows: dict[str, int]) -> Any:
+    def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
+        """`base` with rows for the forced requests: each has one row and one more for each of its draft tokens."""
         own = list(base.structured_output_request_ids) if base is not None else []
         words = base.grammar_bitmask.shape[1] if base is not None else self.mask_words
-        parts: list[Any] = [base.grammar_bitmask.copy()] if base is not None else []
+        parts: list[Any] = [base.grammar_bitmask] if base is not None else []
         added = [r for r in forced if r not in own]
+        drafts = output.scheduled_spec_decode_tokens
+        rows = {r: 1 + len(drafts.get(r, ())) for r in [*own, *added]}
         parts.append(np.full((sum(rows[r] for r in added), words), -1, dtype=np.int32))
         mask = np.concatenate(parts)
         at = 0
-        for request_id in [*own, *added]:
-            count = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        for request_id, count in rows.items():
             for row, token in forced.get(request_id, {}).items():
                 mask[at + row] = 0
                 mask[at + row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)

@@ -92,9 +92,14 @@ class Observer:
 
     def attach_to(self, output: Any) -> None:
         """Put the step's signals on the output that goes to the engine core."""
-        if self._signals is not None and getattr(output, "req_ids", None):
-            setattr(output, RESULT, self._signals)
-            self._signals = None
+        _put(output, self._signals)
+        self._signals = None
+
+
+def _put(output: Any, signals: StepSignals | None) -> None:
+    # Outputs without requests may be one object that vLLM shares.
+    if signals is not None and getattr(output, "req_ids", None):
+        setattr(output, RESULT, signals)
 
 
 def supported(worker: Any) -> str:
@@ -158,8 +163,7 @@ def _attach_now_or_later(observer: Observer, output: Any) -> None:
 
     def with_signals() -> Any:
         result = get_output()
-        if signals is not None and getattr(result, "req_ids", None):
-            setattr(result, RESULT, signals)
+        _put(result, signals)
         return result
 
     output.get_output = with_signals

@@ -83,7 +83,8 @@ class Session:
         if not hello.engine_id:
             raise InvalidRequest("hello.engine_id", "must not be empty")
         self.session_id, self.hello, self.connected_at = session_id, hello, now
-        self.table: RequestTable | None = None
+        # The window's length comes with the first policy.
+        self.table = RequestTable(1)
         self.totals = Totals()
         self.open_decisions: dict[int, Decision] = {}
         self.last_decision: dict[int, Decision] = {}
@@ -159,8 +160,6 @@ class Session:
             self.totals.nacks += 1
             return []
         self.policy, self.acked_revision, self._review = policy, revision, True
-        if self.table is None:
-            self.table = RequestTable(policy.entropy.rpdi_window_tokens)
         self.table.set_window(policy.entropy.rpdi_window_tokens)
         # What was only shadowed under the old policy may be due under the new one.
         under_way = [d.slot for d in self.open_decisions.values() if d.kind == "force" and d.slot is not None]
@@ -168,7 +167,7 @@ class Session:
         return self._respond(self._step, now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
-        table = self._table()
+        table = self.table
         table.clear()
         for opened in snapshot.requests:
             table.open(opened)
@@ -176,17 +175,12 @@ class Session:
         self._step = snapshot.step
         return self._respond(self._step, now)
 
-    def _table(self) -> RequestTable:
-        if self.table is None:
-            self.table = RequestTable(1)
-        return self.table
-
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
         if not report.steps:
             for outcome in report.outcomes:
                 self._settle(outcome)
             return []
-        table = self._table()
+        table = self.table
         self.last_report, self.reported_at = report, now
         self.totals.reports += 1
         self.totals.requests += len(report.opened)
@@ -213,7 +207,7 @@ class Session:
         return self._respond(self._step, now)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
-        table = self._table()
+        table = self.table
         if len({len(probes.decision_id), len(probes.slot), len(probes.eat_nats)}) != 1:
             raise ValueError("probe columns must have one length")
         for decision_id, slot, eat_nats in zip(probes.decision_id, probes.slot, probes.eat_nats, strict=True):
@@ -228,11 +222,11 @@ class Session:
             return
         self._finish(decision, report.outcome)
         if decision.kind == "probe" and decision.slot is not None and self._concerns(decision):
-            self._table().probe_open[decision.slot] = False
+            self.table.probe_open[decision.slot] = False
 
     def _concerns(self, decision: Decision) -> bool:
         """Whether the request a decision was about still lives in its slot."""
-        info = self._table().info[decision.slot] if decision.slot is not None else None
+        info = self.table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
     def _finish(self, decision: Decision, outcome: agent_pb2.Outcome.ValueType) -> None:
@@ -243,10 +237,8 @@ class Session:
             return
         if name == "shadowed":
             self.totals.ends[f"{decision.reason}_shadowed"] += 1
-        table, slot = self._table(), decision.slot
-        info = table.info[slot] if slot is not None and table.holds(slot) else None
-        if slot is not None and info is not None and info.request_id == decision.request_id:
-            self.last_decision[slot] = decision
+        if decision.slot is not None and self._concerns(decision):
+            self.last_decision[decision.slot] = decision
 
     def _count_answer(self, table: RequestTable, closed: agent_pb2.RequestClosed) -> None:
         """Count what a finished request made of its thinking; an aborted one says nothing."""
@@ -263,7 +255,7 @@ class Session:
         """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it."""
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
         for row in np.flatnonzero(flags & FLAG_END).tolist():
-            slot, table = tokens.slot[row], self._table()
+            slot, table = tokens.slot[row], self.table
             if flags[row] & FLAG_BY_CAP:
                 reason = "hard_cap"
             elif flags[row] & FLAG_FORCED and table.holds(slot):
@@ -287,7 +279,7 @@ class Session:
     def _respond(self, step: int, now: datetime) -> Out:
         directives = agent_pb2.Directives()
         if self.policy is not None and not self.hello.fault:
-            self._decide(self.policy, self._table(), directives)
+            self._decide(self.policy, self.table, directives)
         decided = bool(directives.ListFields())
         directives.step = step
         if not decided and (now - self._answered_at).total_seconds() < ACK_INTERVAL_S:
@@ -374,7 +366,7 @@ class Session:
 
     def _decision(self, kind: str, reason: str, slot: int | None = None) -> int:
         self._decision_id += 1
-        info = self._table().info[slot] if slot is not None else None
+        info = self.table.info[slot] if slot is not None else None
         made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "")
         self.open_decisions[made.decision_id] = made
         if slot is not None and kind != "probe":
@@ -386,7 +378,7 @@ class Session:
 
     def engine(self, connected: bool) -> fleet_pb2.Engine:
         """This engine as FleetService shows it."""
-        hello, report, table = self.hello, self.last_report, self._table()
+        hello, report, table = self.hello, self.last_report, self.table
         running = table.live & ~table.preempted
         state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
         view = fleet_pb2.Engine(
@@ -420,7 +412,7 @@ class Session:
 
     def requests(self) -> list[fleet_pb2.LiveRequest]:
         """The live requests as FleetService shows them."""
-        table = self._table()
+        table = self.table
         ratio = rpdi(table)
         return [self._request(table, slot, info, float(ratio[slot])) for slot, info in table.requests()]
 

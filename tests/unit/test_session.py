@@ -201,7 +201,7 @@ def test_the_hard_cap_ends_thinking_and_is_counted() -> None:
     made.step(9)
     assert made.session.totals.ends == {"hard_cap": 1}
     assert made.session.totals.outcomes["applied"] >= 2
-    assert not made.session.table.live.any()  # type: ignore[union-attr]
+    assert not made.session.table.live.any()
 
 
 def test_what_comes_after_an_end_is_counted() -> None:
