@@ -49,6 +49,7 @@ class Agent:
         self.mask_words = (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32
         self.placed: dict[str, probes.Placed] = {}
         hooks.hide_from_cache_stats(scheduler.kv_cache_manager, lambda name: name in self.placed)
+        self.shares_blocks = hooks.share_blocks(scheduler, self._shared_with)
         self.preempted_think = self.output_critical = self.blocks_reclaimed = self.think_skips = 0
         self.probe_tokens = 0
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
@@ -94,8 +95,10 @@ class Agent:
             model=overrides.clean(lora.lora_name) if lora is not None else self.model,
             tenant=own.tenant,
             slo_class=own.slo_class,
+            effort=own.effort,
             prompt_tokens=request.num_prompt_tokens,
             max_tokens=min(request.max_tokens, overrides.MAX_TOKENS),
+            min_think_tokens=own.min_think_tokens,
             max_think_tokens=own.max_think_tokens,
         )
         self.link.idle = False
@@ -242,9 +245,10 @@ class Agent:
             if tr.state.phase is Phase.THINK and tr.ending is None and tr.boundary & flags != flags:
                 self.directives.probes.append((decision_id, tr, flags))
                 continue
-            # All tokens known so far; those since the last full block are computed again.
             appended = self.tracker.markers.probe
-            cost = len(tr.ref.all_token_ids) % self.block_size + len(appended)
+            known = len(tr.ref.all_token_ids)
+            # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
+            cost = len(appended) + (1 if self.shares_blocks else known % self.block_size)
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:
                 self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
@@ -252,10 +256,17 @@ class Agent:
             self._probe_number += 1
             tokens = [*tr.ref.all_token_ids, *appended]
             probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._probe_number}", tokens)
-            self.placed[probe.request_id] = probes.Placed(decision_id, tr.slot, tr.state.think_tokens)
+            self.placed[probe.request_id] = probes.Placed(decision_id, tr, tr.state.think_tokens, known - 1)
             scheduler.add_request(probe)
             scheduler.waiting.remove_requests([probe])
             scheduler.waiting.prepend_request(probe)
+
+    def _shared_with(self, request_id: str) -> tuple[str, int] | None:
+        """The request whose blocks a probe shares, and how many tokens of it."""
+        placed = self.placed.get(request_id)
+        if placed is None or placed.parent.ref.num_computed_tokens < placed.shared_tokens:
+            return None
+        return placed.parent.info.request_id, placed.shared_tokens
 
     def _room(self, scheduler: Any) -> probes.Room:
         limit = min(getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
@@ -373,9 +384,12 @@ class Agent:
                 continue
             eat_nats = float(signals.entropy_nats[signals.row(row)])
             self.probe_tokens += placed.cost_tokens
-            self.tracker.record.probes.append(
-                (placed.decision_id, placed.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
-            )
+            tr, answer = placed.parent, out.new_token_ids[0]
+            tr.same_answer = tr.same_answer + 1 if answer == tr.trial_answer else 1
+            tr.trial_answer = answer
+            empty = answer in tr.ref.sampling_params.all_stop_token_ids and not self.tracker.markers.answer_prefix
+            measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
+            self.tracker.record.probes.append((*measured, tr.same_answer, empty))
             self.directives.report(placed.decision_id, Outcome.APPLIED)
         group.outputs = [o for o in group.outputs if not o.request_id.startswith(probes.PREFIX)]
         if group.finished_requests:

@@ -67,7 +67,16 @@ def missing_hooks() -> list[str]:
             "_preempt_request",
             "_free_request_blocks",
         ),
-        KVCacheManager: ("get_block_ids", "evict_blocks", "usage", "record_prefix_cache_stats"),
+        KVCacheManager: (
+            "get_block_ids",
+            "get_blocks",
+            "get_computed_blocks",
+            "create_kv_cache_blocks",
+            "take_kv_cache_block_copies",
+            "evict_blocks",
+            "usage",
+            "record_prefix_cache_stats",
+        ),
         WorkerWrapperBase: ("init_device",),
         GrammarOutput: ("structured_output_request_ids", "grammar_bitmask"),
         SchedulerOutput: ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "pending_structured_output_tokens"),
@@ -325,6 +334,36 @@ def hide_from_cache_stats(manager: Any, hidden: Callable[[str], bool]) -> None:
             record(request, *args, **kwargs)
 
     manager.record_prefix_cache_stats = record_unless_hidden
+
+
+def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None]) -> bool:
+    """Let some requests begin on the KV of another, a last block that is not full included; whether this engine can.
+
+    shared_with: by request id, the other request and how many of its tokens. vLLM takes such a block as a partial
+    prefix hit: it is copied on write, so neither request sees what the other writes.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    manager = scheduler.kv_cache_manager
+    groups = manager.coordinator.single_type_managers
+    one_kind = len(groups) == 1 and type(groups[0]) is FullAttentionManager and scheduler.connector is None
+    if not (manager.enable_caching and one_kind):
+        return False
+    block_size, lookup = groups[0].block_size, manager.get_computed_blocks
+
+    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = lookup(request, *args, **kwargs)
+        if (shared := shared_with(request.request_id)) is None:
+            return found
+        other, tokens = shared
+        (blocks,) = manager.get_blocks(other).blocks or ((),)
+        needed = -(-tokens // block_size)
+        if len(blocks) < needed:
+            return found
+        return (manager.create_kv_cache_blocks((list(blocks[:needed]),)), tokens, *found[2:])
+
+    manager.get_computed_blocks = get_computed_blocks
+    return True
 
 
 def aborted_status() -> Any:

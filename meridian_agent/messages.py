@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from meridian_agent.tracker import StepRecord
 
 
+PROBE_COLUMNS = (
+    "decision_id",
+    "slot",
+    "think_tokens",
+    "eat_nats",
+    "cost_tokens",
+    "same_answer",
+    "empty_answer",
+)
+
+
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
     slot, info, phase, think_tokens, output_tokens, forced, preempted = row
     return agent_pb2.RequestOpened(
@@ -23,11 +34,13 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         model=info.model,
         tenant=info.tenant,
         slo_class=info.slo_class,
+        effort=info.effort,
         prompt_tokens=info.prompt_tokens,
         max_tokens=info.max_tokens,
         phase=phase,
         think_tokens=think_tokens,
         output_tokens=output_tokens,
+        min_think_tokens=info.min_think_tokens,
         max_think_tokens=info.max_think_tokens,
         forced=forced,
         preempted=preempted,
@@ -66,12 +79,8 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
     report.opened.extend(opened_message(row) for row in record.opened)
     if record.slots:
         _add_tokens(report.tokens, record)
-    for decision_id, slot, think_tokens, eat_nats, cost_tokens in record.probes:
-        report.probes.decision_id.append(decision_id)
-        report.probes.slot.append(slot)
-        report.probes.think_tokens.append(think_tokens)
-        report.probes.eat_nats.append(eat_nats)
-        report.probes.cost_tokens.append(cost_tokens)
+    for name, column in zip(PROBE_COLUMNS, zip(*record.probes, strict=True), strict=False):
+        getattr(report.probes, name).extend(column)
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
     report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]

@@ -15,10 +15,13 @@ MAX_TOKENS = 2**31 - 1
 
 
 class Overrides(NamedTuple):
-    """max_think_tokens: the request's own cap, None for none. complaint: what was ignored, with its value."""
+    """min_think_tokens, max_think_tokens: the request's own floor and cap, None for none. complaint: what was ignored,
+    with its value."""
 
     tenant: str
     slo_class: str
+    effort: str
+    min_think_tokens: int | None
     max_think_tokens: int | None
     complaint: str
 
@@ -26,14 +29,20 @@ class Overrides(NamedTuple):
 def read(extra_args: Mapping[str, object] | None) -> Overrides:
     """The request's own words. What is unusable is ignored and named, never raised."""
     extra = extra_args or {}
-    cap, complaint = extra.get("meridian_max_think_tokens"), ""
-    usable = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap >= 0
-    if cap is not None and not usable:
-        complaint = f"meridian_max_think_tokens must be a number of tokens, at least 0; got {clean(cap)!r}"
-    own = min(int(cap), MAX_TOKENS) if usable else None  # type: ignore[call-overload]
-    return Overrides(
-        clean(extra.get("meridian_tenant", "")), clean(extra.get("meridian_slo_class", "")), own, complaint
-    )
+    complaints: list[str] = []
+    tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
+    floor = _tokens(extra, "meridian_min_think_tokens", complaints)
+    cap = _tokens(extra, "meridian_max_think_tokens", complaints)
+    return Overrides(tenant, slo_class, effort, floor, cap, "; ".join(complaints))
+
+
+def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> int | None:
+    value = extra.get(name)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return min(int(value), MAX_TOKENS)
+    if value is not None:
+        complaints.append(f"{name} must be a number of tokens, at least 0; got {clean(value)!r}")
+    return None
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:

@@ -1,7 +1,7 @@
 """EAT probes: which may be placed now, and what became of those that were. Engine-core thread.
 
-A probe is an internal request over a thinking request's tokens plus the end marker; the prefix cache serves its full
-blocks, so it costs the tokens since the last full block plus the marker.
+A probe is an internal request over a thinking request's tokens plus the end marker. It shares the request's KV blocks,
+the last one by copy-on-write, so it computes the newest token, whose KV is not there yet, and what it appends.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class Placed:
     """A probe that is in the engine, and what it has cost so far."""
 
     decision_id: int
-    slot: int
+    parent: Tracked
     think_tokens: int
+    # Tokens whose KV the parent has.
+    shared_tokens: int
     cost_tokens: int = 0
 
 

@@ -33,6 +33,8 @@ class RequestInfo:
     prompt_tokens: int
     max_tokens: int
     max_think_tokens: int | None
+    effort: str = ""
+    min_think_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +91,9 @@ class Tracked:
     boundary: int = 0
     # Thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
+    # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
+    trial_answer: int = -1
+    same_answer: int = 0
 
     @property
     def effective_rank(self) -> int:
@@ -118,8 +123,8 @@ class StepRecord:
     # Row of `signals` each token was drawn from.
     rows: list[int] = field(default_factory=list)
     signals: Any = None
-    # (decision id, slot, thinking tokens, EAT in nats, cost in tokens)
-    probes: list[tuple[int, int, int, float, int]] = field(default_factory=list)
+    # (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row, answer would be empty)
+    probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,20 @@ def load() -> Logprobs:
 def entropy(logprobs: NDArray[np.float64]) -> float:
     """In nats, of one distribution [vocabulary]."""
     return float(-(np.exp(logprobs) * logprobs).sum())
+
+
+def probe_mismatches(
+    logprobs: Logprobs, prompt: list[int], tokens: list[int], probes: list[Any], appended: list[int]
+) -> list[str]:
+    """Probes whose EAT differs by more than 1e-5 nats, and ones that are wrong about equal answers in a row."""
+    found, answers = [], []
+    for _, _, think_tokens, eat_nats, _, same_answer, _ in probes:
+        expected = logprobs([*prompt, *tokens[:think_tokens], *appended])[-1]
+        answers.append(int(expected.argmax()))
+        run = len(list(itertools.takewhile(lambda answer: answer == answers[-1], reversed(answers))))
+        if not abs(eat_nats - entropy(expected)) <= 1e-5 or same_answer != run:
+            found.append(f"token {think_tokens}: {eat_nats} for {entropy(expected)}, {same_answer} in a row for {run}")
+    return found
 
 
 def mismatches(logprobs: Logprobs, prompt: list[int], tokens: list[int], measured: list[Any], end: int) -> list[str]:

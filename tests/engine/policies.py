@@ -7,12 +7,19 @@ from typing import Any
 # Everything on, nothing that changes a token: caps out of reach, entropy rules shadowed.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
 
+# Probes wherever one is possible, and nothing applied.
+DENSE: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": 100_000, "min_think_tokens": 0},
+    "entropy": {"shadow": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere"},
+}
+
 # An entropy rule that fits the maze model: thinking ends soon after the first walk is complete.
 CONVERGED: dict[str, Any] = {
     "scheduler": {"min_think_tokens": 4},
     "entropy": {
         "shadow": False,
         "ema_alpha": 0.8,
+        "eat_warmup_samples": 5,
         "eat_probe_interval_tokens": 6,
         "eat_ema_variance_threshold": 0.05,
         "eat_level_threshold_nats": 0.2,

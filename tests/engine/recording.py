@@ -26,6 +26,20 @@ def records(agent: Any) -> Iterator[list[Any]]:
         agent.link.send = send
 
 
+def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
+    """Per request id its probes in order, as StepRecord has them."""
+    request_of: dict[int, str] = {}
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for record, opened, _, closed in seen:
+        for slot, info, *_ in opened:
+            request_of[slot] = info.request_id
+        for probe in record.probes:
+            found.setdefault(request_of[probe[1]], []).append(probe)
+        for slot, _ in closed:
+            request_of.pop(slot, None)
+    return found
+
+
 def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]:
     """Per request id its token rows in order: (phase, flags, entropy, end rank, end log-probability)."""
     request_of: dict[int, str] = {}

@@ -38,7 +38,7 @@ def test_probes_wait_for_a_boundary(llm: Any, agent: Any, control: Control, plac
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": shadow})
     with records(agent) as seen:
         (tokens,) = chat(llm, CASES[:1], GREEDY)
-    at = [think_tokens for record, *_ in seen for _, _, think_tokens, _, _ in record.probes]
+    at = [think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes]
     assert at
     assert all(agent.tracker.boundaries[tokens[n - 1]] & flag for n in at)
     control.settled()

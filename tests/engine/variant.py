@@ -15,9 +15,9 @@ import sys
 from typing import Any
 
 from tests.engine import ENGINE_ARGS, cases, chat, prompt_ids
-from tests.engine.offline import load, mismatches
-from tests.engine.policies import CONVERGED, NEUTRAL
-from tests.engine.recording import records, rows
+from tests.engine.offline import load, mismatches, probe_mismatches
+from tests.engine.policies import CONVERGED, DENSE
+from tests.engine.recording import probes, records, rows
 from tests.processes import ENGINE_ENV, Control
 
 CAPS = (1, 2, 20)
@@ -78,13 +78,20 @@ def main() -> None:
     found["v2"] = scheduler.use_v2_model_runner
     found["end"] = scheduler._agent.tracker.markers.end[0]
     with records(scheduler._agent) as seen:
-        found["free"] = run(NEUTRAL, tokens)
+        found["free"] = run(DENSE, tokens)
     logprobs, prompts = load(), [prompt_ids(llm, case) for case in chosen]
     found["mismatches"] = [
         line
         for prompt, generated, measured in zip(prompts, found["free"], rows(seen).values(), strict=True)
         for line in mismatches(logprobs, prompt, generated, measured, found["end"])
     ]
+    probed = probes(seen)
+    found["probe_mismatches"] = [
+        line
+        for prompt, generated, name in zip(prompts, found["free"], rows(seen), strict=True)
+        for line in probe_mismatches(logprobs, prompt, generated, probed.get(name, []), [found["end"]])
+    ]
+    found["probe_costs"] = [cost for of in probed.values() for *_, cost, _, _ in of]
     found["capped"] = {cap: run({"scheduler": {"max_think_tokens": cap}}, 60) for cap in CAPS}
     found["converged"] = run(CONVERGED, tokens)
     engine = control.settled()

@@ -165,6 +165,7 @@ class FakeAgent:
         self.refuse_settings = ""
         self.revision = 0
         self.eat_nats = 0.01
+        self.empty_answer = False
         self.step_time_ms = 5.0
         self.say(snapshot=self.snapshot())
 
@@ -204,7 +205,8 @@ class FakeAgent:
         engine.schedule()
         for decision_id, tr, _ in probed:
             if tr.state.phase.name == "THINK":
-                engine.tracker.record.probes.append((decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3))
+                measured = (decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3, 1, self.empty_answer)
+                engine.tracker.record.probes.append(measured)
                 engine.directives.report(decision_id, Outcome.APPLIED)
             else:
                 engine.directives.report(decision_id, Outcome.REFUSED, detail="not thinking")

@@ -82,7 +82,7 @@ def test_a_full_record() -> None:
         signals=Signals(
             np.array([0.1, 0.2, 0.3], np.float32), np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32)
         ),
-        probes=[(5, 0, 64, 0.25, 12)],
+        probes=[(5, 0, 64, 0.25, 12, 3, True)],
         preempted=[1],
         resumed=[2],
         closed=[(0, 1)],
@@ -99,7 +99,13 @@ def test_a_full_record() -> None:
     np.testing.assert_array_equal(report.tokens.entropy_nats, np.array([0.2, 0.3, 0.1, math.nan], np.float32))
     np.testing.assert_array_equal(report.tokens.end_logprob_nats, np.array([-2, -3, -1, math.nan], np.float32))
     assert report.probes == agent_pb2.ProbeColumns(
-        decision_id=[5], slot=[0], think_tokens=[64], eat_nats=[0.25], cost_tokens=[12]
+        decision_id=[5],
+        slot=[0],
+        think_tokens=[64],
+        eat_nats=[0.25],
+        cost_tokens=[12],
+        same_answer=[3],
+        empty_answer=[True],
     )
     assert (list(report.preempted), list(report.resumed)) == ([1], [2])
     assert list(report.closed) == [agent_pb2.RequestClosed(slot=0, reason=agent_pb2.FINISH_REASON_STOP)]

@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.messages import opened_message
 from meridian_agent.overrides import MAX_TEXT, MAX_TOKENS, read
 
-CAP = "meridian_max_think_tokens"
+CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 
 
 @pytest.mark.parametrize(("value", "cap"), [(0, 0), (7, 7), (7.9, 7), (2**40, MAX_TOKENS), (1e300, MAX_TOKENS)])
@@ -31,12 +31,12 @@ def test_an_unusable_cap_is_named_and_ignored(value: object) -> None:
 
 @pytest.mark.parametrize("extra", [None, {}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
-    assert read(extra) == ("", "", None, "")
+    assert read(extra) == ("", "", "", None, None, "")
 
 
 @given(
     st.dictionaries(
-        st.sampled_from([CAP, "meridian_tenant", "meridian_slo_class", "x"]),
+        st.sampled_from([CAP, "meridian_tenant", "meridian_slo_class", "meridian_effort", FLOOR]),
         st.one_of(
             st.text(),
             st.text(alphabet="\ud800a"),
@@ -48,7 +48,7 @@ def test_nothing_said(extra: dict[str, object] | None) -> None:
     )
 )
 def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
-    tenant, slo_class, cap, _ = read(extra)
+    tenant, slo_class, effort, floor, cap, _ = read(extra)
     info = SimpleNamespace(
         request_id="r",
         model="m",
@@ -57,7 +57,9 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         prompt_tokens=1,
         max_tokens=1,
         max_think_tokens=cap,
+        effort=effort,
+        min_think_tokens=floor,
     )
     message = opened_message((0, info, 1, 0, 0, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
-    assert max(len(tenant), len(slo_class)) <= MAX_TEXT
+    assert max(len(tenant), len(slo_class), len(effort)) <= MAX_TEXT

@@ -413,6 +413,8 @@ class RequestOpened(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     FORCED_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small integer, unique among the live requests of one engine, reused after RequestClosed."""
     request_id: _builtins.str
@@ -432,6 +434,10 @@ class RequestOpened(_message.Message):
     """A forced end of thinking was already applied to this request."""
     preempted: _builtins.bool
     """Waiting after a preemption."""
+    effort: _builtins.str
+    """The request's own effort level from vllm_xargs, for policy to match on; empty when it has none."""
+    min_think_tokens: _builtins.int
+    """The request's own floor from vllm_xargs: no rule ends its thinking before; absent when it has none."""
     def __init__(
         self,
         *,
@@ -448,14 +454,21 @@ class RequestOpened(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         forced: _builtins.bool = ...,
         preempted: _builtins.bool = ...,
+        effort: _builtins.str = ...,
+        min_think_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
 
 Global___RequestOpened: _TypeAlias = RequestOpened  # noqa: Y015
 
@@ -548,6 +561,8 @@ class ProbeColumns(_message.Message):
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     EAT_NATS_FIELD_NUMBER: _builtins.int
     COST_TOKENS_FIELD_NUMBER: _builtins.int
+    SAME_ANSWER_FIELD_NUMBER: _builtins.int
+    EMPTY_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -560,7 +575,15 @@ class ProbeColumns(_message.Message):
     def eat_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def cost_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens the engine computed for the probe (those the prefix cache did not hold)."""
+        """Tokens the engine computed for the probe."""
+
+    @_builtins.property
+    def same_answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Probes of this request in a row, this one included, whose likeliest next token was the same."""
+
+    @_builtins.property
+    def empty_answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """The likeliest next token would finish the request: ended here, its answer would be empty."""
 
     def __init__(
         self,
@@ -570,10 +593,12 @@ class ProbeColumns(_message.Message):
         think_tokens: _abc.Iterable[_builtins.int] | None = ...,
         eat_nats: _abc.Iterable[_builtins.float] | None = ...,
         cost_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        same_answer: _abc.Iterable[_builtins.int] | None = ...,
+        empty_answer: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_tokens", b"cost_tokens", "decision_id", b"decision_id", "eat_nats", b"eat_nats", "slot", b"slot", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_tokens", b"cost_tokens", "decision_id", b"decision_id", "eat_nats", b"eat_nats", "empty_answer", b"empty_answer", "same_answer", b"same_answer", "slot", b"slot", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
