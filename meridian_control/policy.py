@@ -9,8 +9,9 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Optional, Self, get_args, get_origin
 
 import tomli_w
 from google.protobuf import json_format
@@ -18,7 +19,16 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -64,6 +74,13 @@ class SchedulerPolicy(Section):
         "marker ranks at most soft_close_rank; 0 switches the rule off.",
     )
     soft_close_rank: int = Field(20, ge=1, le=INT32_MAX, description="Soft close: highest rank of the end marker.")
+    empty_answer_extension_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Thinking tokens added, once, to the cap of a request whose answer would be empty if it were "
+        "ended; no rule ends it meanwhile; 0 switches this off.",
+    )
     # After max_think_tokens, which its check reads.
     min_think_tokens: int = Field(
         512,
@@ -112,7 +129,14 @@ class EntropyPolicy(Section):
         0.2,
         gt=0,
         le=1,
-        description="Weight of the newest EAT sample, a fraction; warm-up is ceil(4/ema_alpha) samples.",
+        description="Weight of the newest EAT sample, a fraction.",
+    )
+    eat_warmup_samples: int = Field(
+        20,
+        ge=1,
+        le=1000,
+        description="EAT rule: samples before it may fire; the variance starts at 0 without bias correction, so about "
+        "4/ema_alpha make it mean something.",
     )
     eat_ema_variance_threshold: float = Field(
         1e-4,
@@ -131,6 +155,13 @@ class EntropyPolicy(Section):
     )
     eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = Field(
         "sentence", description="Where a probe that is due is placed: at once, or when a sentence or paragraph ends."
+    )
+    eat_probe_max_rank: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Gate: a probe is asked for only after a sentence end where the end marker ranks at most this, and "
+        "then placed at once; 0 switches the gate off.",
     )
     rank_conditions: tuple[RankCondition, ...] = Field(
         (), strict=False, description="Rank rule: thinking ends at a sentence end where any of these holds."
@@ -198,6 +229,75 @@ class ModelPolicy(Section):
     )
 
 
+def _override(section: type[Section], *names: str) -> type[Section]:
+    """A section of an override: these fields of `section`, each of which may be absent."""
+    fields: dict[str, Any] = {}
+    for name in names:
+        info = section.model_fields[name]
+        kind = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        # An empty list and an absent one are the same on the wire: only the absent one is allowed.
+        if get_origin(info.annotation) is tuple:
+            kind = Annotated[kind, Field(min_length=1)]
+        fields[name] = (Optional[kind], Field(None, description=info.description))  # noqa: UP045
+    return create_model(f"{section.__name__.removesuffix('Policy')}Override", __base__=Section, **fields)
+
+
+PER_REQUEST = {
+    "scheduler": (
+        "min_think_tokens",
+        "max_think_tokens",
+        "soft_think_tokens",
+        "soft_close_rank",
+        "empty_answer_extension_tokens",
+    ),
+    "entropy": (
+        "enabled",
+        "shadow",
+        "ema_alpha",
+        "eat_warmup_samples",
+        "eat_ema_variance_threshold",
+        "eat_level_threshold_nats",
+        "eat_probe_interval_tokens",
+        "eat_probe_placement",
+        "eat_probe_max_rank",
+        "rank_conditions",
+        "rpdi_threshold",
+    ),
+}
+SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
+EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
+
+Glob = Annotated[str, Field(max_length=256)]
+
+
+class Who(NamedTuple):
+    """What an override may match on."""
+
+    model: str = ""
+    tenant: str = ""
+    slo_class: str = ""
+    effort: str = ""
+    engine_labels: Mapping[str, str] = {}
+
+
+class Override(Section):
+    """Other values for some requests."""
+
+    model: Glob = Field("", description="Glob over the model or LoRA adapter name; empty matches all.")
+    tenant: Glob = Field("", description="Glob over the request's meridian_tenant; empty matches all.")
+    slo_class: Glob = Field("", description="Glob over the request's meridian_slo_class; empty matches all.")
+    effort: Glob = Field("", description="Glob over the request's meridian_effort; empty matches all.")
+    engine_labels: Mapping[str, str] = Field({}, description="Labels the engine must have.")
+    scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Set to other values.")  # type: ignore[valid-type]
+    entropy: EntropyOverride = Field(EntropyOverride(), description="Set to other values.")  # type: ignore[valid-type]
+
+    def matches(self, who: Who) -> bool:
+        pairs = ((self.model, who.model), (self.tenant, who.tenant), (self.slo_class, who.slo_class))
+        if not all(not glob or fnmatchcase(name, glob) for glob, name in (*pairs, (self.effort, who.effort))):
+            return False
+        return all(who.engine_labels.get(name) == value for name, value in self.engine_labels.items())
+
+
 class Policy(Section):
     """One complete policy; every absent field has its default."""
 
@@ -207,6 +307,26 @@ class Policy(Section):
     telemetry: TelemetryPolicy = TelemetryPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
     model: Mapping[str, ModelPolicy] = Field({}, description="Overrides by model name as the engine serves it.")
+    override: tuple[Override, ...] = Field(
+        (), strict=False, description="Other values for some requests; later entries win, field by field."
+    )
+
+    def of(self, who: Who) -> Self:
+        """The policy for one request: every matching override applied in order. Where floor and cap cross, the cap
+        wins."""
+        changes: dict[str, dict[str, Any]] = {"scheduler": {}, "entropy": {}}
+        for override in self.override:
+            if override.matches(who):
+                for name, changed in changes.items():
+                    section = getattr(override, name)
+                    changed |= {field: value for field, value in section if value is not None}
+        if not any(changes.values()):
+            return self
+        scheduler = self.scheduler.model_copy(update=changes["scheduler"])
+        floor = min(scheduler.min_think_tokens, scheduler.max_think_tokens)
+        scheduler = scheduler.model_copy(update={"min_think_tokens": floor})
+        entropy = self.entropy.model_copy(update=changes["entropy"])
+        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy})
 
 
 # ------------------------------------------------------------------------------------------------------------- forms
@@ -252,12 +372,12 @@ def from_proto(message: policy_pb2.Policy) -> Policy:
 
 def to_proto(policy: Policy) -> policy_pb2.Policy:
     """The message with every field set."""
-    return json_format.ParseDict(policy.model_dump(mode="json"), policy_pb2.Policy())
+    return json_format.ParseDict(policy.model_dump(mode="json", exclude_none=True), policy_pb2.Policy())
 
 
 def to_toml(policy: Policy) -> str:
     """TOML text with every field, which parse_toml reads back to an equal policy."""
-    return tomli_w.dumps(policy.model_dump(mode="json"))
+    return tomli_w.dumps(policy.model_dump(mode="json", exclude_none=True))
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -273,7 +393,7 @@ def _plain_value(field: FieldDescriptor, value: Any) -> Any:
     if field.is_repeated and not field.message_type.GetOptions().map_entry:
         return [_plain(entry) for entry in value]
     if field.message_type.GetOptions().map_entry:
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry) if isinstance(entry, Message) else entry for key, entry in value.items()}
     return _plain(value)
 
 
@@ -352,6 +472,8 @@ def _field(loc: tuple[int | str, ...]) -> FieldInfo:
             field = annotation.model_fields[str(part)]
         else:
             field = FieldInfo.from_annotation([arg for arg in get_args(annotation) if arg is not ...][-1])
+        if type(None) in get_args(field.annotation):
+            field = FieldInfo.from_annotation(get_args(field.annotation)[0])
     return field
 
 

@@ -34,6 +34,10 @@ UNTOLD, NO_CAP = -1, -2
 COLUMNS: dict[str, tuple[Any, Any]] = {
     "live": (bool, True),
     "phase": (np.uint8, 0),
+    # Which of the session's policies holds for the request.
+    "group": (np.int64, 0),
+    # The request's own floor.
+    "own_min_think_tokens": (np.int64, 0),
     "prompt_tokens": (np.int64, 0),
     "think_tokens": (np.int64, 0),
     "output_tokens": (np.int64, 0),
@@ -58,6 +62,10 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "eat_count": (np.int64, 0),
     "next_probe_tokens": (np.int64, 0),
     "probe_open": (bool, False),
+    # The newest probe found that the answer would be empty; the cap was probed for that; the cap was extended for it.
+    "empty_answer": (bool, False),
+    "cap_probed": (bool, False),
+    "extended": (bool, False),
     # Decisions: what the agent was last told.
     "rank": (np.int64, UNTOLD),
     "tier": (np.uint8, 0),
@@ -76,6 +84,8 @@ class RequestTable:
 
     live: NDArray[np.bool_]
     phase: NDArray[np.uint8]
+    group: NDArray[np.int64]
+    own_min_think_tokens: NDArray[np.int64]
     prompt_tokens: NDArray[np.int64]
     think_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
@@ -95,6 +105,9 @@ class RequestTable:
     eat_count: NDArray[np.int64]
     next_probe_tokens: NDArray[np.int64]
     probe_open: NDArray[np.bool_]
+    empty_answer: NDArray[np.bool_]
+    cap_probed: NDArray[np.bool_]
+    extended: NDArray[np.bool_]
     rank: NDArray[np.int64]
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
@@ -138,6 +151,7 @@ class RequestTable:
         self.think_tokens[slot] = opened.think_tokens
         self.output_tokens[slot] = opened.output_tokens
         self.preempted[slot] = opened.preempted
+        self.own_min_think_tokens[slot] = opened.min_think_tokens
         self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
         self.ended[slot] = self.forced[slot] = opened.forced
         self.info[slot] = opened

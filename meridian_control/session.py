@@ -6,21 +6,25 @@ recorded stream replays exactly. Used from one event loop, one call at a time.
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
-from meridian_control.policy import ModelPolicy
+from meridian_control.policy import ModelPolicy, Who
 from meridian_control.requests import FLAG_BY_CAP, FLAG_END, FLAG_FORCED, NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
 from meridian_control.signals import add_eat_sample, rpdi
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
+
+    from numpy.typing import NDArray
 
     from meridian_control.policy import Policy
 
@@ -35,10 +39,14 @@ PLACEMENTS = {
     "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
 }
 FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+# An answer is long that has LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after natural ends,
+# once MIN_ANSWERS of them are known.
+LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 
 Out = list[agent_pb2.ConnectResponse]
+Among: TypeAlias = "NDArray[np.bool_] | None"
 
 
 @dataclass(slots=True)
@@ -91,6 +99,8 @@ class Session:
         self.last_report: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self.policy: Policy | None = None
+        # The policy, and with overrides what it comes to for the live requests; the table's `group` points here.
+        self._policies: list[Policy] = []
         self.revision = self.acked_revision = 0
         self.nack_error = ""
         self._pending: tuple[int, int, Policy] | None = None
@@ -103,6 +113,8 @@ class Session:
         # The policy changed since the last decisions: what agents were told is gone over again.
         self._review = False
         self._answered_at = now
+        # Lengths of the newest answers after natural ends, in tokens.
+        self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -161,6 +173,10 @@ class Session:
             return []
         self.policy, self.acked_revision, self._review = policy, revision, True
         self.table.set_window(policy.entropy.rpdi_window_tokens)
+        self._policies = [policy]
+        self.table.group[:] = 0
+        for slot, opened in self.table.requests():
+            self._assign(slot, opened)
         # What was only shadowed under the old policy may be due under the new one.
         under_way = [d.slot for d in self.open_decisions.values() if d.kind == "force" and d.slot is not None]
         self.table.end_decided[~np.isin(np.arange(len(self.table.info)), under_way)] = 0
@@ -171,6 +187,7 @@ class Session:
         table.clear()
         for opened in snapshot.requests:
             table.open(opened)
+            self._assign(opened.slot, opened)
         self.last_decision = {s: d for s, d in self.last_decision.items() if self._concerns(d)}
         self._step = snapshot.step
         return self._respond(self._step, now)
@@ -186,6 +203,7 @@ class Session:
         self.totals.requests += len(report.opened)
         for opened in report.opened:
             table.open(opened)
+            self._assign(opened.slot, opened)
         self.totals.token_events += table.add_tokens(report.tokens)
         self._count_ends(report.tokens)
         self._add_probes(report.probes)
@@ -206,14 +224,41 @@ class Session:
         self._step = report.step
         return self._respond(self._step, now)
 
+    def _assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
+        """Find the policy that holds for a request."""
+        if self.policy is None or not self.policy.override:
+            return
+        labels = dict(self.hello.labels)
+        own = self.policy.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, labels))
+        if own not in self._policies:
+            self._policies.append(own)
+        self.table.group[slot] = self._policies.index(own)
+
+    def _policy_of(self, slot: int) -> Policy:
+        return self._policies[int(self.table.group[slot])]
+
+    def _groups(self) -> Iterator[tuple[Policy, Among]]:
+        """Each policy in use with the requests it holds for, [slots]; None for all."""
+        if len(self._policies) == 1:
+            yield self._policies[0], None
+            return
+        for index, policy in enumerate(self._policies):
+            among = self.table.live & (self.table.group == index)
+            if among.any():
+                yield policy, among
+
     def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
         table = self.table
-        if len({len(probes.decision_id), len(probes.slot), len(probes.eat_nats)}) != 1:
+        # Agents of the first version do not say whether the answer would be empty.
+        empty_answers = probes.empty_answer or [False] * len(probes.slot)
+        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
+        if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        for decision_id, slot, eat_nats in zip(probes.decision_id, probes.slot, probes.eat_nats, strict=True):
+        for decision_id, slot, eat_nats, empty_answer in zip(*columns, strict=True):
             decision = self.open_decisions.get(decision_id)
             if self.policy and decision and decision.slot == slot and self._concerns(decision):
-                add_eat_sample(table, slot, eat_nats, self.policy.entropy.ema_alpha)
+                add_eat_sample(table, slot, eat_nats, self._policy_of(slot).entropy.ema_alpha)
+                table.empty_answer[slot] = empty_answer
 
     def _settle(self, report: agent_pb2.DecisionOutcome) -> None:
         decision = self.open_decisions.pop(report.decision_id, None)
@@ -248,8 +293,13 @@ class Session:
         if table.phase[slot] == THINK:
             self.totals.answers["unended"] += 1
         elif table.ended[slot]:
-            answer = "empty" if table.output_tokens[slot] <= 1 else "answered"
+            length, usual = int(table.output_tokens[slot]), self._usual_answers
+            known = len(usual) >= MIN_ANSWERS
+            is_long = known and length > LONG_ANSWER * statistics.median(usual)
+            answer = "empty" if length <= 1 else "long" if is_long else "answered"
             self.totals.answers[f"{answer}_after_{how(bool(table.forced[slot]))}"] += 1
+            if not table.forced[slot]:
+                usual.append(length)
 
     def _count_ends(self, tokens: agent_pb2.TokenColumns) -> None:
         """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it."""
@@ -292,26 +342,30 @@ class Session:
         self._review = False
         if can.force_end:
             self._decide_caps(policy, table, out, review)
-            self._decide_ends(policy, table, out)
+            for own, among in self._groups():
+                self._decide_ends(own, table, out, among)
         if can.eat_probe:
-            self._decide_probes(policy, table, out)
+            for own, among in self._groups():
+                self._decide_probes(own, table, out, among)
         if can.dispatch:
             self._decide_plan(policy, table, out, review)
         self._decide_tiers(policy, table, out, review)
 
     def _decide_caps(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
         scheduler = policy.scheduler
-        for slot in np.flatnonzero(table.live & (review | (table.max_think_tokens == UNTOLD))).tolist():
-            info = table.info[slot]
+        extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
+        table.extended[extend] = True
+        for slot in np.flatnonzero(table.live & (review | extend | (table.max_think_tokens == UNTOLD))).tolist():
+            info, own = table.info[slot], self._policy_of(slot).scheduler
             assert info is not None
-            cap = termination.cap(scheduler, info) if scheduler.enabled else NO_CAP
+            cap = termination.cap(own, info, bool(table.extended[slot])) if scheduler.enabled else NO_CAP
             told = cap, scheduler.shadow
             if told == (table.max_think_tokens[slot], table.cap_shadow[slot]):
                 continue
             first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
             table.max_think_tokens[slot], table.cap_shadow[slot] = told
             if cap != NO_CAP:
-                made = self._decision("cap", "hard_cap", slot)
+                made = self._decision("cap", "empty_answer" if extend[slot] else "hard_cap", slot)
                 out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=scheduler.shadow)
             elif not first:
                 out.caps.add(decision_id=self._decision("cap", "lifted", slot), slot=slot)
@@ -328,19 +382,26 @@ class Session:
                 tier = agent_pb2.EVICTION_TIER_UNREACHABLE
                 out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)
 
-    def _decide_ends(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
-        for slot, reason in termination.ends(policy, table):
+    def _decide_ends(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, among: Among) -> None:
+        for slot, reason in termination.ends(policy, table, among):
             table.end_decided[slot] = reason
             made = self._decision("force", reason_name(reason), slot)
             section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
             out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=section.shadow)
 
-    def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
-        for slot in termination.probes_due(policy, table):
-            table.probe_open[slot] = True
+    def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, among: Among) -> None:
+        gated = policy.entropy.eat_probe_max_rank > 0
+        placement = PLACEMENTS["anywhere" if gated else policy.entropy.eat_probe_placement]
+        for slot in termination.probes_due(policy, table, among).tolist():
             table.next_probe_tokens[slot] = table.think_tokens[slot] + policy.entropy.eat_probe_interval_tokens
-            made = self._decision("probe", "eat", int(slot))
-            out.probes.add(decision_id=made, slot=slot, placement=PLACEMENTS[policy.entropy.eat_probe_placement])
+            self._probe(slot, "eat", placement, out)
+        for slot in termination.cap_probes_due(policy, table, among).tolist():
+            table.cap_probed[slot] = True
+            self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
+
+    def _probe(self, slot: int, reason: str, where: agent_pb2.Placement.ValueType, out: agent_pb2.Directives) -> None:
+        self.table.probe_open[slot] = True
+        out.probes.add(decision_id=self._decision("probe", reason, slot), slot=slot, placement=where)
 
     def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
         scheduler, memory = policy.scheduler, policy.kv_memory

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from meridian_control.requests import RequestTable
 
 
-def warmup_samples(ema_alpha: float) -> int:
-    """EAT samples before its variance means anything: it starts at 0 without bias correction (about 4/alpha, ibid.)."""
-    return math.ceil(4 / ema_alpha)
-
-
 def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float) -> None:
     """M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}.
 

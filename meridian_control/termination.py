@@ -12,7 +12,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.requests import THINK
-from meridian_control.signals import rpdi, warmup_samples
+from meridian_control.signals import rpdi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,22 +22,36 @@ if TYPE_CHECKING:
     from meridian_control.policy import EntropyPolicy, Policy, SchedulerPolicy
     from meridian_control.requests import RequestTable
 
+# Thinking tokens before the cap at which a probe finds out whether the answer would be empty.
+EXTENSION_LEAD_TOKENS = 64
 
-def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened) -> int:
-    """A request's hard cap: its own wish, clamped by policy."""
-    if opened.HasField("max_think_tokens"):
-        return min(opened.max_think_tokens, policy.max_think_tokens)
-    return policy.max_think_tokens
+
+def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool = False) -> int:
+    """A request's hard cap: its own wish, clamped by policy. An extension never exceeds the request's own wish."""
+    limit = policy.max_think_tokens + (policy.empty_answer_extension_tokens if extended else 0)
+    return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
 
 
 def needs_signals(policy: Policy) -> bool:
-    """Whether any rule reads what the workers measure."""
-    return policy.entropy.enabled or (policy.scheduler.enabled and policy.scheduler.soft_think_tokens > 0)
+    """Whether any rule, of any request, reads what the workers measure."""
+    entropy = [policy.entropy, *(o.entropy for o in policy.override)]
+    scheduler = [policy.scheduler, *(o.scheduler for o in policy.override)]
+    reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
-def ends(policy: Policy, table: RequestTable) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """Requests whose thinking a rule ends now, with the reason; each at most once."""
+def ends(
+    policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None
+) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
+    """Requests whose thinking a rule ends now, with the reason; each at most once.
+
+    among: [slots] the requests this policy holds for; all of them when absent.
+    """
     candidates = table.live & (table.phase == THINK) & (table.end_decided == 0)
+    if among is not None:
+        candidates &= among
+    if policy.scheduler.empty_answer_extension_tokens:
+        candidates &= ~table.empty_answer
     found = []
     for reason, fires in _rules(policy, table):
         ended = np.flatnonzero(candidates & fires)
@@ -50,7 +64,7 @@ def _rules(policy: Policy, table: RequestTable) -> Iterator[tuple[agent_pb2.Forc
     """The rules that are on, in their order of precedence, each with the requests it fires for, [slots]."""
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
-        above_floor = table.think_tokens >= scheduler.min_think_tokens
+        above_floor = table.think_tokens >= np.maximum(scheduler.min_think_tokens, table.own_min_think_tokens)
         at_boundary = above_floor & table.boundary_now
         yield agent_pb2.FORCE_REASON_EAT, above_floor & eat_converged(entropy, table)
         yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, table)
@@ -61,7 +75,7 @@ def _rules(policy: Policy, table: RequestTable) -> Iterator[tuple[agent_pb2.Forc
 
 def eat_converged(policy: EntropyPolicy, table: RequestTable) -> NDArray[np.bool_]:
     """EAT is flat *and* low: a trace that is flat at a high level has not converged."""
-    warm = table.eat_count >= warmup_samples(policy.ema_alpha)
+    warm = table.eat_count >= policy.eat_warmup_samples
     flat = table.eat_ema_variance < policy.eat_ema_variance_threshold
     low: NDArray[np.bool_] = table.eat_ema_nats < policy.eat_level_threshold_nats
     return warm & flat & low
@@ -87,17 +101,36 @@ def rank_reached(policy: EntropyPolicy, table: RequestTable) -> NDArray[np.bool_
 
 def soft_closed(policy: SchedulerPolicy, table: RequestTable) -> NDArray[np.bool_]:
     """Past the soft budget, at a sentence end, with the end marker among the likeliest tokens."""
-    over = table.boundary_now & (table.think_tokens >= policy.soft_think_tokens)
+    over = table.boundary_now & (table.think_tokens >= np.maximum(policy.soft_think_tokens, table.own_min_think_tokens))
     likely: NDArray[np.bool_] = table.boundary_ranks[:, 0] <= policy.soft_close_rank
     return over & likely
 
 
-def probes_due(policy: Policy, table: RequestTable) -> NDArray[np.intp]:
-    """Slots whose EAT is to be measured now: every interval, early enough to be warm at the floor."""
-    if not policy.entropy.enabled:
+def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    found = table.live & (table.phase == THINK) & ~table.probe_open & ~table.preempted & (table.think_tokens > 0)
+    return found if among is None else found & among
+
+
+def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Slots whose EAT is to be measured now: every interval, early enough to be warm at the floor.
+
+    Gated by rank, only those that just passed a sentence end where the end marker ranked low enough.
+    """
+    entropy = policy.entropy
+    if not entropy.enabled:
         return np.zeros(0, np.intp)
-    lead = warmup_samples(policy.entropy.ema_alpha) * policy.entropy.eat_probe_interval_tokens
-    due = table.live & (table.phase == THINK) & (table.end_decided == 0) & ~table.probe_open & ~table.preempted
-    due &= table.think_tokens >= np.maximum(table.next_probe_tokens, policy.scheduler.min_think_tokens - lead)
-    due &= table.think_tokens > 0
+    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
+    lead = entropy.eat_warmup_samples * entropy.eat_probe_interval_tokens
+    due = _may_be_probed(table, among) & (table.end_decided == 0)
+    due &= table.think_tokens >= np.maximum(table.next_probe_tokens, floor - lead)
+    if entropy.eat_probe_max_rank:
+        due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)
     return np.flatnonzero(due)
+
+
+def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Slots so near their cap that it is time to look, once, whether their answer would be empty."""
+    if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
+        return np.zeros(0, np.intp)
+    near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
+    return np.flatnonzero(_may_be_probed(table, among) & near & ~table.cap_probed)

@@ -16,8 +16,10 @@ from pydantic.fields import FieldInfo
 from meridian_control.errors import PolicyError
 from meridian_control.policy import (
     INT32_MAX,
+    Override,
     Policy,
     RankCondition,
+    Who,
     find,
     from_proto,
     load,
@@ -209,13 +211,15 @@ def test_proto_reports_what_json_would_hide() -> None:
 def schema_of_model(model: type[BaseModel]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        nested = [a for a in (field.annotation, *get_args(field.annotation)) if is_model(a)]
+        nested = models_in(field.annotation)
         found[name] = schema_of_model(nested[0]) if nested else None
     return found
 
 
-def is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in models_in(arg)]
 
 
 def schema_of_proto(message: Descriptor) -> dict[str, Any]:
@@ -233,7 +237,7 @@ def test_proto_and_schema_have_the_same_fields() -> None:
 
 
 def test_every_field_is_described() -> None:
-    sections = [a for f in Policy.model_fields.values() for a in (f.annotation, *get_args(f.annotation)) if is_model(a)]
+    sections = [model for field in Policy.model_fields.values() for model in models_in(field.annotation)]
     assert [name for s in sections for name, field in s.model_fields.items() if not field.description] == []
 
 
@@ -241,6 +245,10 @@ def test_every_field_is_described() -> None:
 
 
 def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
+    if type(None) in get_args(field.annotation):
+        # An override's field: absent, or what the section itself allows.
+        inner = FieldInfo.from_annotation(get_args(field.annotation)[0])
+        return values(inner).filter(lambda value: value != [])
     limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
     if field.annotation is int:
         return st.integers(limits["ge"], limits["le"])
@@ -254,8 +262,11 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
         return st.text(max_size=50)
     if get_origin(field.annotation) is Literal:
         return st.sampled_from(get_args(field.annotation))
-    if is_model(get_args(field.annotation)[0]):
-        return st.lists(tables(get_args(field.annotation)[0]), max_size=3)
+    if field.annotation == Mapping[str, str]:
+        return st.dictionaries(st.text(), st.text(), max_size=2)
+    if models := models_in(field.annotation):
+        is_list = get_origin(field.annotation) is tuple
+        return st.lists(tables(models[0]), max_size=3) if is_list else tables(models[0])
     if field.annotation == RankCondition.model_fields["max_ranks"].annotation:
         return st.lists(st.integers(1, INT32_MAX), min_size=1, max_size=8)
     return st.lists(st.integers(0, INT32_MAX), max_size=3)
@@ -266,13 +277,14 @@ def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional={name: values(field) for name, field in model.model_fields.items()})
 
 
-SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if is_model(field.annotation)}
+SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if not get_args(field.annotation)}
 MODEL = get_args(Policy.model_fields["model"].annotation)[1]
 TREES = st.fixed_dictionaries(
     {},
     optional={
         **{name: tables(section) for name, section in SECTIONS.items()},
         "model": st.dictionaries(st.text(), tables(MODEL), max_size=2),
+        "override": st.lists(tables(Override), max_size=2),
     },
 )
 
@@ -290,6 +302,46 @@ def test_round_trips(tree: Mapping[str, Any]) -> None:
     assert parse_toml(to_toml(policy)) == policy
     wire = to_proto(policy).SerializeToString()
     assert from_proto(policy_pb2.Policy.FromString(wire)) == policy
+
+
+# --------------------------------------------------------------------------------------------------------- overrides
+
+LOW = {"effort": "low", "scheduler": {"max_think_tokens": 100}}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "who", "expected"),
+    [
+        ({}, Who(), True),
+        ({"model": "Qwen/*"}, Who(model="Qwen/Qwen3-8B"), True),
+        ({"model": "qwen/*"}, Who(model="Qwen/Qwen3-8B"), False),
+        ({"tenant": "acme"}, Who(), False),
+        ({"tenant": "acme", "slo_class": "batch"}, Who(tenant="acme", slo_class="batch"), True),
+        ({"tenant": "acme", "slo_class": "batch"}, Who(tenant="acme", slo_class="chat"), False),
+        ({"effort": "[lm]*"}, Who(effort="medium"), True),
+        ({"engine_labels": {"zone": "a"}}, Who(engine_labels={"zone": "a", "gpu": "h"}), True),
+        ({"engine_labels": {"zone": "a"}}, Who(engine_labels={"zone": "b"}), False),
+    ],
+)
+def test_an_override_matches_when_all_its_patterns_do(patterns: dict[str, Any], who: Who, expected: bool) -> None:
+    changed = Policy.model_validate({"override": [patterns | {"scheduler": {"soft_close_rank": 3}}]}).of(who)
+    assert (changed.scheduler.soft_close_rank == 3) is expected
+
+
+def test_later_overrides_win_field_by_field() -> None:
+    second = {"tenant": "a", "scheduler": {"soft_think_tokens": 7}, "entropy": {"shadow": False}}
+    third = {"tenant": "a", "scheduler": {"soft_think_tokens": 8}}
+    policy = Policy.model_validate({"override": [LOW, second, third]})
+    changed = policy.of(Who(tenant="a", effort="low"))
+    assert (changed.scheduler.max_think_tokens, changed.scheduler.soft_think_tokens) == (100, 8)
+    assert not changed.entropy.shadow
+    assert policy.of(Who(tenant="b")) is policy
+
+
+def test_where_floor_and_cap_cross_the_cap_wins() -> None:
+    policy = Policy.model_validate({"override": [LOW, {"scheduler": {"min_think_tokens": 300}}]})
+    assert policy.of(Who(effort="low")).scheduler.min_think_tokens == 100
+    assert policy.of(Who()).scheduler.min_think_tokens == 300
 
 
 # ------------------------------------------------------------------------------------------------------------- files

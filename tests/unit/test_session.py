@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}
-CALIBRATED = {"shadow": False, "ema_alpha": 1.0, "eat_probe_interval_tokens": 2, "rpdi_threshold": 0.0}
+CALIBRATED = {"shadow": False, "ema_alpha": 1.0, "eat_warmup_samples": 4, "eat_probe_interval_tokens": 2, "rpdi_threshold": 0.0}
 
 
 @dataclass

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meridian_agent.phases import FLAG_MARKER
 from meridian_control.requests import OUTPUT, THINK
-from meridian_control.signals import add_eat_sample, rpdi, warmup_samples
+from meridian_control.signals import add_eat_sample, rpdi
 from tests.fakes.tables import table, thinking, tokens
 
 
@@ -51,11 +51,6 @@ def test_a_sample_that_was_not_measured_spoils_nothing(sample: float) -> None:
     for x in (1.0, sample, 1.0):
         add_eat_sample(made, 0, x, 0.2)
     assert (made.eat_count[0], made.eat_ema_nats[0], made.eat_nats[0]) == (2, 1.0, 1.0)
-
-
-@pytest.mark.parametrize(("alpha", "samples"), [(1.0, 4), (0.2, 20), (0.3, 14), (0.075, 54), (0.1, 40)])
-def test_warm_up(alpha: float, samples: int) -> None:
-    assert warmup_samples(alpha) == samples
 
 
 # ------------------------------------------------------------------------------------------------------------- RPDI

@@ -59,7 +59,7 @@ def test_eat_does_not_fire(changed: dict[str, Any]) -> None:
     ("section", "fields", "row"),
     [
         ("scheduler", {"min_think_tokens": 100}, {"think_tokens": 100}),
-        ("entropy", {"ema_alpha": 0.5}, {"eat_count": 8}),
+        ("entropy", {"eat_warmup_samples": 8}, {"eat_count": 8}),
         ("entropy", {"eat_ema_variance_threshold": 0.5}, {"eat_ema_variance": 0.4}),
         ("entropy", {"eat_level_threshold_nats": 2.0}, {"eat_ema_nats": 1.9}),
     ],
@@ -77,7 +77,7 @@ def test_thresholds_of_zero_never_fire() -> None:
 
 
 def test_no_sample_no_end() -> None:
-    assert ends(policy(entropy={"ema_alpha": 1}), table(thinking(think_tokens=9999))) == []
+    assert ends(policy(entropy={"eat_warmup_samples": 1}), table(thinking(think_tokens=9999))) == []
 
 
 # ------------------------------------------------------------------------------------------------------------ RPDI
@@ -215,13 +215,13 @@ def due(row: dict[str, Any], **sections: dict[str, Any]) -> bool:
 def test_probes_begin_early_enough_to_be_warm_at_the_floor() -> None:
     fields: dict[str, dict[str, Any]] = {
         "scheduler": {"min_think_tokens": 4000},
-        "entropy": {"ema_alpha": 0.5, "eat_probe_interval_tokens": 100},
+        "entropy": {"eat_warmup_samples": 8, "eat_probe_interval_tokens": 100},
     }
     assert not due(thinking(think_tokens=3199), **fields)
     assert due(thinking(think_tokens=3200), **fields)
     fields["entropy"]["eat_probe_interval_tokens"] = 101
     assert due(thinking(think_tokens=3192), **fields)
-    fields["entropy"]["ema_alpha"] = 1.0
+    fields["entropy"]["eat_warmup_samples"] = 4
     assert not due(thinking(think_tokens=3192), **fields)
     assert due(thinking(think_tokens=3596), **fields)
 

@@ -52,6 +52,7 @@ class Policy(_message.Message):
     TELEMETRY_FIELD_NUMBER: _builtins.int
     FALLBACK_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    OVERRIDE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy: ...
     @_builtins.property
@@ -66,6 +67,10 @@ class Policy(_message.Message):
     def model(self) -> _containers.MessageMap[_builtins.str, Global___ModelPolicy]:
         """By model name as the engine serves it."""
 
+    @_builtins.property
+    def override(self) -> _containers.RepeatedCompositeFieldContainer[Global___Override]:
+        """Later ones win, field by field."""
+
     def __init__(
         self,
         *,
@@ -75,14 +80,224 @@ class Policy(_message.Message):
         telemetry: Global___TelemetryPolicy | None = ...,
         fallback: Global___FallbackPolicy | None = ...,
         model: _abc.Mapping[_builtins.str, Global___ModelPolicy] | None = ...,
+        override: _abc.Iterable[Global___Override] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "model", b"model", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class Override(_message.Message):
+    """Changes how the thinking of some requests is ended: those that every pattern matches. Patterns are globs; an empty one
+    matches everything. An absent field leaves the value as it is.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EngineLabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    ENGINE_LABELS_FIELD_NUMBER: _builtins.int
+    SCHEDULER_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    effort: _builtins.str
+    @_builtins.property
+    def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels that the engine must have, by name."""
+
+    @_builtins.property
+    def scheduler(self) -> Global___SchedulerOverride: ...
+    @_builtins.property
+    def entropy(self) -> Global___EntropyOverride: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        effort: _builtins.str = ...,
+        engine_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        scheduler: Global___SchedulerOverride | None = ...,
+        entropy: Global___EntropyOverride | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "scheduler", b"scheduler"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_labels", b"engine_labels", "entropy", b"entropy", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Override: _TypeAlias = Override  # noqa: Y015
+
+@_typing.final
+class SchedulerOverride(_message.Message):
+    """The fields of SchedulerPolicy that are decided per request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
+    EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
+    min_think_tokens: _builtins.int
+    max_think_tokens: _builtins.int
+    soft_think_tokens: _builtins.int
+    soft_close_rank: _builtins.int
+    empty_answer_extension_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        min_think_tokens: _builtins.int | None = ...,
+        max_think_tokens: _builtins.int | None = ...,
+        soft_think_tokens: _builtins.int | None = ...,
+        soft_close_rank: _builtins.int | None = ...,
+        empty_answer_extension_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
+    _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__soft_close_rank: _TypeAlias = _typing.Literal["soft_close_rank"]  # noqa: Y015
+    _WhichOneofArgType__soft_close_rank: _TypeAlias = _typing.Literal["_soft_close_rank", b"_soft_close_rank"]  # noqa: Y015
+    _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_close_rank) -> _WhichOneofReturnType__soft_close_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
+
+Global___SchedulerOverride: _TypeAlias = SchedulerOverride  # noqa: Y015
+
+@_typing.final
+class EntropyOverride(_message.Message):
+    """The fields of EntropyPolicy that are decided per request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    EMA_ALPHA_FIELD_NUMBER: _builtins.int
+    EAT_EMA_VARIANCE_THRESHOLD_FIELD_NUMBER: _builtins.int
+    EAT_LEVEL_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_INTERVAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RPDI_THRESHOLD_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_PLACEMENT_FIELD_NUMBER: _builtins.int
+    RANK_CONDITIONS_FIELD_NUMBER: _builtins.int
+    EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    shadow: _builtins.bool
+    ema_alpha: _builtins.float
+    eat_ema_variance_threshold: _builtins.float
+    eat_level_threshold_nats: _builtins.float
+    eat_probe_interval_tokens: _builtins.int
+    rpdi_threshold: _builtins.float
+    eat_probe_placement: _builtins.str
+    eat_warmup_samples: _builtins.int
+    eat_probe_max_rank: _builtins.int
+    @_builtins.property
+    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        shadow: _builtins.bool | None = ...,
+        ema_alpha: _builtins.float | None = ...,
+        eat_ema_variance_threshold: _builtins.float | None = ...,
+        eat_level_threshold_nats: _builtins.float | None = ...,
+        eat_probe_interval_tokens: _builtins.int | None = ...,
+        rpdi_threshold: _builtins.float | None = ...,
+        eat_probe_placement: _builtins.str | None = ...,
+        rank_conditions: _abc.Iterable[Global___RankCondition] | None = ...,
+        eat_warmup_samples: _builtins.int | None = ...,
+        eat_probe_max_rank: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
+    _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["eat_level_threshold_nats"]  # noqa: Y015
+    _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_placement: _TypeAlias = _typing.Literal["_eat_probe_placement", b"_eat_probe_placement"]  # noqa: Y015
+    _WhichOneofReturnType__eat_warmup_samples: _TypeAlias = _typing.Literal["eat_warmup_samples"]  # noqa: Y015
+    _WhichOneofArgType__eat_warmup_samples: _TypeAlias = _typing.Literal["_eat_warmup_samples", b"_eat_warmup_samples"]  # noqa: Y015
+    _WhichOneofReturnType__ema_alpha: _TypeAlias = _typing.Literal["ema_alpha"]  # noqa: Y015
+    _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
+    _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_ema_variance_threshold) -> _WhichOneofReturnType__eat_ema_variance_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_level_threshold_nats) -> _WhichOneofReturnType__eat_level_threshold_nats | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_placement) -> _WhichOneofReturnType__eat_probe_placement | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_warmup_samples) -> _WhichOneofReturnType__eat_warmup_samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+
+Global___EntropyOverride: _TypeAlias = EntropyOverride  # noqa: Y015
 
 @_typing.final
 class SchedulerPolicy(_message.Message):
@@ -97,6 +312,7 @@ class SchedulerPolicy(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
+    EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     think_tpot_budget_ms: _builtins.float
@@ -106,6 +322,7 @@ class SchedulerPolicy(_message.Message):
     max_think_tokens: _builtins.int
     soft_think_tokens: _builtins.int
     soft_close_rank: _builtins.int
+    empty_answer_extension_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -118,11 +335,14 @@ class SchedulerPolicy(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         soft_think_tokens: _builtins.int | None = ...,
         soft_close_rank: _builtins.int | None = ...,
+        empty_answer_extension_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
+    _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
@@ -141,6 +361,8 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__think_batch_multiplier: _TypeAlias = _typing.Literal["_think_batch_multiplier", b"_think_batch_multiplier"]  # noqa: Y015
     _WhichOneofReturnType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["think_tpot_budget_ms"]  # noqa: Y015
     _WhichOneofArgType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["_think_tpot_budget_ms", b"_think_tpot_budget_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
@@ -176,6 +398,8 @@ class EntropyPolicy(_message.Message):
     RPDI_WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_PLACEMENT_FIELD_NUMBER: _builtins.int
     RANK_CONDITIONS_FIELD_NUMBER: _builtins.int
+    EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     ema_alpha: _builtins.float
@@ -185,6 +409,8 @@ class EntropyPolicy(_message.Message):
     rpdi_threshold: _builtins.float
     rpdi_window_tokens: _builtins.int
     eat_probe_placement: _builtins.str
+    eat_warmup_samples: _builtins.int
+    eat_probe_max_rank: _builtins.int
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
     def __init__(
@@ -200,10 +426,12 @@ class EntropyPolicy(_message.Message):
         rpdi_window_tokens: _builtins.int | None = ...,
         eat_probe_placement: _builtins.str | None = ...,
         rank_conditions: _abc.Iterable[Global___RankCondition] | None = ...,
+        eat_warmup_samples: _builtins.int | None = ...,
+        eat_probe_max_rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_placement", b"_eat_probe_placement", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_placement", b"eat_probe_placement", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_placement", b"_eat_probe_placement", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_placement", b"eat_probe_placement", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -211,8 +439,12 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_placement: _TypeAlias = _typing.Literal["_eat_probe_placement", b"_eat_probe_placement"]  # noqa: Y015
+    _WhichOneofReturnType__eat_warmup_samples: _TypeAlias = _typing.Literal["eat_warmup_samples"]  # noqa: Y015
+    _WhichOneofArgType__eat_warmup_samples: _TypeAlias = _typing.Literal["_eat_warmup_samples", b"_eat_warmup_samples"]  # noqa: Y015
     _WhichOneofReturnType__ema_alpha: _TypeAlias = _typing.Literal["ema_alpha"]  # noqa: Y015
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
@@ -230,7 +462,11 @@ class EntropyPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_placement) -> _WhichOneofReturnType__eat_probe_placement | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_warmup_samples) -> _WhichOneofReturnType__eat_warmup_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
