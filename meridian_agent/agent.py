@@ -56,6 +56,7 @@ class Agent:
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
         self._probe_number = 0
+        self._keep_places_until = 0
         self._off = False
         self._state = ""
         self._tail: Any = None
@@ -171,10 +172,9 @@ class Agent:
             self._order(scheduler)
             if plan.think_per_step is not None and self.tracker.answering:
                 self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
-        if self.directives.probes:
-            self._place_probes(scheduler)
-        hold = self.directives.hold_admission and self.tracker.answering
-        return self._admission_limit(scheduler) if hold else None
+        placed = self._place_probes(scheduler) if self.directives.probes else 0
+        hold = self.directives.hold_admission and self.tracker.answering > 0
+        return self._admission_limit(scheduler, hold, placed)
 
     def _lease_lost(self) -> bool:
         """Past the lease every decision but the caps is dropped; said once, at the change."""
@@ -235,12 +235,26 @@ class Agent:
                 tr.joined_step, tr.skipped_steps = step, 0
         self.think_skips += len(skipped)
 
-    def _admission_limit(self, scheduler: Any) -> int:
-        stock = int(getattr(scheduler, hooks.admission_limit_name(scheduler)))
-        return min(stock, len(scheduler.running) + len(self._preempted_answers()))
+    def _admission_limit(self, scheduler: Any, hold: bool, placed: int) -> int | None:
+        """Running requests to allow, None for vLLM's own limit.
 
-    def _place_probes(self, scheduler: Any) -> None:
+        Places stay free for probes, of which `placed` are first in the queue now; while admission is on hold, nothing
+        but them and preempted answers comes in.
+        """
+        if not hold and scheduler.current_step >= self._keep_places_until:
+            return None
+        stock = limit = int(getattr(scheduler, hooks.admission_limit_name(scheduler)))
+        if scheduler.current_step < self._keep_places_until:
+            limit = min(stock, stock - probes.reserve(stock) + placed)
+        if hold:
+            limit = min(limit, len(scheduler.running) + len(self._preempted_answers()) + placed)
+        return limit if limit < stock else None
+
+    def _place_probes(self, scheduler: Any) -> int:
+        """Put the probes whose place has come at the head of the queue; returns how many."""
         asked, self.directives.probes = self.directives.probes, []
+        self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
+        before = len(self.placed)
         for decision_id, tr, flags in asked:
             if tr.state.phase is Phase.THINK and tr.ending is None and tr.boundary & flags != flags:
                 self.directives.probes.append((decision_id, tr, flags))
@@ -260,6 +274,7 @@ class Agent:
             scheduler.add_request(probe)
             scheduler.waiting.remove_requests([probe])
             scheduler.waiting.prepend_request(probe)
+        return len(self.placed) - before
 
     def _shared_with(self, request_id: str) -> tuple[str, int] | None:
         """The request whose blocks a probe shares, and how many tokens of it."""

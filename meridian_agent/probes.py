@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 PREFIX = "meridian-probe-"
 # Probe tokens of one step, as a share of the step's token budget.
 STEP_SHARE = 8
+# Running places that admission leaves to probes while they are asked for, as a share of all; fewer than 2 are none.
+PLACE_SHARE = 32
+# Steps for which places are kept after a probe was asked for.
+PLACE_STEPS = 256
 
 
 @dataclass(slots=True)
@@ -42,6 +46,12 @@ class Room:
     blocks: int
     tokens: int
     prefix_caching: bool
+
+
+def reserve(places: int) -> int:
+    """Running places to keep for probes, which never take the last one."""
+    kept = places // PLACE_SHARE
+    return kept if kept > 1 else 0
 
 
 def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:

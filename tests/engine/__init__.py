@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 from tests.data import maze
@@ -71,10 +72,12 @@ class Run:
             if output.finished:
                 self.finished[output.request_id] = str(output.outputs[0].finish_reason)
 
-    def until(self, done: Any = None, limit: int = 3000) -> None:
-        """Step until `done()` holds, or until nothing is left to do."""
+    def until(self, done: Any = None, limit: int = 3000, pause_s: float = 0.0) -> None:
+        """Step until `done()` holds, or until nothing is left to do; `pause_s` makes each step as slow as a large
+        model's."""
         for _ in range(limit):
             if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
                 return
             self.step()
+            time.sleep(pause_s)
         raise AssertionError(f"not done after {limit} steps")

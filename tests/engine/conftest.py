@@ -39,10 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stock_process(folder: Path) -> Process:
+def stock_process(folder: Path) -> Iterator[Process]:
     """Stock vLLM's greedy tokens, made while the governed engine starts."""
     env = {**ENGINE_ENV, "MERIDIAN_CONTROL": ""}
-    return Process([sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")], folder / "stock.log", env)
+    process = Process(
+        [sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")], folder / "stock.log", env
+    )
+    yield process
+    process.stop()
 
 
 @pytest.fixture(scope="session")

@@ -166,6 +166,7 @@ class FakeAgent:
         self.revision = 0
         self.eat_nats = 0.01
         self.empty_answer = False
+        self.end_rank = 1
         self.step_time_ms = 5.0
         self.say(snapshot=self.snapshot())
 
@@ -232,7 +233,7 @@ class FakeAgent:
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
         record.signals = SimpleNamespace(
-            entropy_nats=columns, end_rank=np.ones(len(columns), np.int32), end_logprob_nats=-columns
+            entropy_nats=columns, end_rank=np.full(len(columns), self.end_rank, np.int32), end_logprob_nats=-columns
         )
 
     def _report(self) -> StepRecord:

@@ -14,6 +14,7 @@ from meridian_agent.tracker import RequestInfo, StepRecord, Tracked, Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from meridian.v1 import agent_pb2
 
@@ -38,8 +39,15 @@ class FakeEngine:
     def live(self) -> dict[str, Tracked]:
         return self.tracker.by_id
 
-    def open(self, name: str, prompt: Sequence[int] = (START,), own_cap: int | None = None) -> Tracked:
-        info = RequestInfo(name, "model", "tenant", "slo", len(prompt), 1000, own_cap)
+    def open(
+        self,
+        name: str,
+        prompt: Sequence[int] = (START,),
+        own_cap: int | None = None,
+        tenant: str = "tenant",
+        **own: Any,
+    ) -> Tracked:
+        info = RequestInfo(name, "model", tenant, "slo", len(prompt), 1000, own_cap, **own)
         ref = SimpleNamespace(is_prefill_chunk=False, num_computed_tokens=len(prompt))
         return self.tracker.open(info, list(prompt), self.step, ref)
 

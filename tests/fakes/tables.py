@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 WINDOW = 4
 
 
-def policy(**sections: dict[str, Any]) -> Policy:
+def policy(**sections: Any) -> Policy:
     """The default policy with some fields changed: policy(entropy={"ema_alpha": 0.5})."""
     return Policy.model_validate(sections)
 

@@ -17,7 +17,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.errors import InvalidRequest
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
-from meridian_control.session import ACK_INTERVAL_S, Session, outcome_name
+from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}
-CALIBRATED = {"shadow": False, "ema_alpha": 1.0, "eat_warmup_samples": 4, "eat_probe_interval_tokens": 2, "rpdi_threshold": 0.0}
+CALIBRATED = {
+    "shadow": False,
+    "ema_alpha": 1.0,
+    "eat_warmup_samples": 4,
+    "eat_probe_interval_tokens": 2,
+    "rpdi_threshold": 0.0,
+}
 
 
 @dataclass
@@ -225,6 +231,146 @@ def test_what_comes_after_an_end_is_counted() -> None:
     report = agent_pb2.StepReport(step=1000, steps=1, tokens=again)
     made.session.on_message(agent_pb2.ConnectRequest(step=report), made.now)
     assert made.session.totals.answers["reentry_after_natural"] == 1
+
+
+def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
+    made.open("too-early", answer=50)
+    made.step(60)
+    for i in range(MIN_ANSWERS):
+        made.open(f"usual-{i}", think=3, answer=5)
+    made.step(10)
+    made.open("long", answer=LONG_ANSWER * 5 + 1)
+    made.open("not-yet", answer=LONG_ANSWER * 5)
+    made.step(60)
+    answers = made.session.totals.answers
+    assert answers == {"answered_after_forced": 2, "answered_after_natural": MIN_ANSWERS, "long_after_forced": 1}
+
+
+# ------------------------------------------------------------------------------------------------------- who gets what
+
+RULES = CALIBRATED | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 1}
+LOW = {"effort": "low", "scheduler": {"max_think_tokens": 7}}
+NO_RULES = {"tenant": "careful", "entropy": {"enabled": False}}
+
+
+def caps_of(made: Stream) -> dict[str, int]:
+    table = made.session.table
+    return {info.request_id: int(table.max_think_tokens[slot]) for slot, info in table.requests()}
+
+
+def test_overrides_decide_caps_and_rules_of_the_requests_they_match() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=RULES, override=[LOW, NO_RULES]))
+    made.open("plain")
+    made.open("low", effort="low")
+    made.open("careful", tenant="careful")
+    forced = {f.slot for f in made.step(3).forces}
+    assert caps_of(made) == {"plain": 32768, "low": 7, "careful": 32768}
+    names = {slot: info.request_id for slot, info in made.session.table.requests()}
+    assert {names[slot] for slot in forced} == {"plain", "low"}
+    made.step(20)
+    assert set(made.agent.engine.live) == {"plain", "low", "careful"}
+    assert "careful" not in {d.request_id for d in made.session.last_decision.values() if d.kind == "force"}
+
+
+def test_overrides_are_gone_over_again_with_a_new_policy() -> None:
+    made = stream(policy(scheduler=EARLY, override=[LOW]))
+    made.open("low", effort="low")
+    made.step()
+    made.apply(policy(scheduler=EARLY, override=[{**LOW, "scheduler": {"max_think_tokens": 9}}]))
+    assert caps_of(made) == {"low": 9}
+    made.apply(policy(scheduler=EARLY))
+    assert caps_of(made) == {"low": 32768}
+
+
+def test_overrides_of_requests_that_a_snapshot_brings() -> None:
+    made = stream(policy(scheduler=EARLY, override=[LOW]))
+    made.agent.open("low", Script(1000, 1000), effort="low")
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.agent.engine.take()
+    made.pump()
+    made.step()
+    assert caps_of(made) == {"low": 7}
+
+
+def test_engine_labels_choose_overrides() -> None:
+    limited = {"engine_labels": {"pool": "batch"}, "scheduler": {"max_think_tokens": 5}}
+    for labels, cap in (({"pool": "batch"}, 5), ({"pool": "chat"}, 32768), ({}, 32768)):
+        made = stream(policy(scheduler=EARLY, override=[limited]), hello_fields={"labels": labels})
+        made.open("a")
+        made.step()
+        assert caps_of(made) == {"a": cap}
+
+
+def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
+    made = stream(policy(scheduler={**EARLY, "max_think_tokens": 12}, entropy=RULES))
+    made.open("floor", min_think_tokens=8)
+    made.open("plain")
+    made.open("above-cap", min_think_tokens=500)
+    forces: dict[int, int] = {}
+    for _ in range(20):
+        before = {slot: int(made.session.table.think_tokens[slot]) for slot in range(3)}
+        for force in made.step().forces:
+            forces[force.slot] = before[force.slot]
+    assert forces[1] < 7 <= forces[0]
+    assert 2 not in forces
+    assert made.session.totals.ends["hard_cap"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------- empty answers
+
+
+def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("empty")
+    made.open("own", own_cap=90)
+    asked = made.step(99)
+    assert len(asked.probes) == 2
+    assert caps_of(made) == {"empty": 130, "own": 90}
+    made.step(60)
+    assert made.session.totals.decisions["probe"] == 2
+    assert made.session.totals.ends["hard_cap"] == 2
+    assert made.balanced()
+
+
+def test_caps_are_left_alone_when_the_answer_is_not_empty() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.open("a")
+    made.step(99)
+    assert caps_of(made) == {"a": 100}
+    made = stream(policy(scheduler={**limits, "empty_answer_extension_tokens": 0}, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    assert not made.step(99).probes
+    assert caps_of(made) == {"a": 100}
+
+
+def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
+    made = stream(policy(scheduler={**EARLY, "empty_answer_extension_tokens": 30}, entropy=RULES))
+    made.agent.empty_answer = True
+    made.open("a")
+    assert not made.step(20).forces
+    made.agent.empty_answer = False
+    assert made.step(4).forces
+
+
+# -------------------------------------------------------------------------------------------------------------- gate
+
+
+def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at_once() -> None:
+    gate = RULES | {"shadow": True, "eat_probe_max_rank": 5}
+    made = stream(policy(scheduler=EARLY, entropy=gate))
+    made.open("a")
+    assert not made.step(6).probes, "no sentence has ended"
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    asked = made.step(3)
+    assert {p.placement for p in asked.probes} == {agent_pb2.PLACEMENT_ANYWHERE}
+    made.agent.end_rank = 6
+    made.step()
+    assert not made.step(6).probes, "the end marker is not likely enough"
 
 
 @pytest.mark.parametrize("shadow", [False, True])

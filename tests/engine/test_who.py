@@ -1,0 +1,130 @@
+"""Who gets what on the real engine: overrides, a request's own words, empty answers, grammars after a forced end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from meridian_agent import probes as place_reserve
+from tests.data import maze
+from tests.engine import Run, cases, chat
+from tests.engine.policies import DENSE
+from tests.engine.recording import probes, records
+from tests.engine.test_decisions import endless, opened
+
+if TYPE_CHECKING:
+    from tests.processes import Control
+
+
+def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control) -> None:
+    """In one batch, live: each request is capped by what its own words match, clamped by policy."""
+    low = {"effort": "low", "scheduler": {"max_think_tokens": 111}}
+    batch = {"tenant": "batch-*", "slo_class": "bulk", "scheduler": {"max_think_tokens": 123}}
+    control.apply({"scheduler": {"max_think_tokens": 260}, "override": [batch, low]})
+    own: list[dict[str, Any]] = [
+        {},
+        {"meridian_effort": "low"},
+        {"meridian_tenant": "batch-7", "meridian_slo_class": "bulk"},
+        {"meridian_tenant": "batch-7", "meridian_slo_class": "chat"},
+        {"meridian_tenant": "batch-7", "meridian_slo_class": "bulk", "meridian_max_think_tokens": 5},
+        {"meridian_effort": "low", "meridian_max_think_tokens": 150},
+    ]
+    params = [endless(agent, max_tokens=300, extra_args=words) for words in own]
+    end = agent.tracker.markers.end[0]
+    runs = chat(llm, [opened()] * len(own), params)
+    assert [tokens.index(end) for tokens in runs] == [260, 111, 123, 260, 5, 111]
+    control.settled()
+
+
+def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(llm: Any, agent: Any, control: Control) -> None:
+    careful = {"tenant": "careful", "entropy": {"enabled": False}}
+    at_once = {"shadow": False, "rank_conditions": [{"max_ranks": [100_000]}]}
+    control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": at_once, "override": [careful]})
+    words: list[dict[str, Any]] = [{}, {"meridian_tenant": "careful"}, {"meridian_min_think_tokens": 90}]
+    params = [endless(agent, max_tokens=200, extra_args=own) for own in words]
+    plain, never, floor = chat(llm, [opened()] * 3, params)
+    end = agent.tracker.markers.end[0]
+    assert end not in never
+    assert plain.index(end) < 90 <= floor.index(end)
+    control.settled()
+
+
+@pytest.mark.parametrize(("extension", "expected"), [(0, 100), (30, 130)])
+def test_thinking_is_extended_where_the_answer_would_be_empty(
+    llm: Any, agent: Any, control: Control, extension: int, expected: int
+) -> None:
+    """Every node is a stop token, held back at first: what comes after an end marker would finish the request."""
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": extension}
+    control.apply({"scheduler": limits, "entropy": {"enabled": False}})
+    before = dict(control.settled().decisions)
+    nodes = llm.get_tokenizer().convert_tokens_to_ids(list(maze.NODES))
+    stops = endless(agent, max_tokens=200, min_tokens=180, stop_token_ids=nodes)
+    plain = endless(agent, max_tokens=200)
+    end = agent.tracker.markers.end[0]
+    run = Run(llm)
+    run.add("stops", opened(), stops)
+    run.add("plain", opened(), plain)
+    run.until(pause_s=0.003)
+    assert [run.tokens[name].index(end) for name in ("stops", "plain")] == [expected, 100]
+    assert control.settled().decisions["probe"] - before.get("probe", 0) == (2 if extension else 0)
+
+
+@pytest.mark.parametrize("cap", [1, 12])
+def test_a_grammar_after_a_forced_end(llm: Any, agent: Any, control: Control, cap: int) -> None:
+    """Structured output begins after the end marker, also after a forced one, and beside requests without a grammar."""
+    control.apply({"scheduler": {"max_think_tokens": cap}})
+    words = StructuredOutputsParams(choice=["walk", "where"])
+    params = endless(agent, max_tokens=40, ignore_eos=False)
+    constrained = endless(agent, max_tokens=40, ignore_eos=False, structured_outputs=words)
+    chosen = [opened(0), opened(0), opened(2)]
+    free, first, second = chat(llm, chosen, [params, constrained, constrained])
+    end, tokenizer = agent.tracker.markers.end[0], llm.get_tokenizer()
+    assert free[: cap + 1] == first[: cap + 1]
+    for tokens in (first, second):
+        assert (tokens.index(end), tokens.count(end)) == (cap, 1)
+        assert tokenizer.decode(tokens[cap + 1 :], skip_special_tokens=True).strip() in words.choice
+    control.settled()
+
+
+def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control) -> None:
+    """A cache salt keeps prompts apart: a probe shares its own request's blocks and is as cheap as any other."""
+    from tests.engine import prompt_ids
+
+    control.apply(DENSE)
+    prompt = {"prompt_token_ids": prompt_ids(llm, opened()), "cache_salt": "one"}
+    with records(agent) as seen:
+        llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True), use_tqdm=False)
+    (measured,) = probes(seen).values()
+    assert {cost for *_, cost, _, _ in measured} == {2}
+    control.settled()
+
+
+def test_places_are_kept_for_probes_when_the_engine_is_full(
+    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than places: without a reserve nothing is ever probed; with one, tokens stay the same."""
+    chosen = [opened(i % 6) for i in range(24)]
+    params = [endless(agent, max_tokens=40 + i) for i in range(24)]
+    control.apply(DENSE)
+    reference = chat(llm, chosen, params)
+    monkeypatch.setattr(place_reserve, "PLACE_SHARE", 2)
+    before, preempted = agent.probe_tokens, agent.preempted_think
+    assert chat(llm, chosen, params) == reference
+    assert agent.probe_tokens > before + 2 * 100
+    assert agent.preempted_think == preempted
+    control.settled()
+
+
+def test_probes_that_cannot_run_are_refused_with_the_reason(llm: Any, agent: Any, control: Control) -> None:
+    """As many requests as the engine may run leave no place: nothing is preempted, every probe has its outcome."""
+    control.apply(DENSE)
+    before = agent.preempted_think
+    with records(agent) as seen:
+        chat(llm, [*cases(), *cases()[:2]], endless(agent, max_tokens=60))
+    details = {detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6}
+    assert "no running place to spare" in details
+    assert agent.preempted_think == before
+    control.settled()

@@ -1,0 +1,165 @@
+"""Traces of made-up requests, as the messages that a real agent sends, and labels of when their answers are right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import policy as schema
+from meridian_control.requests import FLAG_END, FLAG_FORCED, FLAG_MARKER, OUTPUT, THINK
+from meridian_control.trace import TraceWriter
+from tests.fakes.agent import hello
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SENTENCE, PARAGRAPH = 32, 96
+STOP = agent_pb2.FINISH_REASON_STOP
+# Steps until a probe's result is reported.
+PROBE_STEPS = 2
+
+
+@dataclass
+class MadeUp:
+    """One request: its rows (phase, flags, entropy, rank), the trial answers at its sentence ends, and when its answer
+    is the right one."""
+
+    request_id: str
+    rows: list[tuple[int, int, float, int]] = field(default_factory=list)
+    # By thinking tokens: EAT, probes in a row with this answer.
+    probes: dict[int, tuple[float, int]] = field(default_factory=dict)
+    settled_tokens: int = 0
+    natural_right: bool = True
+    finish: agent_pb2.FinishReason.ValueType = STOP
+
+    def labels(self, delay_tokens: int = 2) -> Iterator[dict[str, Any]]:
+        yield {"request_id": self.request_id, "correct": self.natural_right}
+        for tokens in self.probes:
+            right = self.natural_right and tokens >= self.settled_tokens
+            yield {"request_id": self.request_id, "think_tokens": tokens + delay_tokens, "correct": right}
+
+
+def made_up(number: int, seed: int = 0, eat: str = "tells", rank: str = "tells", forced: bool = False) -> MadeUp:
+    """A request that settles on its answer part-way. A signal `tells` when it has, is `blind`, or is `noise`."""
+    rng = np.random.default_rng((seed, number))
+    sentences = int(rng.integers(12, 40))
+    settled = int(sentences * rng.uniform(0.3, 0.8))
+    request = MadeUp(f"r{number}-{rng.integers(1 << 30):08x}", natural_right=bool(rng.random() < 0.9))
+    tokens, low, same = 0, False, 0
+    for sentence in range(sentences):
+        length = int(rng.integers(6, 20))
+        for token in range(length):
+            flags = 0
+            if token == length - 1:
+                flags = PARAGRAPH if sentence % 4 == 3 else SENTENCE
+            value = _rank(rng, rank, low) if token == 0 and sentence else int(rng.integers(500, 5000))
+            request.rows.append((THINK, flags, float(rng.exponential(0.5)), value))
+        tokens += length
+        low = sentence >= settled
+        if sentence == settled:
+            request.settled_tokens = tokens
+        # Before it settles, an answer lasts for a sentence or two.
+        same = 1 if sentence == settled or (not low and rng.random() < 0.6) else same + 1
+        request.probes[tokens] = (_eat(rng, eat, low), same)
+    request.rows.append((THINK, FLAG_MARKER | FLAG_END | (FLAG_FORCED if forced else 0), 0.1, 1))
+    request.rows += [(OUTPUT, 0, 0.1, 4000)] * 3
+    return request
+
+
+def _eat(rng: np.random.Generator, kind: str, low: bool) -> float:
+    if kind == "blind":
+        return float(rng.exponential(0.01))
+    if kind == "noise":
+        return float(rng.uniform(0, 2))
+    return float(rng.exponential(0.05)) if low else float(rng.uniform(0.3, 2))
+
+
+def _rank(rng: np.random.Generator, kind: str, low: bool) -> int:
+    if kind != "tells":
+        return int(rng.integers(1, 1000))
+    return int(rng.integers(1, 12)) if low else int(rng.integers(8, 1000))
+
+
+def records(
+    requests: list[MadeUp], at_once: int = 8, policy: schema.Policy | None = None
+) -> list[fleet_pb2.TraceRecord]:
+    """One session in which these requests run, some at once, a token each step."""
+    made: list[fleet_pb2.TraceRecord] = []
+
+    def add(**message: Any) -> fleet_pb2.TraceRecord:
+        time = Timestamp()
+        time.FromDatetime(datetime(2026, 5, 4, tzinfo=UTC))
+        made.append(fleet_pb2.TraceRecord(time=time, engine_id="engine", session_id="s", **message))
+        return made[-1]
+
+    add(up=agent_pb2.ConnectRequest(hello=hello()))
+    given = schema.to_proto(policy or schema.Policy())
+    add(policy=fleet_pb2.TracedPolicy(revision=1, policy=given))
+    add(up=agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1)))
+    waiting, live, free = list(requests), dict[int, tuple[MadeUp, int, int]](), list(range(at_once))
+    due: list[tuple[int, int, int, MadeUp]] = []
+    step = 1
+    while waiting or live:
+        step += 1
+        report = agent_pb2.StepReport(step=step, steps=1, step_time_ms=5)
+        while waiting and free:
+            slot, request = free.pop(0), waiting.pop(0)
+            live[slot] = request, 0, 0
+            report.opened.add(slot=slot, request_id=request.request_id, phase=agent_pb2.PHASE_THINK, model="m")
+        for slot in sorted(live):
+            request, at, tokens = live[slot]
+            phase, flags, *_ = request.rows[at]
+            _add_row(report.tokens, slot, request.rows[at])
+            tokens += phase == THINK and not flags & FLAG_MARKER
+            live[slot] = request, at + 1, tokens
+            if phase == THINK and flags & SENTENCE:
+                due.append((step + PROBE_STEPS, slot, tokens, request))
+        for when, slot, tokens, request in [d for d in due if d[0] <= step]:
+            due.remove((when, slot, tokens, request))
+            if slot in live and live[slot][0] is request:
+                _add_probe(report.probes, slot, tokens, *request.probes[tokens])
+        for slot in [s for s, (request, at, _) in live.items() if at == len(request.rows)]:
+            report.closed.add(slot=slot, reason=live.pop(slot)[0].finish)
+            free.append(slot)
+        add(up=agent_pb2.ConnectRequest(step=report))
+    return made
+
+
+def _add_row(columns: agent_pb2.TokenColumns, slot: int, row: tuple[int, int, float, int]) -> None:
+    phase, flags, entropy, rank = row
+    columns.slot.append(slot)
+    columns.phase.append(phase)  # type: ignore[arg-type]
+    columns.flags.append(flags)
+    columns.entropy_nats.append(entropy)
+    columns.end_rank.append(rank)
+    columns.end_logprob_nats.append(-float(rank))
+
+
+def _add_probe(columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int) -> None:
+    columns.decision_id.append(1)
+    columns.slot.append(slot)
+    columns.think_tokens.append(tokens)
+    columns.eat_nats.append(eat)
+    columns.cost_tokens.append(3)
+    columns.same_answer.append(same)
+    columns.empty_answer.append(False)
+
+
+def write(path: Path, made: list[fleet_pb2.TraceRecord]) -> Path:
+    with TraceWriter(path) as out:
+        for record in made:
+            out.write(record)
+    return path
+
+
+def write_labels(path: Path, requests: list[MadeUp], delay_tokens: int = 2) -> Path:
+    rows = [json.dumps(row) for request in requests for row in request.labels(delay_tokens)]
+    path.write_text("\n".join(rows) + "\n")
+    return path
