@@ -1,17 +1,18 @@
-"""`meridianctl`: reads and changes policy, shows the fleet.
+"""`meridianctl`: reads and changes policy, shows the fleet, records traces and calibrates on them.
 
 Owns the command line, its output and its exit codes. Knows the control plane only through its gRPC API, and shares with
-it the policy schema. One thread, blocking calls.
+it the policy schema and, offline, the rules. One thread, blocking calls.
 """
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -27,6 +28,11 @@ from rich.table import Table
 
 from meridian_control import policy as schema
 from meridian_control.errors import PolicyError
+from meridian_control.recorder import Limits, Recorder
+from meridian_control.trace import FileError, TraceWriter
+
+if TYPE_CHECKING:
+    from meridian_control.replay import Replay
 
 CALL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.3
@@ -44,9 +50,9 @@ Exit codes:
 
 0  ok
 
-1  not converged, or a precondition failed
+1  not converged, nothing to recommend, or a precondition failed
 
-2  usage error or invalid policy
+2  usage error, invalid policy, unusable trace or labels
 
 3  server, or its policy store, unreachable
 """
@@ -235,6 +241,100 @@ def _pages(call: Any, request: Any) -> Iterator[Any]:
         request.page_token = page.next_page_token
 
 
+# ------------------------------------------------------------------------------------------------------- calibration
+
+
+@app.command()
+def record(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(help="Trace file to write; must not exist.")],
+    engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
+    duration: Annotated[float, typer.Option(min=0, help="Seconds; 0 for until Ctrl-C.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=0, help="Finished requests to record; 0 for no limit.")] = 0,
+) -> None:
+    """Keep what passes between engines and control plane: signals and decisions, no text."""
+    console = Console(stderr=True)
+    with _client(context) as client, TraceWriter(out) as writer, console.status("waiting") as status:
+        recorder = Recorder(client.fleet, writer, Limits(duration, requests), lambda w: status.update(_recorded(w)))
+        try:
+            recorder.run(engine)
+        finally:
+            status.stop()
+            if writer.records:
+                breaks = f", {recorder.breaks} interruptions" if recorder.breaks else ""
+                typer.echo(f"{out}: {_recorded(writer)}{breaks}")
+            else:
+                out.unlink()
+
+
+def _recorded(writer: TraceWriter) -> str:
+    return f"{writer.requests} requests, {writer.steps} steps, {writer.size_bytes} bytes"
+
+
+@app.command()
+def calibrate(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
+    *,
+    labels: Annotated[
+        Path | None, typer.Option(help='JSON lines {"request_id", "think_tokens", "correct"}; see the README.')
+    ] = None,
+    max_loss: Annotated[float, typer.Option(min=0, max=1, help="Accuracy that may be lost, a fraction.")] = 0.01,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals and bounds.")] = 0.95,
+    delay_tokens: Annotated[int, typer.Option(min=1, help="From a sentence end to the end forced there.")] = 2,
+    model: Annotated[str, typer.Option(help="Only this model's requests.")] = "",
+    base: Annotated[Path | None, typer.Option(help="Policy for all other fields; default: the trace's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the policy, TOML.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the frontier, PNG, SVG or PDF.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write all figures, JSON.")] = None,
+) -> None:
+    """Replay traces, find the rule that saves most thinking within a loss of accuracy, and write its policy."""
+    try:
+        from meridian_control import calibration, frontier
+
+        if plot is not None:
+            import_module("matplotlib")
+    except ImportError as error:
+        _fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
+    with _reported():
+        replay = _replay(traces, labels, base, model, delay_tokens)
+    goal = calibration.Goal(max_loss, confidence)
+    try:
+        found = calibration.calibrate(replay, goal)
+    except calibration.TooFewRequests as error:
+        left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
+        _fail(FAILED, str(error), *left_out)
+    console = _console()
+    console.print(frontier.table(found, goal))
+    for sentence in frontier.sentences(found, replay, goal):
+        console.print("\n" + escape(sentence), highlight=False)
+    figures = json.dumps(frontier.report(found, replay, goal), indent=2) + "\n"
+    _write(out, lambda path: path.write_text(schema.to_toml(found.policy), encoding="utf-8"))
+    _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
+    _write(plot, lambda path: frontier.plot(found, replay, path))
+    if not found.confirmed:
+        raise typer.Exit(FAILED)
+
+
+def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: str, delay_tokens: int) -> "Replay":
+    """Raises FileError or PolicyError."""
+    from meridian_control.episodes import collect
+    from meridian_control.labels import from_labels, from_probes
+    from meridian_control.replay import Replay
+
+    episodes = collect(traces, model)
+    judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
+    recorded = schema.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
+    return Replay(episodes, judge, schema.load(base) if base is not None else recorded, delay_tokens)
+
+
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is not None:
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            _fail(FAILED, f"{path}: cannot be written: {error}")
+
+
 # ------------------------------------------------------------------------------------------------------------ output
 
 
@@ -307,6 +407,8 @@ def _reported() -> Iterator[None]:
         yield
     except PolicyError as error:
         _fail(INVALID, *map(str, error.violations()))
+    except FileError as error:
+        _fail(INVALID, str(error))
     except grpc.RpcError as error:
         _fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error))
 
@@ -328,7 +430,7 @@ def error_lines(error: Any) -> list[str]:
     return [f"{error.code().name}: {' '.join((error.details() or '').split())}"]
 
 
-def _fail(code: int, *lines: str) -> None:
+def _fail(code: int, *lines: str) -> NoReturn:
     for line in lines:
         typer.echo(line, err=True)
     raise typer.Exit(code)

@@ -9,7 +9,8 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     ├── EtagMismatch            ABORTED              etag_mismatch
     ├── NotFound                NOT_FOUND            not_found
     ├── StoredPolicyUnreadable  FAILED_PRECONDITION  stored_policy_unreadable
-    └── StoreUnavailable        UNAVAILABLE          store_unavailable
+    ├── StoreUnavailable        UNAVAILABLE          store_unavailable
+    └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
 
 The last column is `code`: the metric label, and in upper case the reason of the google.rpc.ErrorInfo that every error
 carries. Codes are stable.
@@ -130,6 +131,17 @@ class StoredPolicyUnreadable(MeridianError):
 class StoreUnavailable(MeridianError):
     code = "store_unavailable"
     status = grpc.StatusCode.UNAVAILABLE
+
+
+class RecordingTooSlow(MeridianError):
+    """A client of RecordTrace that took its records more slowly than they came."""
+
+    code = "recording_too_slow"
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, limit_bytes: int, limit_records: int) -> None:
+        limits = f"{limit_bytes >> 20} MiB or {limit_records} records"
+        super().__init__(f"the recording was ended: more than {limits} waited for its client; what it has is complete")
 
 
 def to_status(error: MeridianError) -> status_pb2.Status:

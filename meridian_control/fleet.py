@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.errors import InvalidRequest
+from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
 from meridian_control.session import Session, Totals
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from meridian_control.policy import Policy
     from meridian_control.store import StoredRevision
 
 # An engine that went away is shown for this long.
@@ -45,10 +47,10 @@ class Connection:
     # Why this side ends the stream, once it does.
     closing: str = ""
 
-    def close(self, reason: str, last: agent_pb2.ConnectResponse | None = None) -> None:
-        """End the stream, after what waits and one last message."""
+    def close(self, reason: str) -> None:
+        """End the stream, after what waits."""
         self.closing = reason
-        self.put([last, None] if last is not None else [None])
+        self.put([None])
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:
@@ -64,6 +66,7 @@ class Fleet:
     def __init__(self, clock: Callable[[], datetime]) -> None:
         self.clock = clock
         self.connections: set[Connection] = set()
+        self.recordings: set[Recording] = set()
         self.departed: dict[str, tuple[datetime, fleet_pb2.Engine]] = {}
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
@@ -71,12 +74,15 @@ class Fleet:
 
     def join(self, hello: agent_pb2.Hello) -> Connection:
         """Begin a session; its first messages are queued. Raises InvalidRequest."""
-        session = Session(uuid.uuid4().hex, hello, self.clock())
+        now = self.clock()
+        session = Session(uuid.uuid4().hex, hello, now)
         connection = Connection(session)
+        for recording in self._recording(session):
+            recording.add(hello_record(session, now))
         welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
-        connection.put([agent_pb2.ConnectResponse(welcome=welcome)])
+        self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
         if self._policy is not None:
-            connection.put(session.on_policy(self._policy.revision, self._policy.policy))
+            self._give_policy(connection, self._policy, now)
         same = (hello.engine_id, hello.incarnation)
         for older in [c for c in self.connections if c.session.identity == same]:
             # The agent has one stream: this one's end has not been noticed yet.
@@ -85,6 +91,47 @@ class Fleet:
         self.connections.add(connection)
         self.departed.pop(hello.engine_id, None)
         return connection
+
+    def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
+        """A message of an agent's; the answers are queued. Raises InvalidRequest."""
+        session, now = connection.session, self.clock()
+        for recording in self._recording(session):
+            recording.add(up_record(session, now, message))
+        self._say(connection, session.on_message(message, now), now)
+
+    def _give_policy(self, connection: Connection, stored: StoredRevision, now: datetime) -> None:
+        session = connection.session
+        for recording in self._recording(session):
+            recording.add(policy_record(session, now, stored.revision, stored.policy))
+        self._say(connection, session.on_policy(stored.revision, stored.policy), now)
+
+    def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
+        for recording in self._recording(connection.session):
+            for response in responses:
+                recording.add(down_record(connection.session, now, response))
+        connection.put(responses)
+
+    def _recording(self, session: Session) -> list[Recording]:
+        return [recording for recording in self.recordings if recording.wants(session)] if self.recordings else []
+
+    def record(self, engine_id: str) -> Recording:
+        """Begin to record; the sessions under way come first. To be discarded from `recordings` in the end."""
+        recording, now = Recording(engine_id), self.clock()
+        for session in (c.session for c in self.connections):
+            if recording.wants(session):
+                recording.add(hello_record(session, now, joined_late=True))
+                for revision, policy in self._policies(session):
+                    recording.add(policy_record(session, now, revision, policy))
+        self.recordings.add(recording)
+        return recording
+
+    def _policies(self, session: Session) -> list[tuple[int, Policy]]:
+        """What is in force on a session, and what it has been given since."""
+        found = [(session.acked_revision, session.policy)] if session.policy is not None else []
+        newest = self._policy
+        if newest is not None and newest.revision == session.revision != session.acked_revision:
+            found.append((newest.revision, newest.policy))
+        return found
 
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session; `reason` is counted."""
@@ -106,15 +153,18 @@ class Fleet:
         """Bring a revision to every engine."""
         if self._policy is not None and stored.revision <= self._policy.revision:
             return
-        self._policy = stored
+        self._policy, now = stored, self.clock()
         for connection in self.connections:
-            connection.put(connection.session.on_policy(stored.revision, stored.policy))
+            self._give_policy(connection, stored, now)
 
     def going_away(self, reason: str) -> None:
-        """Ask every agent to connect elsewhere, and end the streams."""
+        """Ask every agent to connect elsewhere, and end the streams, the recordings too."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         for connection in self.connections:
-            connection.close("going_away", message)
+            self._say(connection, [message], self.clock())
+            connection.close("going_away")
+        for recording in self.recordings:
+            recording.close()
 
     def totals(self) -> Totals:
         """Counters over all sessions since the server started."""

@@ -92,7 +92,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
         try:
             async for request in requests:
-                connection.put(connection.session.on_message(request, self._fleet.clock()))
+                self._fleet.receive(connection, request)
                 if connection.overflowed:
                     return
         except MeridianError as error:
@@ -136,6 +136,22 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             await abort_with(context, InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}"))
         async for response in watch(self._fleet, request.interval_ms, self._stopped, context):
             yield response
+
+    async def RecordTrace(  # noqa: N802
+        self, request: fleet_pb2.RecordTraceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:
+        recording = self._fleet.record(request.engine_id)
+        logger.info("recording begins: %s", request.engine_id or "all engines")
+        try:
+            # Headers first: a client knows from them that the recording has begun.
+            await context.send_initial_metadata(())
+            async for record in recording.records():
+                yield fleet_pb2.RecordTraceResponse(record=record)
+        except MeridianError as error:
+            await abort_with(context, error)
+        finally:
+            self._fleet.recordings.discard(recording)
+            logger.info("recording ended: %s", request.engine_id or "all engines")
 
 
 class ControlServer:

@@ -107,7 +107,8 @@ def soft_closed(policy: SchedulerPolicy, table: RequestTable) -> NDArray[np.bool
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    found = table.live & (table.phase == THINK) & ~table.probe_open & ~table.preempted & (table.think_tokens > 0)
+    thinking = table.live & (table.phase == THINK) & ~table.preempted & (table.think_tokens > 0)
+    found: NDArray[np.bool_] = thinking & ~table.probe_open
     return found if among is None else found & among
 
 

@@ -34,6 +34,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self) -> None:
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
+        # What a recording gets, and the status it then ends with; None for a stream that stays.
+        self.records: list[fleet_pb2.TraceRecord] = []
+        self.records_end: grpc.StatusCode | None = None
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
         page, token = one_page(self.engines, request.page_token)
@@ -52,6 +55,16 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         while True:
             yield fleet_pb2.WatchFleetResponse(engines=self.engines, requests=self.requests)
             await asyncio.sleep(request.interval_ms / 1000)
+
+    async def RecordTrace(  # noqa: N802
+        self, request: fleet_pb2.RecordTraceRequest, context: Any
+    ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:
+        for record in self.records:
+            if request.engine_id in ("", record.engine_id):
+                yield fleet_pb2.RecordTraceResponse(record=record)
+        if self.records_end is not None:
+            await context.abort(self.records_end, "the end")
+        await asyncio.Event().wait()
 
 
 def one_page(entries: list[Any], token: str) -> tuple[list[Any], str]:

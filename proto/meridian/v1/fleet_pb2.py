@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from meridian.v1 import agent_pb2 as meridian_dot_v1_dot_agent__pb2
+from meridian.v1 import policy_pb2 as meridian_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meridian/v1/fleet.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17meridian/v1/agent.proto\"\xde\x07\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cvllm_version\x18\x04 \x01(\t\x12\x15\n\ragent_version\x18\x05 \x01(\t\x12+\n\x05state\x18\x06 \x01(\x0e\x32\x1c.meridian.v1.ConnectionState\x12\x10\n\x08revision\x18\x07 \x01(\x04\x12\x16\n\x0e\x61\x63ked_revision\x18\x08 \x01(\x04\x12\x12\n\nnack_error\x18\t \x01(\t\x12\r\n\x05\x66\x61ult\x18\n \x01(\t\x12\x30\n\x0c\x63onnect_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0breport_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04step\x18\r \x01(\x04\x12\x14\n\x0cstep_time_ms\x18\x0e \x01(\x02\x12\x0f\n\x07kv_used\x18\x0f \x01(\x02\x12\x0f\n\x07running\x18\x10 \x01(\r\x12\x0f\n\x07waiting\x18\x11 \x01(\r\x12\x10\n\x08thinking\x18\x12 \x01(\r\x12\x11\n\tanswering\x18\x13 \x01(\r\x12\x14\n\x0ctoken_events\x18\x14 \x01(\x04\x12\x35\n\tdecisions\x18\x15 \x03(\x0b\x32\".meridian.v1.Engine.DecisionsEntry\x12\x33\n\x08outcomes\x18\x16 \x03(\x0b\x32!.meridian.v1.Engine.OutcomesEntry\x12\x16\n\x0eopen_decisions\x18\x17 \x01(\x04\x12+\n\x04\x65nds\x18\x18 \x03(\x0b\x32\x1d.meridian.v1.Engine.EndsEntry\x12,\n\x08\x63ounters\x18\x19 \x01(\x0b\x32\x1a.meridian.v1.AgentCounters\x12/\n\x0c\x63\x61pabilities\x18\x1a \x01(\x0b\x32\x19.meridian.v1.Capabilities\x12\x31\n\x07\x61nswers\x18\x1b \x03(\x0b\x32 .meridian.v1.Engine.AnswersEntry\x1a\x30\n\x0e\x44\x65\x63isionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a+\n\tEndsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0c\x41nswersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"h\n\x0cLastDecision\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12%\n\x07outcome\x18\x04 \x01(\x0e\x32\x14.meridian.v1.Outcome\"\x83\x04\n\x0bLiveRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x11\n\tslo_class\x18\x06 \x01(\t\x12!\n\x05phase\x18\x07 \x01(\x0e\x32\x12.meridian.v1.Phase\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x14\n\x0cthink_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x11\n\tpreempted\x18\x0b \x01(\x08\x12\x14\n\x0c\x65ntropy_nats\x18\x0c \x01(\x02\x12\x10\n\x08\x65nd_rank\x18\r \x01(\r\x12\x18\n\x10\x65nd_logprob_nats\x18\x0e \x01(\x02\x12\x0c\n\x04rpdi\x18\x0f \x01(\x02\x12\x10\n\x08\x65\x61t_nats\x18\x10 \x01(\x02\x12\x14\n\x0c\x65\x61t_ema_nats\x18\x11 \x01(\x02\x12\x18\n\x10\x65\x61t_ema_variance\x18\x12 \x01(\x02\x12\x0c\n\x04rank\x18\x13 \x01(\r\x12\'\n\x04tier\x18\x14 \x01(\x0e\x32\x19.meridian.v1.EvictionTier\x12\x18\n\x10max_think_tokens\x18\x15 \x01(\r\x12\x30\n\rlast_decision\x18\x16 \x01(\x0b\x32\x19.meridian.v1.LastDecision\";\n\x12ListEnginesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x13ListEnginesResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.meridian.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"O\n\x13ListRequestsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.meridian.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"(\n\x11WatchFleetRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x05\"f\n\x12WatchFleetResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.meridian.v1.Engine\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.meridian.v1.LiveRequest*v\n\x0f\x43onnectionState\x12 \n\x1c\x43ONNECTION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONNECTION_STATE_CONNECTED\x10\x01\x12!\n\x1d\x43ONNECTION_STATE_DISCONNECTED\x10\x02\x32\x86\x02\n\x0c\x46leetService\x12P\n\x0bListEngines\x12\x1f.meridian.v1.ListEnginesRequest\x1a .meridian.v1.ListEnginesResponse\x12S\n\x0cListRequests\x12 .meridian.v1.ListRequestsRequest\x1a!.meridian.v1.ListRequestsResponse\x12O\n\nWatchFleet\x12\x1e.meridian.v1.WatchFleetRequest\x1a\x1f.meridian.v1.WatchFleetResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meridian/v1/fleet.proto\x12\x0bmeridian.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17meridian/v1/agent.proto\x1a\x18meridian/v1/policy.proto\"\xde\x07\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cvllm_version\x18\x04 \x01(\t\x12\x15\n\ragent_version\x18\x05 \x01(\t\x12+\n\x05state\x18\x06 \x01(\x0e\x32\x1c.meridian.v1.ConnectionState\x12\x10\n\x08revision\x18\x07 \x01(\x04\x12\x16\n\x0e\x61\x63ked_revision\x18\x08 \x01(\x04\x12\x12\n\nnack_error\x18\t \x01(\t\x12\r\n\x05\x66\x61ult\x18\n \x01(\t\x12\x30\n\x0c\x63onnect_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0breport_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04step\x18\r \x01(\x04\x12\x14\n\x0cstep_time_ms\x18\x0e \x01(\x02\x12\x0f\n\x07kv_used\x18\x0f \x01(\x02\x12\x0f\n\x07running\x18\x10 \x01(\r\x12\x0f\n\x07waiting\x18\x11 \x01(\r\x12\x10\n\x08thinking\x18\x12 \x01(\r\x12\x11\n\tanswering\x18\x13 \x01(\r\x12\x14\n\x0ctoken_events\x18\x14 \x01(\x04\x12\x35\n\tdecisions\x18\x15 \x03(\x0b\x32\".meridian.v1.Engine.DecisionsEntry\x12\x33\n\x08outcomes\x18\x16 \x03(\x0b\x32!.meridian.v1.Engine.OutcomesEntry\x12\x16\n\x0eopen_decisions\x18\x17 \x01(\x04\x12+\n\x04\x65nds\x18\x18 \x03(\x0b\x32\x1d.meridian.v1.Engine.EndsEntry\x12,\n\x08\x63ounters\x18\x19 \x01(\x0b\x32\x1a.meridian.v1.AgentCounters\x12/\n\x0c\x63\x61pabilities\x18\x1a \x01(\x0b\x32\x19.meridian.v1.Capabilities\x12\x31\n\x07\x61nswers\x18\x1b \x03(\x0b\x32 .meridian.v1.Engine.AnswersEntry\x1a\x30\n\x0e\x44\x65\x63isionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a+\n\tEndsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0c\x41nswersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"h\n\x0cLastDecision\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x01 \x01(\x04\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12%\n\x07outcome\x18\x04 \x01(\x0e\x32\x14.meridian.v1.Outcome\"\x83\x04\n\x0bLiveRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x11\n\tslo_class\x18\x06 \x01(\t\x12!\n\x05phase\x18\x07 \x01(\x0e\x32\x12.meridian.v1.Phase\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x14\n\x0cthink_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x11\n\tpreempted\x18\x0b \x01(\x08\x12\x14\n\x0c\x65ntropy_nats\x18\x0c \x01(\x02\x12\x10\n\x08\x65nd_rank\x18\r \x01(\r\x12\x18\n\x10\x65nd_logprob_nats\x18\x0e \x01(\x02\x12\x0c\n\x04rpdi\x18\x0f \x01(\x02\x12\x10\n\x08\x65\x61t_nats\x18\x10 \x01(\x02\x12\x14\n\x0c\x65\x61t_ema_nats\x18\x11 \x01(\x02\x12\x18\n\x10\x65\x61t_ema_variance\x18\x12 \x01(\x02\x12\x0c\n\x04rank\x18\x13 \x01(\r\x12\'\n\x04tier\x18\x14 \x01(\x0e\x32\x19.meridian.v1.EvictionTier\x12\x18\n\x10max_think_tokens\x18\x15 \x01(\r\x12\x30\n\rlast_decision\x18\x16 \x01(\x0b\x32\x19.meridian.v1.LastDecision\";\n\x12ListEnginesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"T\n\x13ListEnginesResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.meridian.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"O\n\x13ListRequestsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"[\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.meridian.v1.LiveRequest\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"(\n\x11WatchFleetRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\x05\"f\n\x12WatchFleetResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.meridian.v1.Engine\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.meridian.v1.LiveRequest\"\'\n\x12RecordTraceRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"?\n\x13RecordTraceResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.meridian.v1.TraceRecord\"\x84\x02\n\x0bTraceRecord\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12)\n\x02up\x18\x04 \x01(\x0b\x32\x1b.meridian.v1.ConnectRequestH\x00\x12,\n\x04\x64own\x18\x05 \x01(\x0b\x32\x1c.meridian.v1.ConnectResponseH\x00\x12+\n\x06policy\x18\x06 \x01(\x0b\x32\x19.meridian.v1.TracedPolicyH\x00\x12\x13\n\x0bjoined_late\x18\x07 \x01(\x08\x42\t\n\x07message\"E\n\x0cTracedPolicy\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12#\n\x06policy\x18\x02 \x01(\x0b\x32\x13.meridian.v1.Policy*v\n\x0f\x43onnectionState\x12 \n\x1c\x43ONNECTION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43ONNECTION_STATE_CONNECTED\x10\x01\x12!\n\x1d\x43ONNECTION_STATE_DISCONNECTED\x10\x02\x32\xda\x02\n\x0c\x46leetService\x12P\n\x0bListEngines\x12\x1f.meridian.v1.ListEnginesRequest\x1a .meridian.v1.ListEnginesResponse\x12S\n\x0cListRequests\x12 .meridian.v1.ListRequestsRequest\x1a!.meridian.v1.ListRequestsResponse\x12O\n\nWatchFleet\x12\x1e.meridian.v1.WatchFleetRequest\x1a\x1f.meridian.v1.WatchFleetResponse0\x01\x12R\n\x0bRecordTrace\x12\x1f.meridian.v1.RecordTraceRequest\x1a .meridian.v1.RecordTraceResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,34 +42,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINE_ENDSENTRY']._serialized_options = b'8\001'
   _globals['_ENGINE_ANSWERSENTRY']._loaded_options = None
   _globals['_ENGINE_ANSWERSENTRY']._serialized_options = b'8\001'
-  _globals['_CONNECTIONSTATE']._serialized_start=2182
-  _globals['_CONNECTIONSTATE']._serialized_end=2300
-  _globals['_ENGINE']._serialized_start=99
-  _globals['_ENGINE']._serialized_end=1089
-  _globals['_ENGINE_DECISIONSENTRY']._serialized_start=899
-  _globals['_ENGINE_DECISIONSENTRY']._serialized_end=947
-  _globals['_ENGINE_OUTCOMESENTRY']._serialized_start=949
-  _globals['_ENGINE_OUTCOMESENTRY']._serialized_end=996
-  _globals['_ENGINE_ENDSENTRY']._serialized_start=998
-  _globals['_ENGINE_ENDSENTRY']._serialized_end=1041
-  _globals['_ENGINE_ANSWERSENTRY']._serialized_start=1043
-  _globals['_ENGINE_ANSWERSENTRY']._serialized_end=1089
-  _globals['_LASTDECISION']._serialized_start=1091
-  _globals['_LASTDECISION']._serialized_end=1195
-  _globals['_LIVEREQUEST']._serialized_start=1198
-  _globals['_LIVEREQUEST']._serialized_end=1713
-  _globals['_LISTENGINESREQUEST']._serialized_start=1715
-  _globals['_LISTENGINESREQUEST']._serialized_end=1774
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1776
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1860
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1862
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1941
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1943
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2034
-  _globals['_WATCHFLEETREQUEST']._serialized_start=2036
-  _globals['_WATCHFLEETREQUEST']._serialized_end=2076
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=2078
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=2180
-  _globals['_FLEETSERVICE']._serialized_start=2303
-  _globals['_FLEETSERVICE']._serialized_end=2565
+  _globals['_CONNECTIONSTATE']._serialized_start=2648
+  _globals['_CONNECTIONSTATE']._serialized_end=2766
+  _globals['_ENGINE']._serialized_start=125
+  _globals['_ENGINE']._serialized_end=1115
+  _globals['_ENGINE_DECISIONSENTRY']._serialized_start=925
+  _globals['_ENGINE_DECISIONSENTRY']._serialized_end=973
+  _globals['_ENGINE_OUTCOMESENTRY']._serialized_start=975
+  _globals['_ENGINE_OUTCOMESENTRY']._serialized_end=1022
+  _globals['_ENGINE_ENDSENTRY']._serialized_start=1024
+  _globals['_ENGINE_ENDSENTRY']._serialized_end=1067
+  _globals['_ENGINE_ANSWERSENTRY']._serialized_start=1069
+  _globals['_ENGINE_ANSWERSENTRY']._serialized_end=1115
+  _globals['_LASTDECISION']._serialized_start=1117
+  _globals['_LASTDECISION']._serialized_end=1221
+  _globals['_LIVEREQUEST']._serialized_start=1224
+  _globals['_LIVEREQUEST']._serialized_end=1739
+  _globals['_LISTENGINESREQUEST']._serialized_start=1741
+  _globals['_LISTENGINESREQUEST']._serialized_end=1800
+  _globals['_LISTENGINESRESPONSE']._serialized_start=1802
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1886
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1888
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1967
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1969
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=2060
+  _globals['_WATCHFLEETREQUEST']._serialized_start=2062
+  _globals['_WATCHFLEETREQUEST']._serialized_end=2102
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=2104
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=2206
+  _globals['_RECORDTRACEREQUEST']._serialized_start=2208
+  _globals['_RECORDTRACEREQUEST']._serialized_end=2247
+  _globals['_RECORDTRACERESPONSE']._serialized_start=2249
+  _globals['_RECORDTRACERESPONSE']._serialized_end=2312
+  _globals['_TRACERECORD']._serialized_start=2315
+  _globals['_TRACERECORD']._serialized_end=2575
+  _globals['_TRACEDPOLICY']._serialized_start=2577
+  _globals['_TRACEDPOLICY']._serialized_end=2646
+  _globals['_FLEETSERVICE']._serialized_start=2769
+  _globals['_FLEETSERVICE']._serialized_end=3115
 # @@protoc_insertion_point(module_scope)

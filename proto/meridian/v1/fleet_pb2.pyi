@@ -10,6 +10,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from meridian.v1 import agent_pb2 as _agent_pb2
+from meridian.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -486,3 +487,118 @@ class WatchFleetResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
+
+@_typing.final
+class RecordTraceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Empty for all engines."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTraceRequest: _TypeAlias = RecordTraceRequest  # noqa: Y015
+
+@_typing.final
+class RecordTraceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___TraceRecord: ...
+    def __init__(
+        self,
+        *,
+        record: Global___TraceRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTraceResponse: _TypeAlias = RecordTraceResponse  # noqa: Y015
+
+@_typing.final
+class TraceRecord(_message.Message):
+    """One thing that happened to a session. A session's records begin with its Hello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    DOWN_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    JOINED_LATE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    session_id: _builtins.str
+    joined_late: _builtins.bool
+    """With a Hello: the session was under way when the recording began. What was in force follows; requests that lived
+    already are not told of.
+    """
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The very time that the session was given."""
+
+    @_builtins.property
+    def up(self) -> _agent_pb2.ConnectRequest: ...
+    @_builtins.property
+    def down(self) -> _agent_pb2.ConnectResponse: ...
+    @_builtins.property
+    def policy(self) -> Global___TracedPolicy:
+        """Given to the session here; the settings it made of it follow."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        engine_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        up: _agent_pb2.ConnectRequest | None = ...,
+        down: _agent_pb2.ConnectResponse | None = ...,
+        policy: Global___TracedPolicy | None = ...,
+        joined_late: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "message", b"message", "policy", b"policy", "time", b"time", "up", b"up"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "engine_id", b"engine_id", "joined_late", b"joined_late", "message", b"message", "policy", b"policy", "session_id", b"session_id", "time", b"time", "up", b"up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["up", "down", "policy"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___TraceRecord: _TypeAlias = TraceRecord  # noqa: Y015
+
+@_typing.final
+class TracedPolicy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    @_builtins.property
+    def policy(self) -> _policy_pb2.Policy: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        policy: _policy_pb2.Policy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedPolicy: _TypeAlias = TracedPolicy  # noqa: Y015

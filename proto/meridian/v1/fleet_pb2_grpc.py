@@ -50,6 +50,11 @@ class FleetServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.WatchFleetRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_fleet__pb2.WatchFleetResponse.FromString,
                 _registered_method=True)
+        self.RecordTrace = channel.unary_stream(
+                '/meridian.v1.FleetService/RecordTrace',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -75,6 +80,13 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordTrace(self, request, context):
+        """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.WatchFleet,
                     request_deserializer=meridian_dot_v1_dot_fleet__pb2.WatchFleetRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_fleet__pb2.WatchFleetResponse.SerializeToString,
+            ),
+            'RecordTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordTrace,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class FleetService(object):
             '/meridian.v1.FleetService/WatchFleet',
             meridian_dot_v1_dot_fleet__pb2.WatchFleetRequest.SerializeToString,
             meridian_dot_v1_dot_fleet__pb2.WatchFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meridian.v1.FleetService/RecordTrace',
+            meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

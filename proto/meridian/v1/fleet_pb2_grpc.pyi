@@ -37,6 +37,8 @@ class FleetServiceStub:
     ListRequests: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListRequestsRequest, _fleet_pb2.ListRequestsResponse]
     WatchFleet: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchFleetRequest, _fleet_pb2.WatchFleetResponse]
     """Sends the state of all engines and live requests at once, then again at every interval."""
+    RecordTrace: _grpc.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]
+    """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -47,6 +49,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     ListRequests: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListRequestsRequest, _fleet_pb2.ListRequestsResponse]  # type: ignore[assignment]
     WatchFleet: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchFleetRequest, _fleet_pb2.WatchFleetResponse]  # type: ignore[assignment]
     """Sends the state of all engines and live requests at once, then again at every interval."""
+    RecordTrace: _aio.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]  # type: ignore[assignment]
+    """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers questions about engines and the requests that live in them."""
@@ -72,5 +76,13 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchFleetResponse], _abc.AsyncIterator[_fleet_pb2.WatchFleetResponse]]:
         """Sends the state of all engines and live requests at once, then again at every interval."""
+
+    @_abc_1.abstractmethod
+    def RecordTrace(
+        self,
+        request: _fleet_pb2.RecordTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_fleet_pb2.RecordTraceResponse], _abc.AsyncIterator[_fleet_pb2.RecordTraceResponse]]:
+        """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

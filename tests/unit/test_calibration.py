@@ -1,0 +1,459 @@
+"""Calibration: what it finds on requests whose behaviour is known, and that it finds nothing where there is nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from meridian_control import calibration, frontier
+from meridian_control import policy as schema
+from meridian_control.calibration import Calibration, Goal, calibrate, first_half
+from meridian_control.ctl import app
+from meridian_control.episodes import collect
+from meridian_control.evidence import Area, harmful_bound
+from meridian_control.labels import Judge, from_labels, from_probes
+from meridian_control.policy import RankCondition
+from meridian_control.replay import CAP, EAT_GATED, EAT_PARAGRAPH, EAT_SENTENCE, EAT_SETTLED, RANK, Replay, Rule, either
+from meridian_control.requests import RequestTable
+from meridian_control.signals import add_eat_sample
+from meridian_control.trace import FileError
+from tests.fakes import traces
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meridian_control.policy import Policy
+
+REQUESTS = 120
+OK, FAILED, INVALID = range(3)
+
+
+def made(count: int = REQUESTS, **kinds: str) -> list[traces.MadeUp]:
+    return [traces.made_up(n, **kinds) for n in range(count)]  # type: ignore[arg-type]
+
+
+def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, base: Policy | None = None) -> Replay:
+    folder.mkdir(exist_ok=True)
+    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    judge = from_probes(episodes)
+    if labelled:
+        judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)
+    return Replay(episodes, judge, base or schema.Policy(), delay_tokens=2)
+
+
+def separating(found: Calibration) -> set[str]:
+    return {s.signal for s in found.separations if s.separates and s.signal not in ("entropy", "position")}
+
+
+# ------------------------------------------------------------------------------------------------------ what it finds
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
+    found = calibrate(replay(tmp_path, made(), labelled), Goal())
+    assert separating(found) == {"EAT", "rank"}
+    assert found.recommended is not None
+    assert found.confirmed
+    figures = found.recommended.held_out
+    assert figures.saved > 0.25
+    assert figures.saved_interval.low < figures.saved < figures.saved_interval.high
+    assert figures.accuracy_change >= -0.01
+    assert 0 < figures.harmful_bound < 0.1
+    assert found.fixed_cap is None or found.fixed_cap.held_out.saved < figures.saved
+    entropy, scheduler = found.policy.entropy, found.policy.scheduler
+    assert (entropy.enabled, entropy.shadow, entropy.rpdi_threshold) == (True, False, 0)
+    assert scheduler.min_think_tokens < 512
+
+
+def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
+    """Near 0 from the first token on, whatever the answer: a level threshold alone would end every request at once."""
+    found = calibrate(replay(tmp_path, made(eat="blind")), Goal())
+    assert separating(found) == {"rank"}
+    assert found.recommended is not None
+    assert "EAT" not in found.recommended.rule.signals
+    assert not [
+        family for family, points in found.fronts.items() if points and points[0].rule.either and "EAT" in family
+    ]
+    entropy = found.policy.entropy
+    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, schema.INT32_MAX)
+
+
+def test_eat_alone(tmp_path: Path) -> None:
+    found = calibrate(replay(tmp_path, made(rank="noise")), Goal())
+    assert separating(found) == {"EAT"}
+    assert found.recommended is not None
+    assert found.recommended.rule.signals == {"EAT"}
+    assert found.policy.entropy.rank_conditions == ()
+    assert found.policy.scheduler.soft_think_tokens == 0
+    assert found.policy.entropy.eat_level_threshold_nats > 0
+    assert found.recommended.held_out.probe_share > 0
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled), Goal())
+    assert separating(found) == set()
+    assert (found.recommended, found.confirmed) == (None, False)
+    entropy = found.policy.entropy
+    assert (entropy.shadow, entropy.eat_level_threshold_nats, entropy.rpdi_threshold) == (True, 0, 0)
+    assert (entropy.rank_conditions, found.policy.scheduler.soft_think_tokens) == ((), 0)
+
+
+def test_signals_that_were_not_measured(tmp_path: Path) -> None:
+    requests = made(40)
+    for request in requests:
+        request.probes = dict.fromkeys(request.probes, (float("nan"), 0))
+        request.rows = [(phase, flags, float("nan"), rank) for phase, flags, _, rank in request.rows]
+    found = calibrate(replay(tmp_path, requests), Goal(max_loss=0.1))
+    why = {s.signal: s.why_not for s in found.separations}
+    assert why["EAT"] == why["RPDI"] == why["entropy"] == "it was not measured"
+    assert not why["rank"]
+    assert found.recommended is not None
+    assert found.recommended.rule.signals == {"rank"}
+    told = frontier.report(found, replay(tmp_path / "again", requests), Goal())
+    assert json.loads(json.dumps(told, allow_nan=False))["signals"][0]["auroc"] is None
+
+
+def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
+    """Then the proxy agrees everywhere: nothing can be told apart, and nothing is recommended."""
+    requests = made(40)
+    for request in requests:
+        values = request.probes.items()
+        request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
+    found = calibrate(replay(tmp_path, requests, labelled=False), Goal())
+    assert {s.why_not for s in found.separations} == {"every stop is right: there is nothing to tell apart"}
+    assert found.recommended is None
+
+
+def test_it_is_the_same_every_time(tmp_path: Path) -> None:
+    requests = made(60)
+    first = calibrate(replay(tmp_path / "1", requests), Goal())
+    second = calibrate(replay(tmp_path / "2", requests), Goal())
+    assert first == second
+
+
+def test_too_few_requests(tmp_path: Path) -> None:
+    with pytest.raises(calibration.TooFewRequests, match="10 requests are needed in each half"):
+        calibrate(replay(tmp_path, made(12)), Goal())
+
+
+def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
+    base = policy(
+        scheduler={"max_think_tokens": 300, "soft_think_tokens": 200},
+        model={"m": {"eat_answer_prefix": "x"}},
+        fallback={"lease_ms": 500},
+        entropy={"rpdi_threshold": 3.0, "rank_conditions": [{"max_ranks": [5000]}]},
+    )
+    found = calibrate(replay(tmp_path, made(rank="noise"), base=base), Goal())
+    made_of = found.policy
+    assert (made_of.scheduler.max_think_tokens, made_of.fallback, made_of.model) == (300, base.fallback, base.model)
+    assert (made_of.scheduler.soft_think_tokens, made_of.entropy.rank_conditions) == (0, ())
+    assert made_of.entropy.rpdi_window_tokens == base.entropy.rpdi_window_tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ the rules
+
+
+def eat(family: str, **fields: Any) -> Rule:
+    values = {
+        "ema_alpha": 1.0,
+        "eat_warmup_samples": 1,
+        "eat_ema_variance_threshold": 1e-4,
+        "eat_level_threshold_nats": 0.3,
+        "eat_probe_interval_tokens": 1,
+        "eat_probe_placement": "sentence",
+        "eat_probe_max_rank": 0,
+    }
+    return Rule(family, {**values, **fields})
+
+
+def ranks(*bounds: int) -> Rule:
+    return Rule(RANK, {"rank_conditions": (RankCondition(max_ranks=bounds),)})
+
+
+def sentence_ends(request: traces.MadeUp) -> list[tuple[int, int, bool]]:
+    """Thinking tokens, the rank there, and whether it is a paragraph's end, of those that thinking goes on after."""
+    found = []
+    for at, (_, flags, _, _) in enumerate(request.rows[:-5]):
+        if flags & traces.SENTENCE:
+            found.append((at + 1, request.rows[at + 1][3], flags == traces.PARAGRAPH))
+    return found
+
+
+@pytest.mark.parametrize("bounds", [(20,), (100, 20), (30, 300, 1000)])
+def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> None:
+    requests = made(30)
+    replayed = replay(tmp_path, requests)
+    stops = replayed.stops(ranks(*bounds))
+    by_id = {request.request_id: request for request in requests}
+    for number, request_id in enumerate(replayed.episodes.ids):
+        ends = sentence_ends(by_id[request_id])
+        at = next(
+            (
+                ends[i][0] + 2
+                for i in range(len(bounds) - 1, len(ends))
+                if all(ends[i - k][1] <= bound for k, bound in enumerate(bounds))
+            ),
+            np.inf,
+        )
+        assert stops.at_tokens[number] == (at if at < replayed.episodes.natural_tokens[number] else np.inf)
+    assert not stops.probes.any()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        (EAT_SENTENCE, {}),
+        (EAT_PARAGRAPH, {"eat_probe_placement": "paragraph"}),
+        (EAT_GATED, {"eat_probe_max_rank": 100}),
+        (EAT_SETTLED, {"ema_alpha": 0.4, "eat_warmup_samples": 5, "eat_ema_variance_threshold": 0.1}),
+    ],
+)
+def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    """As a live table does that is given one sample after the other."""
+    requests = made(30)
+    replayed = replay(tmp_path, requests)
+    rule = eat(family, **fields)
+    stops = replayed.stops(rule)
+    by_id = {request.request_id: request for request in requests}
+    for number, request_id in enumerate(replayed.episodes.ids):
+        request = by_id[request_id]
+        expected, asked = live_eat(request, rule)
+        natural = replayed.episodes.natural_tokens[number]
+        if expected is not None and expected < natural - 6:
+            late = stops.at_tokens[number] - expected
+            assert 2 <= late <= 4, "a probe takes a step or two"
+            assert asked <= stops.probes[number] <= asked + 1
+        elif expected is None:
+            assert stops.at_tokens[number] == np.inf
+
+
+def live_eat(request: traces.MadeUp, rule: Rule) -> tuple[int | None, int]:
+    """Thinking tokens of the sample at which the rule fires, and how many probes that took."""
+    table, fields = RequestTable(4), rule.entropy
+    table.live[0] = True
+    asked = 0
+    for tokens, rank, paragraph in sentence_ends(request):
+        wanted = paragraph or fields["eat_probe_placement"] == "sentence"
+        if not wanted or (fields["eat_probe_max_rank"] and rank > fields["eat_probe_max_rank"]):
+            continue
+        asked += 1
+        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"])
+        flat = table.eat_ema_variance[0] < fields["eat_ema_variance_threshold"]
+        low = table.eat_ema_nats[0] < fields["eat_level_threshold_nats"]
+        if table.eat_count[0] >= fields["eat_warmup_samples"] and flat and low:
+            return tokens, asked
+    return None, asked
+
+
+def test_a_fixed_cap(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, made(30))
+    stops = replayed.stops(Rule(CAP, {}, {"max_think_tokens": 150}))
+    natural = replayed.episodes.natural_tokens
+    assert (np.isfinite(stops.at_tokens) == (natural > 150)).all()
+    assert set(stops.at_tokens[natural > 150]) == {150.0}
+
+
+def test_of_two_rules_the_first_to_fire_stops(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, made(30))
+    one, other = ranks(15), eat(EAT_SENTENCE, eat_level_threshold_nats=0.05)
+    both, a, b = (replayed.stops(rule) for rule in (either(one, other), one, other))
+    assert (both.at_tokens == np.minimum(a.at_tokens, b.at_tokens)).all()
+    sooner = a.at_tokens < b.at_tokens
+    assert sooner.any()
+    assert (both.probes[sooner] <= b.probes[sooner]).all()
+    assert both.probes.sum() < b.probes.sum()
+    later = b.at_tokens < a.at_tokens
+    assert (both.right[later] == b.right[later]).all()
+    assert str(either(one, other)) == "end marker <= [15] or EAT < 0.05 nats"
+
+
+# --------------------------------------------------------------------------------------------------- what is right
+
+
+def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
+    judge = Judge(np.array([0, 0, 1]), np.array([10, 20, 5]), np.array([0.0, 1.0, 0.5]), np.array([1.0, 0.25]), False)
+    owner, tokens = np.array([0, 0, 0, 0, 1, 1]), np.array([1, 10, 11, 21, 5, 6])
+    assert judge.at(owner, tokens).tolist() == [0, 0, 1, 1, 0.5, 0.25]
+
+
+def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
+    requests = made(30)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    judge = from_probes(episodes)
+    settled = {request.request_id: request.settled_tokens for request in requests}
+    for number, request_id in enumerate(episodes.ids):
+        here = judge.owner == number
+        right = judge.think_tokens[here] >= settled[request_id]
+        # The run may have begun a little before the request settled, by chance; it never begins after.
+        assert (judge.right[here][right] == 1).all()
+        assert judge.right[here].sum() < here.sum()
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"request_id": "nobody", "correct": true}', "request_id 'nobody' is not in the trace"),
+        ("{", "is not JSON: "),
+        ("[]", "must be an object"),
+        ('{"request_id": 7, "correct": true}', "request_id must be a string; got 7"),
+        ('{"request_id": "x", "correct": "yes"}', "correct must be true, false or in [0, 1]; got 'yes'"),
+        ('{"request_id": "x", "correct": 1.5}', "correct must be true, false or in [0, 1]; got 1.5"),
+        ('{"request_id": "x", "correct": NaN}', "correct must be true, false or in [0, 1]; got nan"),
+        ('{"request_id": "x", "correct": 1, "think_tokens": -1}', "think_tokens must be an integer >= 0; got -1"),
+        ('{"request_id": "x", "correct": 1, "tokens": 1}', "['tokens'] are not known keys"),
+    ],
+)
+def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) -> None:
+    requests = made(3)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "", row, *lines[1:]]))
+    with pytest.raises(FileError) as raised:
+        from_labels(path, episodes)
+    assert str(raised.value).startswith(f"{path}:3: {complaint}")
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
+def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: str) -> None:
+    requests = made(3)
+    for request in requests:
+        request.request_id = prefix + request.request_id
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    full = from_labels(path, episodes)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["request_id"] = row["request_id"].removeprefix(prefix).rpartition("-")[0]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    again = from_labels(path, episodes)
+    assert (full.right == again.right).all()
+    assert (full.natural == again.natural).all()
+
+
+def test_a_request_with_half_its_labels_is_not_judged(tmp_path: Path) -> None:
+    requests = made(3)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = tmp_path / "labels.jsonl"
+    natural_only = {"request_id": requests[0].request_id, "correct": 1}
+    cut_only = {"request_id": requests[1].request_id, "correct": 1, "think_tokens": 5}
+    path.write_text("\n".join(json.dumps(row) for row in (natural_only, cut_only, *requests[2].labels())))
+    judge = from_labels(path, episodes)
+    assert [episodes.ids[n] for n in np.flatnonzero(~np.isnan(judge.natural))] == [requests[2].request_id]
+    assert set(judge.owner.tolist()) == {episodes.ids.index(requests[2].request_id)}
+
+
+# --------------------------------------------------------------------------------------------------- the statistics
+
+
+def test_the_bound_on_harm() -> None:
+    # 0 of n: 1 - (1 - confidence) ** (1 / n); the rule of three.
+    assert harmful_bound(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
+    assert harmful_bound(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
+    assert harmful_bound(5, 5, 0.95) == 1
+
+
+def test_the_area_under_the_curve_counts_pairs() -> None:
+    rng = np.random.default_rng(1)
+    owner = np.repeat(np.arange(6), 7)
+    score, right = rng.integers(0, 5, len(owner)).astype(float), rng.random(len(owner)) < 0.4
+    weights = rng.integers(0, 3, (4, 6)).astype(float)
+    found = Area(score, right, owner, 6)(weights)
+    for sample, value in zip(weights, found, strict=True):
+        drawn = np.repeat(np.arange(len(owner)), sample[owner].astype(int))
+        ones, others = score[drawn][right[drawn]], score[drawn][~right[drawn]]
+        pairs = (ones[:, None] > others).mean() + (ones[:, None] == others).mean() / 2
+        assert value == pytest.approx(pairs)
+
+
+def test_the_halves_are_about_equal() -> None:
+    firsts = sum(first_half(f"chatcmpl-{n}") for n in range(1000))
+    assert 450 < firsts < 550
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)], env={"NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def test_the_command(tmp_path: Path) -> None:
+    requests = made()
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    out, plot, report = tmp_path / "policy.toml", tmp_path / "frontier.png", tmp_path / "report.json"
+    result = run(trace, "--labels", labels, "--out", out, "--plot", plot, "--report", report)
+    assert result.exit_code == OK, result.output
+    told = " ".join(result.stdout.split())
+    assert "fixed cap" in told
+    assert "RPDI does not separate right from wrong stops on this model and is left out" in told
+    assert "Best: " in told
+    assert "proxy" not in told
+    policy = schema.load(out)
+    assert not policy.entropy.shadow
+    found = json.loads(report.read_text())
+    assert found["policy"] == tomllib.loads(out.read_text())
+    assert found["recommended"]["held_out"]["saved"] > 0.25
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) -> None:
+    out = tmp_path / "policy.toml"
+    trace = traces.write(tmp_path / "a.trace", traces.records(made(60, eat="noise", rank="noise")))
+    result = run(trace, "--out", out)
+    assert result.exit_code == FAILED
+    told = " ".join(result.stdout.split())
+    assert "This is a proxy for accuracy" in told
+    assert "Nothing is recommended" in told
+    assert schema.load(out).entropy.shadow
+
+
+def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
+    recorded = policy(model={"m": {"eat_answer_prefix": "so "}})
+    halves = [made()[:60], made()[60:]]
+    paths = [
+        traces.write(tmp_path / f"{n}.trace", traces.records(half, policy=recorded)) for n, half in enumerate(halves)
+    ]
+    out, base = tmp_path / "policy.toml", tmp_path / "base.toml"
+    assert run(*paths, "--out", out).exit_code == OK
+    assert schema.load(out).model["m"].eat_answer_prefix == "so "
+    base.write_text("[fallback]\nlease_ms = 700\n")
+    result = run(*paths, "--out", out, "--base", base)
+    assert schema.load(out).fallback.lease_ms == 700
+    assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in " ".join(result.stdout.split())
+
+
+def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
+    good = traces.write(tmp_path / "a.trace", traces.records(made(4)))
+    bad = tmp_path / "b.trace"
+    bad.write_text("no")
+    result = run(bad)
+    assert (result.exit_code, result.stderr) == (
+        INVALID,
+        f"{bad}: at byte 0 (uncompressed) is not a trace: not gzip\n",
+    )
+    assert run(good, "--base", tmp_path / "none.toml").exit_code == INVALID
+    empty = traces.write(tmp_path / "c.trace", [])
+    result = run(empty)
+    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 0, 0\n")
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    for name in ("calibration", "evidence"):
+        monkeypatch.delitem(sys.modules, f"meridian_control.{name}")
+        monkeypatch.delattr(f"meridian_control.{name}")
+    result = run(tmp_path / "a.trace")
+    assert result.exit_code == FAILED
+    assert result.stderr == "calibrate needs scipy: pip install 'meridian-llm[calibrate]'\n"

@@ -1,0 +1,224 @@
+"""Trace files, and what is read out of them: the same as a live session's table would hold."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.episodes import Episodes, collect
+from meridian_control.requests import FLAG_BOUNDARY, OUTPUT, THINK, RequestTable
+from meridian_control.signals import rpdi
+from meridian_control.trace import FileError, TraceWriter, read
+from tests.fakes import traces
+from tests.fakes.agent import hello
+
+WINDOW = 16
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.trace"
+
+
+def complaint_of(path: Path) -> str:
+    with pytest.raises(FileError) as raised:
+        list(read(path))
+    return str(raised.value)
+
+
+# -------------------------------------------------------------------------------------------------------- the format
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(3)])
+    with TraceWriter(path) as out:
+        for record in made:
+            out.write(record)
+        assert (out.requests, out.records, out.steps) == (3, len(made), len(made) - 3)
+    assert list(read(path)) == made
+
+
+def test_only_requests_seen_from_their_beginning_count(path: Path) -> None:
+    closed = agent_pb2.StepReport(steps=1, closed=[agent_pb2.RequestClosed(slot=4)])
+    with TraceWriter(path) as out:
+        out.write(fleet_pb2.TraceRecord(session_id="s", up=agent_pb2.ConnectRequest(step=closed)))
+        assert (out.requests, out.steps) == (0, 1)
+
+
+def test_an_existing_file_is_left_alone(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(FileError, match="cannot be written: File exists"):
+        TraceWriter(path)
+    assert path.read_text() == "precious"
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "open", lambda path, _: open(path, "wb"))  # noqa: SIM115
+    made = traces.records([traces.made_up(0)])
+    with pytest.raises(FileError, match="/dev/full: cannot be written: No space left on device"):
+        traces.write(Path("/dev/full"), made)
+
+
+def test_a_missing_file(path: Path) -> None:
+    assert complaint_of(path) == f"{path}: cannot be read: No such file or directory"
+
+
+def test_an_empty_trace(path: Path) -> None:
+    traces.write(path, [])
+    assert list(read(path)) == []
+    found = collect([path])
+    assert (found.ids, found.left_out, len(found.owner)) == ([], {}, 0)
+
+
+def test_a_file_that_is_cut_off(path: Path) -> None:
+    made = traces.records([traces.made_up(0)])
+    traces.write(path, made)
+    path.write_bytes(path.read_bytes()[:-200])
+    complaint = complaint_of(path)
+    offset = int(complaint.split("at byte ")[1].split()[0])
+    assert complaint == f"{path}: at byte {offset} (uncompressed) is cut off: the record is not complete"
+    assert 0 < offset < sum(record.ByteSize() + 3 for record in made)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[entropy]\nema_alpha = 1\n", "is not a trace: not gzip"),
+        (gzip.compress(b"\x05hello"), "is not a record of a trace: "),
+        (gzip.compress(b"\x00"), "is not a record of a trace"),
+        (gzip.compress(b"\x7f" + b"x" * 20), "is not a record of a trace: "),
+        (gzip.compress(b"\xff" * 8 + b"\x01"), "is not a record of a trace: its length is given as "),
+        (gzip.compress(b"\xff" * 3), "is not a record of a trace: "),
+    ],
+)
+def test_a_foreign_file(path: Path, content: bytes, reason: str) -> None:
+    path.write_bytes(content)
+    assert complaint_of(path).startswith(f"{path}: at byte 0 (uncompressed) {reason}")
+
+
+# ----------------------------------------------------------------------------------------------------- what is in it
+
+
+def live(requests: list[traces.MadeUp]) -> list[tuple[Any, ...]]:
+    """What a request table holds whenever a sentence end comes to be known, request by request."""
+    seen: list[tuple[Any, ...]] = []
+    for number, request in enumerate(requests):
+        table = RequestTable(WINDOW)
+        table.open(agent_pb2.RequestOpened(slot=0, phase=agent_pb2.PHASE_THINK))
+        for phase, flags, entropy, rank in request.rows:
+            columns = agent_pb2.TokenColumns()
+            traces._add_row(columns, 0, (phase, flags, entropy, rank))
+            table.add_tokens(columns)
+            if table.boundary_now[0] and table.phase[0] == THINK:
+                ranks, ratio = table.boundary_ranks[0].tolist(), float(rpdi(table)[0])
+                sums = table.entropy_count[0], table.entropy_sum[0], ratio
+                seen.append((number, int(table.think_tokens[0]), int(table.boundary_count[0]), ranks, *sums))
+    return seen
+
+
+def test_columns_are_those_of_a_live_table(path: Path) -> None:
+    requests = [traces.made_up(n) for n in range(6)]
+    # A marker of two tokens, whose first was counted as thinking; and thinking that is taken up again.
+    requests[2].rows[-4:-3] = [(THINK, 0, 0.2, 3), (THINK, 3 | 1 << 8, 0.1, 1)]
+    requests[3].rows += [
+        (OUTPUT, 1, 0.1, 9),
+        *[(THINK, FLAG_BOUNDARY, 0.3, 7)] * 3,
+        (THINK, 3, 0.1, 1),
+        (OUTPUT, 0, 0, 9),
+    ]
+    for tokens in range(1, 4):
+        requests[3].probes[max(requests[3].probes) + 1] = (0.5, tokens)
+    found = collect([traces.write(path, traces.records(requests, at_once=3))])
+    assert sorted(found.ids) == sorted(r.request_id for r in requests)
+    by_id = [requests[[r.request_id for r in requests].index(i)] for i in found.ids]
+    expected = live(by_id)
+    assert len(expected) == len(found.owner)
+    sums = found.window_sum(WINDOW) / WINDOW
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(found.entropy_count >= WINDOW, sums / (found.entropy_sum / found.entropy_count), np.nan)
+    for at, (number, tokens, count, ranks, entropies, total, ratio) in enumerate(expected):
+        assert (found.owner[at], found.decided_tokens[at], found.rank_count[at]) == (number, tokens, count)
+        assert found.ranks[at].tolist() == ranks
+        assert found.entropy_count[at] == entropies
+        np.testing.assert_allclose([found.entropy_sum[at], ratios[at]], [total, ratio], rtol=1e-5)
+
+
+def test_samples_belong_to_their_sentence_ends(path: Path) -> None:
+    requests = [traces.made_up(n) for n in range(4)]
+    found = collect([traces.write(path, traces.records(requests, at_once=2))])
+    has = np.flatnonzero(found.sample >= 0)
+    assert len(has) == len(found.owner)
+    assert (found.sample_tokens[found.sample] == found.think_tokens).all()
+    assert (found.sample_owner[found.sample] == found.owner).all()
+    late = found.sample_arrived[found.sample] - found.think_tokens
+    assert set(late.tolist()) <= {1, 2}
+    for at in has:
+        request = next(r for r in requests if r.request_id == found.ids[found.owner[at]])
+        eat, same = request.probes[int(found.think_tokens[at])]
+        assert found.eat_nats[found.sample[at]] == pytest.approx(eat, rel=1e-6)
+        assert found.same_answer[found.sample[at]] == same
+
+
+def left_out(path: Path, *requests: traces.MadeUp) -> Episodes:
+    return collect([traces.write(path, traces.records(list(requests)))])
+
+
+def test_which_requests_are_used(path: Path) -> None:
+    forced, aborted, unended, thoughtless = (traces.made_up(n, forced=n == 0) for n in range(4))
+    aborted.finish = agent_pb2.FINISH_REASON_ABORT
+    unended.rows = unended.rows[:-4]
+    thoughtless.rows = [(OUTPUT, 0, 0.1, 9)] * 3
+    found = left_out(path, forced, aborted, unended, thoughtless, traces.made_up(4))
+    assert len(found.ids) == 1
+    assert found.left_out == {
+        "aborted or failed": 1,
+        "did not think": 1,
+        "thinking never ended": 1,
+        "thinking was ended by force": 1,
+    }
+    assert len(found.seen) == 5
+
+
+def test_requests_across_the_ends_of_a_recording_are_left_out(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(20)], at_once=4)
+    cut = len(made) // 2
+    again = fleet_pb2.TraceRecord(session_id="s", up=agent_pb2.ConnectRequest(hello=hello()), joined_late=True)
+    found = collect([traces.write(path, [*made[:cut], again, *made[cut + 1 :]])])
+    assert found.left_out == {"begun or finished outside the trace": 4}
+    assert len(found.ids) == 16
+
+
+def test_a_snapshot_ends_what_was_known(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(20)], at_once=4)
+    rows = [agent_pb2.RequestOpened(slot=0, request_id="old", think_tokens=3)]
+    made[len(made) // 2].up.CopyFrom(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows)))
+    found = collect([traces.write(path, made)])
+    assert found.left_out == {"begun or finished outside the trace": 4}
+    assert "old" not in found.seen
+
+
+def test_a_record_that_breaks_the_contract(path: Path) -> None:
+    made = traces.records([traces.made_up(0)])
+    made[5].up.step.tokens.flags.append(1)
+    with pytest.raises(FileError, match="record 5: its columns must have one length"):
+        collect([traces.write(path, made)])
+
+
+def test_a_session_without_its_hello(path: Path) -> None:
+    with pytest.raises(FileError, match="record 0: its session has no Hello before it"):
+        collect([traces.write(path, traces.records([traces.made_up(0)])[2:])])
+
+
+def test_several_models(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(4)])
+    made[3].up.step.opened[0].model = "other"
+    traces.write(path, made)
+    with pytest.raises(FileError, match=r"holds several models \(m, other\): choose one with --model"):
+        collect([path])
+    assert len(collect([path], "m").ids) == 3
+    assert len(collect([path], "other").ids) == 1
