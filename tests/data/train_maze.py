@@ -1,306 +1,39 @@
-"""Trains the maze model from nothing on two CPU cores and writes it as a directory that vLLM loads.
-
-Owns the tokenizer, the chat template, the model's shape and the two training stages; the task itself is in maze.py.
-"""
+"""Trains the maze model: its words, its first embeddings and its two stages.  The task itself is in maze.py."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
-import random
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.data import maze
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-HERE = Path(__file__).resolve().parent
-PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
-IGNORE = -100
-TYPICAL_TARGETS = 128
-
-TEMPLATE = """\
-{%- set ns = namespace(last_user=-1) -%}
-{%- for message in messages -%}
-    {%- if message.role == 'user' -%}{%- set ns.last_user = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-    {%- set turn = namespace(text='') -%}
-    {%- if message.content is string -%}
-        {%- set turn.text = message.content -%}
-    {%- elif message.content -%}
-        {%- for part in message.content if part.type == 'text' -%}
-            {%- set turn.text = turn.text + part.text -%}
-        {%- endfor -%}
-    {%- endif -%}
-    {%- if message.role == 'assistant' -%}
-        {%- if loop.index0 < ns.last_user -%}
-            {%- set turn.text = turn.text.split('</think>')[-1].lstrip() -%}
-        {%- elif message.reasoning_content is string and message.reasoning_content -%}
-            {%- set turn.text = '<think>' + message.reasoning_content + '</think>' + turn.text -%}
-        {%- endif -%}
-    {%- endif -%}
-    {{- '<|im_start|>' + message.role + '\\n' + turn.text + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-    {%- if enable_thinking is defined and enable_thinking is false -%}
-        {{- '<think></think>' -}}
-    {%- elif open_think is defined and open_think is true -%}
-        {{- '<think>' -}}
-    {%- endif -%}
-{%- endif -%}
-"""
-
-
-def vocabulary() -> list[str]:
-    """Every token, in the order of its id."""
-    edges = [f"{a}>{b}" for a in maze.NODES for b in maze.NODES]
-    marks = [PAD, START, END, UNKNOWN, maze.THINK, maze.END_THINK, maze.NEWLINE, maze.PARAGRAPH, maze.STOP, maze.WAIT]
-    return [*marks, "system", "user", "assistant", "start", *maze.ANSWER_WORDS, *maze.NODES, *edges]
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word; spaces are dropped on the way in and put back on the way out."""
-    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary())}, unk_token=UNKNOWN))
-    raw.add_special_tokens([AddedToken(word, normalized=False) for word in (PAD, START, END)])
-    raw.add_tokens([AddedToken(word, normalized=False, special=False) for word in (maze.THINK, maze.END_THINK)])
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex("\n\n|\n"), "isolated")]
-    )
-    tight = Regex(r" (?=\n|</think>|<\|im_end\|>)|(?<=\n|think>|<\|im_start\|>|<\|im_end\|>) ")
-    raw.decoder = decoders.Sequence(
-        [decoders.WordPiece(prefix="\0", cleanup=False), decoders.Fuse(), decoders.Replace(tight, "")]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def build_model(seed: int) -> Qwen3ForCausalLM:
-    """The untrained network: 3 layers, width 128, 0.75 M parameters.
-
-    Embeddings begin large against the rate of learning and apart from the output layer, since Adam would otherwise
-    probably move all 576 rarely seen edge tokens the same way until they look alike.  An edge begins as one vector for
-    where it leaves plus one for where it goes.
-    """
-    torch.manual_seed(seed)
-    index = {word: at for at, word in enumerate(vocabulary())}
-    config = Qwen3Config(
-        vocab_size=len(index),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=index[END],
-        pad_token_id=index[PAD],
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        table = model.model.embed_tokens.weight.normal_(std=0.2)
-        leaves, goes = torch.randn(2, len(maze.NODES), config.hidden_size) * 0.14
-        table[index["A>A"] :] = (leaves[:, None] + goes[None]).flatten(0, 1)
-    return model
-
-
-def write_json(path: Path, change: dict[str, object]) -> None:
-    """Rewrites some keys of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | change, indent=2) + "\n")
-
-
-def save(model: Qwen3ForCausalLM, out: Path) -> None:
-    """Writes the model directory; the weights are replaced in one rename, so that a reader never sees half a file."""
-    out.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save_pretrained(out)
-    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    model.config.architectures = ["Qwen3ForCausalLM"]
-    model.config.save_pretrained(out)
-    ends = {"eos_token_id": model.config.eos_token_id, "pad_token_id": model.config.pad_token_id}
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    (out / "generation_config.json").write_text(json.dumps(ends | sampling, indent=2) + "\n")
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, out / "weights.tmp", metadata={"format": "pt"})
-    (out / "weights.tmp").chmod(0o644)
-    os.replace(out / "weights.tmp", out / "model.safetensors")
+from tests.data import maze, training
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stage of training: what its samples look like and how long it runs."""
+class Stage(training.Stage):
+    """Also says how many nodes of a map point at themselves."""
 
-    steps: int
-    rate: float
     ends: int = 1
-    rewalks: int = 0
-    cut: float = 0.0
-    """Share of traces cut at a random place and continued with the true answer."""
-    empty: float = 0.0
-    """Share of samples without any thinking."""
-    context: float = 0.0
-    """Share of samples with a system message, and as large a share with an earlier turn, before the prompt."""
 
 
-STAGES = (
-    Stage(steps=400, rate=1.5e-3, rewalks=2),
-    Stage(steps=1000, rate=1e-3, ends=5, rewalks=9, cut=0.25, empty=0.04, context=0.04),
+def embed(table: torch.Tensor, index: dict[str, int]) -> None:
+    """An edge begins as one vector for where it leaves plus one for where it goes."""
+    leaves, goes = torch.randn(2, len(maze.NODES), table.shape[1]) * 0.14
+    table[index["A>A"] :] = (leaves[:, None] + goes[None]).flatten(0, 1)
+
+
+RECIPE = training.Recipe(
+    name="maze",
+    words=("start", *maze.ANSWER_WORDS, *maze.NODES, *(f"{a}>{b}" for a in maze.NODES for b in maze.NODES)),
+    stages=(
+        Stage(steps=400, rate=1.5e-3, repeats=2),
+        Stage(steps=1000, rate=1e-3, ends=5, repeats=9, cut=0.25, empty=0.04, context=0.04),
+    ),
+    make=lambda rng, stage: maze.make_maze(rng, stage.ends),
+    thinking=lambda rng, task, stage: maze.thinking(rng, task, stage.repeats),
+    answer=maze.answer_tokens,
+    embed=embed,
 )
-Tokens = list[tuple[str, bool]]
-"""Tokens, each with whether it is a training target."""
-
-
-def plain(*tokens: str) -> Tokens:
-    """Tokens which are not training targets."""
-    return [(token, False) for token in tokens]
-
-
-def turn(role: str, *content: str) -> Tokens:
-    """One whole message as the chat template renders it."""
-    return plain(START, role, maze.NEWLINE, *content, END, maze.NEWLINE)
-
-
-def noise(rng: random.Random) -> Tokens:
-    """Now and then a few line breaks and unknown words, as a control plane may put around the end of thinking."""
-    if rng.random() > 0.15:
-        return []
-    return plain(*rng.choices((maze.NEWLINE, maze.PARAGRAPH, UNKNOWN), k=rng.randint(1, 6)))
-
-
-def context(rng: random.Random, stage: Stage) -> Tokens:
-    """What precedes the prompt: mostly nothing, sometimes a system message or an earlier turn."""
-    draw = rng.random()
-    if draw < stage.context:
-        return turn("system", *[UNKNOWN] * rng.randint(1, 30))
-    if draw < 2 * stage.context:
-        earlier = maze.make_maze(rng, stage.ends)
-        return turn("user", *earlier.prompt.split()) + turn("assistant", *maze.answer_tokens(earlier))
-    return []
-
-
-def completion(rng: random.Random, task: maze.Maze, stage: Stage) -> Tokens:
-    """Thinking and answer.  Where the thinking was cut, the end of thinking is not a target: it was not its time."""
-    walks = maze.thinking(rng, task, stage.rewalks)
-    trace = [token for walk in walks for token in walk]
-    draw, answer = rng.random(), [(token, True) for token in (*maze.answer_tokens(task), END)]
-    if draw < stage.empty:
-        trace = []
-    elif draw < stage.empty + stage.cut:
-        trace = trace[: rng.randint(1, len(rng.choice((walks[0], trace))))]
-    else:
-        return [(token, True) for token in (maze.THINK, *trace, maze.END_THINK)] + answer
-    thought = [(token, True) for token in (maze.THINK, *trace)]
-    return thought + noise(rng) + plain(maze.END_THINK) + noise(rng) + answer
-
-
-def sample(rng: random.Random, stage: Stage) -> Tokens:
-    """One training text."""
-    task = maze.make_maze(rng, stage.ends)
-    opening = turn("user", *task.prompt.split()) + plain(START, "assistant", maze.NEWLINE)
-    return context(rng, stage) + opening + completion(rng, task, stage)
-
-
-def batches(
-    rng: random.Random, stage: Stage, size: int = 32, pool: int = 8
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids, labels), padded on the right; texts of like length share a batch."""
-    index = {word: at for at, word in enumerate(vocabulary())}
-    while True:
-        texts = sorted((sample(rng, stage) for _ in range(size * pool)), key=len)
-        for at in rng.sample(range(0, size * pool, size), pool):
-            rows = texts[at : at + size]
-            ids = torch.full((size, len(rows[-1])), index[PAD])
-            labels = torch.full_like(ids, IGNORE)
-            for row, text in enumerate(rows):
-                ids[row, : len(text)] = torch.tensor([index[token] for token, _ in text])
-                labels[row, : len(text)] = torch.tensor([index[token] if wanted else IGNORE for token, wanted in text])
-            yield ids, labels
-
-
-def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the targets and divided by a constant, not by their number: a mean would weigh each
-    token of a batch of short texts more, and so teach the model to stop early.
-
-    Padding is on the right, so causal attention alone keeps it out.
-    """
-    targets = labels[:, 1:]
-    wanted = targets != IGNORE
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), targets[wanted], reduction="sum") / (
-        TYPICAL_TARGETS * len(ids)
-    )
-
-
-def train_stage(model: Qwen3ForCausalLM, number: int, seed: int, scale: float) -> None:
-    """Runs one stage: AdamW, a short warm-up, then a cosine down to a twentieth of the rate."""
-    stage = STAGES[number]
-    steps = max(1, int(stage.steps * scale))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * step / steps))
-    )
-    started, total = time.monotonic(), 0.0
-    for step, (ids, labels) in zip(
-        range(1, steps + 1), batches(random.Random(f"{seed}-{number}"), stage), strict=False
-    ):
-        loss = loss_of(model, ids, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        total += loss.item()
-        if step % 50 == 0 or step == steps:
-            print(
-                f"stage {number + 1} step {step}/{steps} loss {total / ((step - 1) % 50 + 1):.4f}"
-                f" {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-            total = 0.0
-
-
-def main() -> None:
-    """Trains both stages, saving after each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=HERE / "maze-qwen3")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 for a smoke run")
-    parser.add_argument("--start", type=Path, help="skip stage 1 and start from the weights in this directory")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = build_model(options.seed)
-    print(f"{sum(value.numel() for value in model.parameters())} parameters", flush=True)
-    if options.start:
-        model = Qwen3ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
-    for number in range(1 if options.start else 0, len(STAGES)):
-        train_stage(model, number, options.seed, options.steps_scale)
-        save(model, options.out)
-
 
 if __name__ == "__main__":
-    main()
+    training.run(RECIPE, __doc__)

@@ -1,7 +1,8 @@
-"""Measures a trained maze model offline, without vLLM: prints a JSON summary and draws maze-curves.png.
+"""Measures a trained model offline, without vLLM: prints a JSON summary and draws a picture of curves.
 
 Owns the ways of looking at a thinking trace: accuracy as it runs, accuracy and answer entropy where it is cut, and the
-rank of the end-of-thinking token along it.  Entropies are in nats.
+rank of the end-of-thinking token along it.  A cut appends </think>, and for the chain the words its answer begins with.
+Entropies are in nats.
 """
 
 from __future__ import annotations
@@ -12,18 +13,42 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from tests.data import maze
-from tests.data.train_maze import END, HERE, PAD
+from tests.data import chain, maze
+from tests.data.training import END, HERE, PAD
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BUDGETS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NAIVE_BELOW = 0.25
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is measured, and how its traces are looked at."""
+
+    module: ModuleType
+    first: str
+    """What the report calls the first pass."""
+    limit: int
+    """Tokens a completion may have."""
+    before: int
+    """How many tokens before the end of the first pass the curves begin."""
+    prefix: tuple[str, ...] = ()
+    """What the answer begins with, before the word that counts."""
+
+
+TASKS = {
+    "maze": Task(maze, "first_walk", limit=640, before=36),
+    "chain": Task(chain, "first_pass", limit=704, before=72, prefix=chain.ANSWER_PREFIX),
+}
 
 
 @dataclass
@@ -34,14 +59,16 @@ class Trace:
     prompt_ids: list[int]
     thinking: list[int]
     answer: str | None
-    """The node it answered with; None if it never stopped thinking."""
+    """What it answered with; None if it never stopped thinking."""
     truth: str
     first_end: int
-    """Thinking tokens up to the end of the first walk."""
-    walk_end: str
-    """The node the first walk ended at; it is not the truth where the walk slipped."""
+    """Thinking tokens up to the end of the first pass."""
+    first_result: str
+    """What the first pass ended at; it is not the truth where that pass slipped."""
     entropy: list[float]
-    """Of the token after an appended </think>, per position: entry n has n thinking tokens before the cut."""
+    """Of the token that answers, after a cut, per position: entry n has n thinking tokens before the cut."""
+    entropy_bare: list[float]
+    """The same right after </think>, before the words the answer begins with."""
     rank: list[int]
     """Of </think> as the next token, per position."""
     guess: list[str]
@@ -53,10 +80,12 @@ class Trace:
 class Subject:
     """A model with its tokenizer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, task: Task, folder: Path) -> None:
+        self.task = task
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.end, self.pad, self.close = (self.tokenizer.convert_tokens_to_ids(t) for t in (END, PAD, maze.END_THINK))
+        self.appended = [self.close, *self.tokenizer.convert_tokens_to_ids(task.prefix)]
 
     def ids(self, prompt: str, **template: object) -> list[int]:
         """The prompt through the chat template."""
@@ -66,14 +95,16 @@ class Subject:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def generate(self, prompts: list[list[int]], greedy: bool, limit: int = 640) -> list[list[int]]:
-        """Completions of prompts of one length, without the end token."""
+    def generate(self, prompts: list[list[int]], greedy: bool) -> list[list[int]]:
+        """Completions without the end token; shorter prompts are padded on the left."""
         extra = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        whole = torch.tensor(prompts)
+        width = max(map(len, prompts))
+        whole = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         out = self.model.generate(
-            whole, attention_mask=torch.ones_like(whole), max_new_tokens=limit, pad_token_id=self.pad, **extra
+            whole, attention_mask=mask, max_new_tokens=self.task.limit, pad_token_id=self.pad, **extra
         )
-        rows = out[:, whole.shape[1] :].tolist()
+        rows = out[:, width:].tolist()
         return [row[: row.index(self.end)] if self.end in row else row for row in rows]
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
@@ -85,39 +116,42 @@ class Subject:
         offset = len(prompt_ids) + 1
         logits = self.model(torch.tensor([whole])).logits[0, offset - 1 :]
         rank = (logits > logits[:, self.close, None]).sum(-1) + 1
-        after = self._after_close(whole, offset)
-        entropy = -(after.softmax(-1) * after.log_softmax(-1)).sum(-1)
-        truth = maze.parse_prompt(prompt).answer
+        cut = self._after_cut(whole, offset)
+        bare, entropy = (-(cut.softmax(-1) * cut.log_softmax(-1)).sum(-1))[:, [0, -1]].T.tolist()
+        after = cut[:, -1]
+        truth = self.task.module.parse_prompt(prompt).answer
         paragraph = self.tokenizer.convert_tokens_to_ids(maze.PARAGRAPH)
         first_end = thinking.index(paragraph) if paragraph in thinking else len(thinking)
         return Trace(
             prompt,
             prompt_ids,
             thinking,
-            maze.answer_of(self.tokenizer.decode(completion)),
+            self.task.module.answer_of(self.tokenizer.decode(completion)),
             truth,
             first_end,
             self.tokenizer.convert_ids_to_tokens(thinking[max(0, first_end - 2)]),
-            entropy.tolist(),
+            entropy,
+            bare,
             rank.tolist(),
             self.tokenizer.convert_ids_to_tokens(after.argmax(-1).tolist()),
             after.softmax(-1)[:, self.tokenizer.convert_tokens_to_ids(truth)].tolist(),
         )
 
-    def _after_close(self, whole: list[int], offset: int) -> torch.Tensor:
-        """Logits after an appended </think>, for every cut from `offset` on: all cuts share one forward pass.
+    def _after_cut(self, whole: list[int], offset: int) -> torch.Tensor:
+        """Logits after each appended token, for every cut from `offset` on: all cuts share one forward pass.
 
         The appended tokens sit behind the text, each at the position it would have and seeing only what it would see.
         """
-        length, cuts = len(whole), len(whole) - offset + 1
-        positions = torch.tensor([*range(length), *range(offset, length + 1)])
-        seen = torch.ones(length + cuts, length + cuts, dtype=torch.bool).tril()
-        seen[length:, :] = torch.arange(length + cuts)[None, :] < torch.arange(offset, length + 1)[:, None]
-        seen |= torch.eye(length + cuts, dtype=torch.bool)
+        length, width = len(whole), len(self.appended)
+        starts = torch.arange(offset, length + 1)
+        positions = torch.cat([torch.arange(length), (starts[:, None] + torch.arange(width)).flatten()])
+        seen = torch.ones(length + len(starts) * width, len(positions), dtype=torch.bool).tril()
+        seen[length:, :length] = torch.arange(length)[None, :] < starts.repeat_interleave(width)[:, None]
+        seen[length:, length:] &= torch.block_diag(*[torch.ones(width, width)] * len(starts)).bool()
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        ids = torch.tensor([[*whole, *[self.close] * cuts]])
+        ids = torch.tensor([[*whole, *self.appended * len(starts)]])
         logits: torch.Tensor = self.model(ids, position_ids=positions[None], attention_mask=mask[None, None]).logits
-        return logits[0, length:]
+        return logits[0, length:].unflatten(0, (len(starts), width))
 
 
 def boundaries(trace: Trace, stop: int) -> list[int]:
@@ -150,12 +184,26 @@ def cut_accuracy(traces: list[Trace], at: list[int]) -> float:
     return average([trace.chance[min(n, len(trace.thinking))] for trace, n in zip(traces, at, strict=True)])
 
 
-def summary(traces: list[Trace], stop: int) -> dict[str, object]:
+def at_sentence_ends(traces: list[Trace], name: str, stop: int) -> dict[str, float]:
+    """Mean values at sentence ends, counted in sentences from the end of the first pass."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for trace in traces:
+        ends = boundaries(trace, stop)
+        last = sum(at <= trace.first_end for at in ends) - 1
+        for place, at in enumerate(ends):
+            found[place - last].append(getattr(trace, name)[at])
+    return {f"{place:+d}": average(found[place]) for place in range(-6, 7)} | {
+        "before": average([value for place, values in found.items() if place < 0 for value in values]),
+        "after": average([value for place, values in found.items() if place > 0 for value in values]),
+    }
+
+
+def summary(task: Task, traces: list[Trace], stop: int) -> dict[str, object]:
     """Every number of the report that comes from the sampled traces."""
     tokens = sorted(len(trace.thinking) for trace in traces)
     right = [trace.answer == trace.truth for trace in traces]
     naive = [naive_stop(trace, stop) for trace in traces]
-    slipped = [trace for trace in traces if trace.walk_end != trace.truth]
+    slipped = [trace for trace in traces if trace.first_result != trace.truth]
     early = [e for t in traces for e in t.entropy[: t.first_end // 2]]
     late = [e for t in traces for e in t.entropy[t.first_end :]]
     return {
@@ -164,14 +212,14 @@ def summary(traces: list[Trace], stop: int) -> dict[str, object]:
         "unfinished": share([trace.answer is None for trace in traces]),
         "thinking_tokens": {"mean": average([float(n) for n in tokens])}
         | {f"p{p}": tokens[min(len(tokens) - 1, len(tokens) * p // 100)] for p in (5, 25, 50, 75, 95, 100)},
-        "first_walk_tokens_mean": average([float(t.first_end) for t in traces]),
-        "first_walk_slipped": round(len(slipped) / len(traces), 4),
+        f"{task.first}_tokens_mean": average([float(t.first_end) for t in traces]),
+        f"{task.first}_slipped": round(len(slipped) / len(traces), 4),
         "accuracy_of_slipped": share([t.answer == t.truth for t in slipped]),
         "accuracy_cut_after_slip": average([t.chance[t.first_end] for t in slipped]),
-        "accuracy_cut_after_first_walk": average([t.chance[t.first_end] for t in traces]),
+        f"accuracy_cut_after_{task.first}": average([t.chance[t.first_end] for t in traces]),
         "entropy": {
-            "first_half_of_first_walk": average(early),
-            "from_end_of_first_walk": average(late),
+            f"first_half_of_{task.first}": average(early),
+            f"from_end_of_{task.first}": average(late),
             "last": average([t.entropy[-1] for t in traces]),
         },
         "naive_rule": {
@@ -187,7 +235,7 @@ def summary(traces: list[Trace], stop: int) -> dict[str, object]:
 
 
 def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int, list[float]]:
-    """Values at sentence ends, keyed by the token distance from the end of the first walk."""
+    """Values at sentence ends, keyed by the token distance from the end of the first pass."""
     found: dict[int, list[float]] = defaultdict(list)
     for trace in traces:
         for at in boundaries(trace, stop):
@@ -196,13 +244,13 @@ def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int,
     return {place: found[place] for place in span if len(found[place]) >= 10}
 
 
-def draw(traces: list[Trace], stop: int, path: Path) -> None:
+def draw(task: Task, traces: list[Trace], stop: int, path: Path) -> None:
     """Four panels: entropy, rank, accuracy by cut, and the lengths of thinking."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     panels = figure.subplots(2, 2)
-    span = range(-36, 151, 3)
+    span = range(-task.before, 151, 3)
     for panel, name, title in (
-        (panels[0, 0], "entropy", "Entropy after an appended </think> (nats)"),
+        (panels[0, 0], "entropy", f"Entropy after an appended {' '.join(('</think>', *task.prefix))} (nats)"),
         (panels[0, 1], "rank", "Rank of </think> as the next token"),
     ):
         values = aligned(traces, name, span, stop)
@@ -221,7 +269,10 @@ def draw(traces: list[Trace], stop: int, path: Path) -> None:
         panel.plot(places, [statistics.median(values[p]) for p in places], color="C0", label="median")
         panel.plot(places, [statistics.fmean(values[p]) for p in places], color="C1", label="mean")
         panel.axvline(0, color="black", lw=0.8, ls="--")
-        panel.set(title=title, xlabel="thinking tokens from the end of the first walk (dashed), at sentence ends")
+        panel.set(
+            title=title,
+            xlabel=f"thinking tokens from the end of the {task.first.replace('_', ' ')} (dashed), at sentence ends",
+        )
         panel.legend()
     panels[0, 1].set_yscale("log")
     panels[0, 1].set_yticks(ticks := [1, 2, 5, 10, 20, 50], [str(tick) for tick in ticks])
@@ -246,29 +297,39 @@ def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: obj
     ids = [subject.ids(prompt, **template) for prompt in prompts]
     lead = "<think></think>" if template else ""
     texts = [lead + subject.tokenizer.decode(out) for out in subject.generate(ids, greedy)]
-    return share([maze.is_correct(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+    return share([subject.task.module.is_correct(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
 
 
 def main() -> None:
     """Measures and draws."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=HERE / "maze-qwen3")
+    parser.add_argument("--task", choices=TASKS, default="maze")
+    parser.add_argument("--model", type=Path, help="default: the folder shipped for the task")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--picture", type=Path, default=HERE / "maze-curves.png")
+    parser.add_argument("--picture", type=Path, help="default: <task>-curves.png beside this file")
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    subject, prompts = Subject(options.model), maze.prompts(options.count, options.seed)
+    task = TASKS[options.task]
+    subject = Subject(task, options.model or HERE / f"{options.task}-qwen3")
+    prompts: list[str] = task.module.prompts(options.count, options.seed)
     ids = [subject.ids(prompt) for prompt in prompts]
     completions = subject.generate(ids, greedy=False)
     traces = [subject.trace(*row) for row in zip(prompts, ids, completions, strict=True)]
     stop = subject.tokenizer.convert_tokens_to_ids(maze.STOP)
-    report = summary(traces, stop) | {
+    report = summary(task, traces, stop) | {
         "accuracy_greedy": accuracy(subject, prompts, greedy=True),
         "accuracy_without_thinking": accuracy(subject, prompts, greedy=False, enable_thinking=False),
     }
-    draw(traces, stop, options.picture)
+    if task.prefix:
+        report |= {
+            "entropy_at_sentence_ends": at_sentence_ends(traces, "entropy", stop),
+            "entropy_at_sentence_ends_without_prefix": at_sentence_ends(traces, "entropy_bare", stop),
+            "accuracy_at_sentence_ends": at_sentence_ends(traces, "chance", stop),
+        }
+    draw(task, traces, stop, options.picture or HERE / f"{options.task}-curves.png")
     print(json.dumps(report, indent=2))
 
 
