@@ -55,6 +55,9 @@ class Agent:
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
+        # Thinking requests that wait for what is decided from their probes; newest report that was answered.
+        self.held: set[Tracked] = set()
+        self._answered = 0
         self._probe_number = 0
         self._keep_places_until = 0
         self._off = False
@@ -173,6 +176,8 @@ class Agent:
             if plan.think_per_step is not None and self.tracker.answering:
                 self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
         placed = self._place_probes(scheduler) if self.directives.probes else 0
+        if self.held:
+            self._hold(scheduler)
         hold = self.directives.hold_admission and self.tracker.answering > 0
         return self._admission_limit(scheduler, hold, placed)
 
@@ -196,10 +201,22 @@ class Agent:
             message = inbox.popleft()
             if message is None:
                 self.directives.new_stream()
+                self.held.clear()
                 for placed in self.placed.values():
                     placed.decision_id = 0
             else:
                 self.directives.accept(message)
+                self._answered = message.step
+
+    def _hold(self, scheduler: Any) -> None:
+        """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
+        now = time.monotonic()
+        for tr in list(self.held):
+            answered = tr.asked_in and tr.asked_in <= self._answered
+            if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:
+                self.held.discard(tr)
+            else:
+                tr.ref.next_decode_eligible_step = scheduler.current_step + 2
 
     def _order(self, scheduler: Any) -> None:
         """Running: most urgent first, for vLLM preempts from the end. Waiting: preempted answers before all else."""
@@ -255,9 +272,9 @@ class Agent:
         asked, self.directives.probes = self.directives.probes, []
         self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
         before = len(self.placed)
-        for decision_id, tr, flags in asked:
+        for decision_id, tr, flags, hold_ms in asked:
             if tr.state.phase is Phase.THINK and tr.ending is None and tr.boundary & flags != flags:
-                self.directives.probes.append((decision_id, tr, flags))
+                self.directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue
             appended = self.tracker.markers.probe
             known = len(tr.ref.all_token_ids)
@@ -271,6 +288,9 @@ class Agent:
             tokens = [*tr.ref.all_token_ids, *appended]
             probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._probe_number}", tokens)
             self.placed[probe.request_id] = probes.Placed(decision_id, tr, tr.state.think_tokens, known - 1)
+            if hold_ms:
+                tr.held_until, tr.asked_in = time.monotonic() + hold_ms / 1e3, 0
+                self.held.add(tr)
             scheduler.add_request(probe)
             scheduler.waiting.remove_requests([probe])
             scheduler.waiting.prepend_request(probe)
@@ -311,6 +331,7 @@ class Agent:
         placed = self.placed[request_id]
         scheduler.finish_requests(request_id, hooks.aborted_status())
         del self.placed[request_id]
+        self.held.discard(placed.parent)
         self.directives.report(placed.decision_id, Outcome.REFUSED, detail="no room in the step")
 
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
@@ -371,7 +392,11 @@ class Agent:
         record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
         record.step_time_ms = (time.perf_counter() - self._began) * 1e3
         record.counters = self._counters()
-        self.link.send(self.tracker.take_record(), self.tracker.snapshot)
+        sent = self.tracker.take_record()
+        for tr in self.held:
+            if not tr.asked_in and any(probe[1] == tr.slot for probe in sent.probes):
+                tr.asked_in = sent.step
+        self.link.send(sent, self.tracker.snapshot)
 
     def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
         if out.new_token_ids:
@@ -411,6 +436,7 @@ class Agent:
             group.finished_requests = {r for r in group.finished_requests if not r.startswith(probes.PREFIX)}
 
     def _close(self, tr: Tracked, reason: int) -> None:
+        self.held.discard(tr)
         self.directives.close(tr)
         self.tracker.close(tr, reason)
 

@@ -64,8 +64,8 @@ class Directives:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self.plan: Plan | None = None
-        # Probes to place: (decision id, request, flags its newest token must have).
-        self.probes: list[tuple[int, Tracked, int]] = []
+        # Probes to place: (decision id, request, flags its newest token must have, milliseconds it then waits).
+        self.probes: list[tuple[int, Tracked, int, int]] = []
 
     def report(self, decision_id: int, outcome: Outcome, tr: Tracked | None = None, detail: str = "") -> None:
         """Record the outcome of a decision; id 0 marks what the agent does on its own account."""
@@ -83,7 +83,7 @@ class Directives:
             self._tier(tier, message.step)
         for probe in message.probes:
             if tr := self._target(probe.slot, probe.decision_id, message.step):
-                self.probes.append((probe.decision_id, tr, PLACEMENT_FLAGS.get(probe.placement, 0)))
+                self.probes.append((probe.decision_id, tr, PLACEMENT_FLAGS.get(probe.placement, 0), probe.hold_ms))
         if message.HasField("plan"):
             self._accept_plan(message.plan, message.step)
 
@@ -247,7 +247,7 @@ class Directives:
         if tr.tier is not None:
             self.report(tr.tier[0], Outcome.REQUEST_GONE)
             tr.tier = None
-        for decision_id, target, _ in self.probes:
+        for decision_id, target, *_ in self.probes:
             if target is tr:
                 self.report(decision_id, Outcome.REQUEST_GONE, tr)
         self.probes = [p for p in self.probes if p[1] is not tr]
@@ -269,7 +269,7 @@ class Directives:
                 self.report(tr.tier[0], outcome)
             tr.tier = None
         if report:
-            for decision_id, tr, _ in self.probes:
+            for decision_id, tr, *_ in self.probes:
                 self.report(decision_id, outcome, tr)
         self.probes = []
         self._tracker.reorder = True

@@ -94,6 +94,9 @@ class Tracked:
     # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
     trial_answer: int = -1
     same_answer: int = 0
+    # Waits for what is decided from its probe: until when, on the monotonic clock, and the report that asked for it.
+    held_until: float = 0.0
+    asked_in: int = 0
 
     @property
     def effective_rank(self) -> int:

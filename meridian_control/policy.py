@@ -163,6 +163,13 @@ class EntropyPolicy(Section):
         description="Gate: a probe is asked for only after a sentence end where the end marker ranks at most this, and "
         "then placed at once; 0 switches the gate off.",
     )
+    eat_hold_ms: int = Field(
+        50,
+        ge=0,
+        le=10_000,
+        description="A probed request waits this long at most, in milliseconds, for what is decided from its probe, so "
+        "that thinking ends where it was measured; 0 lets it think on meanwhile. Not in shadow.",
+    )
     rank_conditions: tuple[RankCondition, ...] = Field(
         (), strict=False, description="Rank rule: thinking ends at a sentence end where any of these holds."
     )
@@ -260,6 +267,7 @@ PER_REQUEST = {
         "eat_probe_interval_tokens",
         "eat_probe_placement",
         "eat_probe_max_rank",
+        "eat_hold_ms",
         "rank_conditions",
         "rpdi_threshold",
     ),

@@ -222,7 +222,7 @@ class Session:
         weight = STEP_TIME_ALPHA if self._step_time_ms else 1.0
         self._step_time_ms += weight * (report.step_time_ms - self._step_time_ms)
         self._step = report.step
-        return self._respond(self._step, now)
+        return self._respond(self._step, now, awaited=len(report.probes.slot) > 0)
 
     def _assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
         """Find the policy that holds for a request."""
@@ -326,13 +326,15 @@ class Session:
 
     # -------------------------------------------------------------------------------------------------- what is decided
 
-    def _respond(self, step: int, now: datetime) -> Out:
+    def _respond(self, step: int, now: datetime, awaited: bool = False) -> Out:
         directives = agent_pb2.Directives()
         if self.policy is not None and not self.hello.fault:
             self._decide(self.policy, self.table, directives)
         decided = bool(directives.ListFields())
         directives.step = step
-        if not decided and (now - self._answered_at).total_seconds() < ACK_INTERVAL_S:
+        idle = (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
+        # Requests may be held for what is decided from their probes, if only that nothing is.
+        if not decided and not awaited and idle:
             return []
         self._answered_at = now
         return [agent_pb2.ConnectResponse(directives=directives)]
@@ -390,18 +392,21 @@ class Session:
             out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=section.shadow)
 
     def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, among: Among) -> None:
+        hold_ms = 0 if policy.entropy.shadow else policy.entropy.eat_hold_ms
         gated = policy.entropy.eat_probe_max_rank > 0
         placement = PLACEMENTS["anywhere" if gated else policy.entropy.eat_probe_placement]
         for slot in termination.probes_due(policy, table, among).tolist():
             table.next_probe_tokens[slot] = table.think_tokens[slot] + policy.entropy.eat_probe_interval_tokens
-            self._probe(slot, "eat", placement, out)
+            self._probe(slot, "eat", placement, out).hold_ms = hold_ms
         for slot in termination.cap_probes_due(policy, table, among).tolist():
             table.cap_probed[slot] = True
             self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
 
-    def _probe(self, slot: int, reason: str, where: agent_pb2.Placement.ValueType, out: agent_pb2.Directives) -> None:
+    def _probe(
+        self, slot: int, reason: str, where: agent_pb2.Placement.ValueType, out: agent_pb2.Directives
+    ) -> agent_pb2.EatProbe:
         self.table.probe_open[slot] = True
-        out.probes.add(decision_id=self._decision("probe", reason, slot), slot=slot, placement=where)
+        return out.probes.add(decision_id=self._decision("probe", reason, slot), slot=slot, placement=where)
 
     def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
         scheduler, memory = policy.scheduler, policy.kv_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from tests.data import maze
-from tests.engine import chat
+from tests.engine import Run, chat
 from tests.engine.policies import CONVERGED
 from tests.engine.recording import records, rows
 
@@ -65,7 +66,11 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(llm: Any, agent: Any
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
     before = dict(control.settled().ends)
     control.apply(rank if rule == "rank" else soft)
-    governed = chat(llm, CASES, GREEDY)
+    run = Run(llm)
+    for i, case in enumerate(CASES):
+        run.add(f"r{i}", case, GREEDY)
+    run.until(pause_s=0.003)
+    governed = [run.tokens[f"r{i}"] for i in range(len(CASES))]
     ended = control.settled().ends[rule] - before.get(rule, 0)
     assert ended > 0
     for f, g, bound in zip(free, governed, expected, strict=True):
@@ -90,3 +95,60 @@ def test_answers_stay_right_when_the_rules_end_thinking(llm: Any, agent: Any, co
 
     assert sum(map(len, governed)) < 0.7 * sum(map(len, free))
     assert right(governed) >= right(free) - 1
+
+
+def paragraph_rule(hold_ms: int) -> dict[str, Any]:
+    """Ends thinking at the first paragraph end that was probed: any entropy is below the level."""
+    rule = {
+        "shadow": False,
+        "ema_alpha": 1.0,
+        "eat_warmup_samples": 1,
+        "eat_level_threshold_nats": 1e6,
+        "eat_probe_interval_tokens": 1,
+        "eat_probe_placement": "paragraph",
+        "eat_hold_ms": hold_ms,
+        "rpdi_threshold": 0.0,
+    }
+    return {"scheduler": {"min_think_tokens": 0}, "entropy": rule}
+
+
+def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any, control: Control) -> None:
+    """Not one token after the paragraph end that was probed, however long the decision is on its way; and a request
+    that is not answered in time thinks on."""
+    free = chat(llm, CASES, GREEDY)
+    end, paragraph = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids("\n\n")
+    control.apply(paragraph_rule(2000))
+    with records(agent) as seen:
+        held = chat(llm, CASES, GREEDY)
+    probed = {think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes}
+    for f, h in zip(free, held, strict=True):
+        at = h.index(end)
+        assert h[:at] == f[:at]
+        if paragraph in f[: f.index(end)]:
+            assert h[at - 1] == paragraph
+            assert at in probed
+    assert not agent.held
+    control.settled()
+
+
+def test_nobody_is_held_longer_than_allowed(llm: Any, agent: Any, control: Control) -> None:
+    """The control plane falls silent: probes come back, answers do not, and every request goes on as stock."""
+    free = chat(llm, CASES, GREEDY)
+    control.apply(paragraph_rule(150))
+    run = Run(llm)
+    for i, case in enumerate(CASES):
+        run.add(f"r{i}", case, GREEDY)
+    run.until(lambda: bool(agent.directives.probes) or bool(agent.placed))
+    control.process.signal(signal.SIGSTOP)
+    try:
+        run.until()
+    finally:
+        control.process.signal(signal.SIGCONT)
+    end = agent.tracker.markers.end[0]
+    for i, f in enumerate(free):
+        tokens = run.tokens[f"r{i}"]
+        at = tokens.index(end)
+        assert tokens[:at] == f[:at]
+    assert run.finished.keys() == run.tokens.keys()
+    assert not agent.held
+    control.settled()

@@ -204,7 +204,7 @@ class FakeAgent:
         engine = self.engine
         probed, engine.directives.probes = engine.directives.probes, []
         engine.schedule()
-        for decision_id, tr, _ in probed:
+        for decision_id, tr, *_ in probed:
             if tr.state.phase.name == "THINK":
                 measured = (decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3, 1, self.empty_answer)
                 engine.tracker.record.probes.append(measured)

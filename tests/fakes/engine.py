@@ -59,7 +59,7 @@ class FakeEngine:
         self.step += 1
         self.directives.active_plan()
         asked, self.directives.probes = self.directives.probes, []
-        for decision_id, tr, _ in asked:
+        for decision_id, tr, *_ in asked:
             self.directives.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
     def mask(self, drafts: Mapping[str, Sequence[int]] | None = None) -> dict[str, dict[int, int]]:

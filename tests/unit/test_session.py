@@ -181,7 +181,8 @@ def test_a_request_is_told_what_concerns_it_once() -> None:
     assert [(t.slot, t.tier, t.shadow) for t in first.tiers] == [(0, agent_pb2.EVICTION_TIER_UNREACHABLE, False)]
     assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [2])
     assert first.step == made.agent.engine.records[-1].step
-    assert not made.step(20).ListFields()
+    asked = made.step(20)
+    assert {name.name for name, _ in asked.ListFields()} == {"step"}, "only that the probe's result was heard"
 
 
 def test_silence_is_broken_now_and_then() -> None:
@@ -355,6 +356,27 @@ def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
     assert not made.step(20).forces
     made.agent.empty_answer = False
     assert made.step(4).forces
+
+
+# -------------------------------------------------------------------------------------------------------------- hold
+
+
+@pytest.mark.parametrize(("entropy", "hold_ms"), [({}, 50), ({"eat_hold_ms": 7}, 7), ({"shadow": True}, 0)])
+def test_a_probed_request_waits_unless_nothing_is_applied(entropy: dict[str, Any], hold_ms: int) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | entropy))
+    made.open("a")
+    (probe,) = made.step().probes
+    assert probe.hold_ms == hold_ms
+
+
+def test_results_of_probes_are_always_answered() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(12)
+    heard = [m.step.step for _, m in made.trace if isinstance(m, agent_pb2.ConnectRequest) and m.step.probes.slot]
+    answered = {r.directives.step for r in made.responses if r.HasField("directives")}
+    assert len(heard) > 3
+    assert set(heard) <= answered
 
 
 # -------------------------------------------------------------------------------------------------------------- gate

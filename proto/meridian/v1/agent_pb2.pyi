@@ -903,7 +903,9 @@ class Directives(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Newest step report these decisions were taken from. The agent ignores one aimed at a slot opened after it."""
+    """Newest step report these decisions were taken from. The agent ignores one aimed at a slot opened after it. A report
+    with probe results is always answered.
+    """
     @_builtins.property
     def forces(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForceEnd]: ...
     @_builtins.property
@@ -1082,19 +1084,25 @@ class EatProbe(_message.Message):
     DECISION_ID_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     slot: _builtins.int
     placement: Global___Placement.ValueType
+    hold_ms: _builtins.int
+    """The request makes no step until an answer to the report with the result is there, this long at most, so that a
+    decision taken from it applies where it was measured; 0 for not at all.
+    """
     def __init__(
         self,
         *,
         decision_id: _builtins.int = ...,
         slot: _builtins.int = ...,
         placement: Global___Placement.ValueType = ...,
+        hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "placement", b"placement", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "hold_ms", b"hold_ms", "placement", b"placement", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -225,6 +225,7 @@ class EntropyOverride(_message.Message):
     RANK_CONDITIONS_FIELD_NUMBER: _builtins.int
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
+    EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     ema_alpha: _builtins.float
@@ -235,6 +236,7 @@ class EntropyOverride(_message.Message):
     eat_probe_placement: _builtins.str
     eat_warmup_samples: _builtins.int
     eat_probe_max_rank: _builtins.int
+    eat_hold_ms: _builtins.int
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
     def __init__(
@@ -251,13 +253,16 @@ class EntropyOverride(_message.Message):
         rank_conditions: _abc.Iterable[Global___RankCondition] | None = ...,
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
+        eat_hold_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__eat_hold_ms: _TypeAlias = _typing.Literal["eat_hold_ms"]  # noqa: Y015
+    _WhichOneofArgType__eat_hold_ms: _TypeAlias = _typing.Literal["_eat_hold_ms", b"_eat_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
@@ -278,6 +283,8 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_ema_variance_threshold) -> _WhichOneofReturnType__eat_ema_variance_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_hold_ms) -> _WhichOneofReturnType__eat_hold_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_level_threshold_nats) -> _WhichOneofReturnType__eat_level_threshold_nats | None: ...
     @_typing.overload
@@ -400,6 +407,7 @@ class EntropyPolicy(_message.Message):
     RANK_CONDITIONS_FIELD_NUMBER: _builtins.int
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
+    EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     ema_alpha: _builtins.float
@@ -411,6 +419,7 @@ class EntropyPolicy(_message.Message):
     eat_probe_placement: _builtins.str
     eat_warmup_samples: _builtins.int
     eat_probe_max_rank: _builtins.int
+    eat_hold_ms: _builtins.int
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
     def __init__(
@@ -428,13 +437,16 @@ class EntropyPolicy(_message.Message):
         rank_conditions: _abc.Iterable[Global___RankCondition] | None = ...,
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
+        eat_hold_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__eat_hold_ms: _TypeAlias = _typing.Literal["eat_hold_ms"]  # noqa: Y015
+    _WhichOneofArgType__eat_hold_ms: _TypeAlias = _typing.Literal["_eat_hold_ms", b"_eat_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
@@ -457,6 +469,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_ema_variance_threshold) -> _WhichOneofReturnType__eat_ema_variance_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_hold_ms) -> _WhichOneofReturnType__eat_hold_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_level_threshold_nats) -> _WhichOneofReturnType__eat_level_threshold_nats | None: ...
     @_typing.overload
