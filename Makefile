@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test lint proto clean
+.PHONY: demo test bench-termination lint proto clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
+
+# What ending thinking saves and costs; ARGS are its options.
+bench-termination: $(VENV)/ready
+	$(BIN)/python -m tests.bench.termination $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
