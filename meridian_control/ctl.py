@@ -280,7 +280,9 @@ def calibrate(
     ] = None,
     max_loss: Annotated[float, typer.Option(min=0, max=1, help="Accuracy that may be lost, a fraction.")] = 0.01,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals and bounds.")] = 0.95,
-    delay_tokens: Annotated[int, typer.Option(min=1, help="From a sentence end to the end forced there.")] = 2,
+    delay_tokens: Annotated[
+        int, typer.Option(min=1, help="From a sentence end to the end forced there, unless its probe is held.")
+    ] = 2,
     model: Annotated[str, typer.Option(help="Only this model's requests.")] = "",
     base: Annotated[Path | None, typer.Option(help="Policy for all other fields; default: the trace's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the policy, TOML.")] = None,

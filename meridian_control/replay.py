@@ -103,7 +103,8 @@ class Stops:
 
 
 class Replay:
-    """A trace, ready for rules. A stop takes effect `delay_tokens` after the sentence end that it is decided at."""
+    """A trace, ready for rules. A stop takes effect `delay_tokens` after the sentence end that it is decided at, one
+    that a probe decides at once where the base policy holds probed requests."""
 
     def __init__(self, episodes: Episodes, judge: Judge, base: Policy, delay_tokens: int) -> None:
         self.episodes, self.judge, self.base = episodes, judge, base
@@ -114,13 +115,15 @@ class Replay:
         found = episodes.sample
         has = found >= 0
         self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
-        arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
-        self._arrived = np.where(has, arrived, KEY - 1)
         self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
-        self._eat_right = self._judged(placed, np.minimum(self._arrived, KEY >> 1) + self._late)
-        # Under a gate a probe is asked for once the rank is known.
-        self._asked_late = episodes.decided_tokens - episodes.think_tokens
+        # A held request thinks no token on between its probe and what is decided from it.
+        held = base.entropy.eat_hold_ms > 0
+        arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
+        places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
+        # Under a gate a probe is asked for once the rank is known, and comes a way later.
+        asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
+        self._eat = {gated: (at, self._judged(placed, at)) for gated, at in ((False, places), (True, places + asked))}
         self._eat_state = cache(self._eat_state_of)
         self._subset = cache(self._subset_of)
 
@@ -199,9 +202,7 @@ class Replay:
                 policy.entropy.ema_alpha, *_probing(rule)
             )
             fires = termination.eat_converged(policy.entropy, table)
-            places, right = self._arrived + self._late, self._eat_right
-            if rule.family == EAT_GATED:
-                places = places + self._asked_late
+            places, right = self._eat[rule.family == EAT_GATED]
         elif rule.family == RANK:
             fires = termination.rank_reached(policy.entropy, table)
         elif rule.family == RPDI:

@@ -216,10 +216,12 @@ def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> Non
         (EAT_SETTLED, {"ema_alpha": 0.4, "eat_warmup_samples": 5, "eat_ema_variance_threshold": 0.1}),
     ],
 )
-def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
-    """As a live table does that is given one sample after the other."""
+@pytest.mark.parametrize("hold_ms", [0, 50])
+def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any], hold_ms: int) -> None:
+    """As a live table does that is given one sample after the other; where it was measured, if requests are held."""
     requests = made(30)
-    replayed = replay(tmp_path, requests)
+    base = schema.Policy(entropy=schema.EntropyPolicy(eat_hold_ms=hold_ms))
+    replayed = replay(tmp_path, requests, base=base)
     rule = eat(family, **fields)
     stops = replayed.stops(rule)
     by_id = {request.request_id: request for request in requests}
@@ -229,7 +231,10 @@ def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, 
         natural = replayed.episodes.natural_tokens[number]
         if expected is not None and expected < natural - 6:
             late = stops.at_tokens[number] - expected
-            assert 2 <= late <= 4, "a probe takes a step or two"
+            if hold_ms and family != EAT_GATED:
+                assert late == 0
+            else:
+                assert 2 <= late <= 4, "a probe takes a step or two"
             assert asked <= stops.probes[number] <= asked + 1
         elif expected is None:
             assert stops.at_tokens[number] == np.inf
