@@ -233,7 +233,7 @@ class Replay:
             keys = self.episodes.owner[asked] * KEY + self.episodes.think_tokens[asked]
             begins = np.arange(len(count)) * KEY
             until = np.minimum(at_tokens, self.episodes.natural_tokens).astype(np.int64)
-            count += np.searchsorted(keys, begins + until) - np.searchsorted(keys, begins)
+            count += np.searchsorted(keys, begins + until, side="right") - np.searchsorted(keys, begins)
         return count
 
     def _eat_state_of(self, alpha: float, paragraph: bool, gate: int) -> tuple[NDArray[Any], ...]:
