@@ -1,27 +1,45 @@
-"""The policy store: every accepted policy revision, append-only, in a SQL database.
+"""The policy store: every accepted policy revision, append-only, in SQLite or PostgreSQL.
 
-Owns the table, the revision numbers and the etags. Knows nothing of gRPC, of what a policy means, or of who is told
-about a change. Runs on the control plane's event loop; the driver does the waiting.
+Owns the revision numbers, the etags and the request ids. Knows nothing of gRPC, of what a policy means, or of who is
+told about a change. Runs on the control plane's event loop; the driver does the waiting.
 
 Appending reads the newest revision and inserts the next number. The primary key makes that atomic: when somebody else
 took the number first, the insert fails and the append starts over with what is newest then.
 """
 
+import asyncio
 import hashlib
+import logging
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from sqlalchemy import Column, DateTime, Integer, MetaData, Row, String, Table, Text, event, insert, select
+import asyncpg  # type: ignore[import-untyped]
+from sqlalchemy import Column, DateTime, Integer, MetaData, Row, String, Table, Text, event, insert, select, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.schema import CreateTable
 
-from meridian_control.errors import EtagMismatch, PolicyError, StoredPolicyUnreadable, StoreUnavailable
+from meridian_control import postgres
+from meridian_control.errors import (
+    EtagMismatch,
+    InvalidRequest,
+    NotFound,
+    PolicyError,
+    StoredPolicyUnreadable,
+    StoreUnavailable,
+)
+from meridian_control.migrations import migrate
 from meridian_control.policy import Policy, parse_toml, to_toml
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_REVISION = 2**31 - 1
+# Between two attempts to hear of changes again.
+RETRY_S = 1.0
 
 _revisions = Table(
     "policy_revisions",
@@ -33,7 +51,20 @@ _revisions = Table(
     Column("author", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
 )
+_HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at")]
+
+
+@dataclass(frozen=True)
+class RevisionHeader:
+    """A revision without its policy; `created_at` is UTC."""
+
+    revision: int
+    etag: str
+    author: str
+    reason: str
+    created_at: datetime
 
 
 @dataclass(frozen=True)
@@ -51,28 +82,53 @@ class StoredRevision:
 class PolicyStore:
     """Open with `PolicyStore.open`, close with `close`. Several stores, in several processes, may share a database."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
         self._engine = engine
+        self._postgres_url = postgres_url
 
     @classmethod
     async def open(cls, url: str) -> Self:
-        """Connect and create the table if it is missing. Raises StoreUnavailable."""
+        """Connect to a postgresql:// address or a SQLAlchemy URL of SQLite, and bring the schema up to date.
+
+        Raises StoreUnavailable.
+        """
         with _unavailable():
-            engine = create_async_engine(url, hide_parameters=True)
-            if engine.dialect.name == "sqlite":
+            if url.startswith(postgres.SCHEMES):
+                store = cls(postgres.create_engine(url), url)
+            else:
+                store = cls(create_async_engine(url, hide_parameters=True))
                 # aiosqlite leaves a failing thread behind when it cannot open the file, so find that out here.
-                sqlite3.connect(engine.url.database or ":memory:", uri=True).close()
-                event.listen(engine.sync_engine, "connect", _make_durable)
-            # PostgreSQL lets two replicas that start at once collide here, IF NOT EXISTS or not.
-            with suppress(IntegrityError):
-                async with engine.begin() as connection:
-                    await connection.execute(CreateTable(_revisions, if_not_exists=True))
-        return cls(engine)
+                sqlite3.connect(store._engine.url.database or ":memory:", uri=True).close()
+                event.listen(store._engine.sync_engine, "connect", _make_durable)
+            try:
+                async with store._engine.begin() as connection:
+                    await migrate(connection)
+            except BaseException:
+                await store.close()
+                raise
+        return store
 
     async def current(self) -> StoredRevision | None:
         """The newest revision, None in an empty store. Raises StoreUnavailable, StoredPolicyUnreadable."""
         row = await self._newest()
         return None if row is None else _stored(row)
+
+    async def get(self, revision: int) -> StoredRevision:
+        """One revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
+        query = select(_revisions).where(_revisions.c.revision == revision)
+        row = await self._one(query) if revision <= MAX_REVISION else None
+        if row is None:
+            raise NotFound(f"policy revision {revision} is not stored")
+        return _stored(row)
+
+    async def history(self, limit: int, before: int | None = None) -> list[RevisionHeader]:
+        """The newest revisions, newest first; `before` leaves out that one and all newer. Raises StoreUnavailable."""
+        query = select(*_HEADER).order_by(_revisions.c.revision.desc()).limit(limit)
+        if before is not None:
+            query = query.where(_revisions.c.revision < before)
+        with _unavailable():
+            async with self._engine.connect() as connection:
+                return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
 
     async def check(self, etag: str) -> int:
         """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty."""
@@ -82,35 +138,78 @@ class PolicyStore:
             raise EtagMismatch(etag, actual)
         return 0 if row is None else row.revision
 
-    async def append(self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime) -> StoredRevision:
+    async def answered(self, request_id: str, policy: Policy) -> StoredRevision | None:
+        """What was stored under `request_id`, None where nothing was or it is empty.
+
+        Raises InvalidRequest when that was another policy; StoreUnavailable, StoredPolicyUnreadable.
+        """
+        query = select(_revisions).where(_revisions.c.request_id == request_id)
+        row = await self._one(query) if request_id else None
+        if row is None:
+            return None
+        stored = _stored(row)
+        if stored.policy != policy:
+            message = f'must be a new one; got "{request_id}", which stored another policy as revision {row.revision}'
+            raise InvalidRequest("request_id", message)
+        return stored
+
+    async def append(
+        self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
+    ) -> StoredRevision:
         """Store `policy` as the next revision; on return it is on disk.
 
-        `etag` must be that of the newest revision, empty skips the check; `now` is aware. Raises EtagMismatch,
-        StoreUnavailable.
+        `etag` must be that of the newest revision, empty skips the check; `now` is aware. What `request_id` stored
+        before is returned as it is. Raises EtagMismatch, InvalidRequest, StoreUnavailable.
         """
-        text = to_toml(policy)
+        toml = to_toml(policy)
         while True:
-            revision = await self.check(etag) + 1
-            stored = StoredRevision(revision, _etag(revision, text), policy, author, reason, now.astimezone(UTC))
-            if await self._insert(stored, text):
+            if (stored := await self.answered(request_id, policy)) is not None:
                 return stored
+            revision = await self.check(etag) + 1
+            stored = StoredRevision(revision, _etag(revision, toml), policy, author, reason, now.astimezone(UTC))
+            if await self._insert({**vars(stored), "policy": toml, "request_id": request_id or None}):
+                return stored
+
+    async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
+        """Call `on_change` with the newest revision now and whenever another replica stored one, until cancelled.
+
+        Returns at once on SQLite, whose only writer is the caller.
+        """
+        url, known = self._postgres_url, 0
+        while url is not None:
+            try:
+                with _unavailable():
+                    async with aclosing(postgres.newest_revisions(url)) as newest:
+                        async for revision in newest:
+                            if revision > known:
+                                known = revision
+                                on_change(await self.get(revision))
+            except StoredPolicyUnreadable as error:
+                # A newer version wrote it; the policy that is known stays in force.
+                logger.error("%s", error)
+            except StoreUnavailable as error:
+                logger.warning("%s: changes of other replicas are not seen", error)
+            await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
         await self._engine.dispose()
 
     async def _newest(self) -> Row[Any] | None:
-        newest = select(_revisions).order_by(_revisions.c.revision.desc()).limit(1)
+        return await self._one(select(_revisions).order_by(_revisions.c.revision.desc()).limit(1))
+
+    async def _one(self, query: Any) -> Row[Any] | None:
         with _unavailable():
             async with self._engine.connect() as connection:
-                return (await connection.execute(newest)).one_or_none()
+                return (await connection.execute(query)).one_or_none()
 
-    async def _insert(self, stored: StoredRevision, text: str) -> bool:
-        """False when the revision number is already taken."""
-        row = {**vars(stored), "policy": text}
+    async def _insert(self, row: dict[str, Any]) -> bool:
+        """False when the revision number or the request id is already taken."""
         with _unavailable():
             try:
                 async with self._engine.begin() as connection:
                     await connection.execute(insert(_revisions).values(row))
+                    if self._postgres_url is not None:
+                        await connection.execute(text(postgres.NOTIFY))
             except IntegrityError:
                 return False
         return True
@@ -121,14 +220,19 @@ def _etag(revision: int, text: str) -> str:
 
 
 def _stored(row: Row[Any]) -> StoredRevision:
-    values = dict(row._mapping)
+    values = _values(row)
+    del values["request_id"]
     try:
         values["policy"] = parse_toml(row.policy)
     except PolicyError as error:
         raise StoredPolicyUnreadable(row.revision, error) from error
-    # SQLite drops the zone of what was stored as UTC.
-    values["created_at"] = row.created_at.replace(tzinfo=row.created_at.tzinfo or UTC).astimezone(UTC)
     return StoredRevision(**values)
+
+
+def _values(row: Row[Any]) -> dict[str, Any]:
+    # SQLite drops the zone of what was stored as UTC.
+    created_at = row.created_at.replace(tzinfo=row.created_at.tzinfo or UTC).astimezone(UTC)
+    return {**row._mapping, "created_at": created_at}
 
 
 def _make_durable(connection: Any, _record: Any) -> None:
@@ -144,5 +248,12 @@ def _unavailable() -> Iterator[None]:
     """Turn what drivers raise into StoreUnavailable; the driver's own text carries neither statement nor password."""
     try:
         yield
-    except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
+    except (
+        SQLAlchemyError,
+        sqlite3.Error,
+        asyncpg.PostgresError,
+        asyncpg.InterfaceError,
+        OSError,
+        ImportError,
+    ) as error:
         raise StoreUnavailable(f"policy store: {getattr(error, 'orig', None) or error}") from error

@@ -1,4 +1,4 @@
-"""The policy store on a real SQLite file."""
+"""The policy store on a real SQLite file and a real PostgreSQL."""
 
 import asyncio
 import signal
@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from meridian_control.errors import EtagMismatch, StoredPolicyUnreadable, StoreUnavailable
+from meridian_control import migrations
+from meridian_control import store as store_module
+from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.policy import Policy, parse_toml
+from meridian_control.postgres import NOTIFY
 from meridian_control.store import PolicyStore, StoredRevision
+from tests.postgres import Postgres
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
 POLICY = parse_toml('fallback.lease_ms = 500\nmodel."a.b".think_end_token_ids = [7]')
 
 
-def url(path: Path) -> str:
-    return f"sqlite+aiosqlite:///{path}"
-
-
 @asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[PolicyStore]:
-    store = await PolicyStore.open(url(path))
+async def opened(address: str) -> AsyncIterator[PolicyStore]:
+    store = await PolicyStore.open(address)
     try:
         yield store
     finally:
@@ -38,36 +38,55 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "policy.db"
 
 
-async def append(store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW) -> StoredRevision:
-    return await store.append(policy, etag=etag, author="ann", reason="why", now=now)
+@pytest.fixture
+def file(path: Path) -> str:
+    """A SQLite store's address."""
+    return f"sqlite+aiosqlite:///{path}"
 
 
-async def test_empty(path: Path) -> None:
-    async with opened(path) as store:
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, file: str) -> str:
+    """An empty store of either kind."""
+    return file if request.param == "sqlite" else str(request.getfixturevalue("postgres").database())
+
+
+@pytest.fixture
+def postgres_address(postgres: Postgres) -> str:
+    return postgres.database()
+
+
+async def append(
+    store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW, request_id: str = ""
+) -> StoredRevision:
+    return await store.append(policy, etag=etag, author="ann", reason="why", now=now, request_id=request_id)
+
+
+async def test_empty(address: str) -> None:
+    async with opened(address) as store:
         assert await store.current() is None
         with pytest.raises(EtagMismatch):
             await append(store, etag="stale")
         assert await store.current() is None
 
 
-async def test_reopen_keeps_everything(path: Path) -> None:
-    async with opened(path) as store:
+async def test_reopen_keeps_everything(address: str) -> None:
+    async with opened(address) as store:
         first = await append(store)
         second = await append(store, Policy(), etag=first.etag)
     assert first == StoredRevision(1, first.etag, POLICY, "ann", "why", NOW)
     assert second.revision == 2
-    async with opened(path) as store:
+    async with opened(address) as store:
         assert await store.current() == second
         assert (await append(store)).revision == 3
 
 
-async def test_same_policy_again_gets_another_etag(path: Path) -> None:
-    async with opened(path) as store:
+async def test_same_policy_again_gets_another_etag(address: str) -> None:
+    async with opened(address) as store:
         assert (await append(store)).etag != (await append(store)).etag
 
 
-async def test_created_at_is_utc(path: Path) -> None:
-    async with opened(path) as store:
+async def test_created_at_is_utc(address: str) -> None:
+    async with opened(address) as store:
         stored = await append(store, now=NOW.astimezone(timezone(timedelta(hours=5))))
         current = await store.current()
     assert current == stored
@@ -75,8 +94,8 @@ async def test_created_at_is_utc(path: Path) -> None:
     assert (current.created_at, current.created_at.tzinfo) == (NOW, UTC)
 
 
-async def test_etag_mismatch(path: Path) -> None:
-    async with opened(path) as store:
+async def test_etag_mismatch(address: str) -> None:
+    async with opened(address) as store:
         first = await append(store)
         second = await append(store, etag=first.etag)
         with pytest.raises(EtagMismatch) as caught:
@@ -85,16 +104,16 @@ async def test_etag_mismatch(path: Path) -> None:
         assert await store.current() == second
 
 
-async def test_same_etag_at_once_has_one_winner(path: Path) -> None:
-    async with opened(path) as one, opened(path) as two:
+async def test_same_etag_at_once_has_one_winner(address: str) -> None:
+    async with opened(address) as one, opened(address) as two:
         first = await append(one)
         results = await asyncio.gather(*(append(s, etag=first.etag) for s in (one, two) * 8), return_exceptions=True)
         assert [r.revision for r in results if isinstance(r, StoredRevision)] == [2]
         assert sum(isinstance(r, EtagMismatch) for r in results) == 15
 
 
-async def test_unchecked_appends_at_once_all_get_a_number(path: Path) -> None:
-    async with opened(path) as one, opened(path) as two:
+async def test_unchecked_appends_at_once_all_get_a_number(address: str) -> None:
+    async with opened(address) as one, opened(address) as two:
         results = await asyncio.gather(*(append(s) for s in (one, two) * 8))
         assert sorted(r.revision for r in results) == list(range(1, 17))
 
@@ -115,30 +134,182 @@ asyncio.run(main())
 """
 
 
-async def test_kill_loses_nothing_acknowledged(path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, url(path)], stdout=subprocess.PIPE, text=True) as writer:
+async def test_kill_loses_nothing_acknowledged(address: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITER, address], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout is not None
         acknowledged = [writer.stdout.readline() for _ in range(20)]
         writer.send_signal(signal.SIGKILL)
         acknowledged += writer.stdout.readlines()
     revision, etag = acknowledged[-1].split()
+    async with opened(address) as store:
+        kept = {header.revision: header.etag for header in await store.history(10_000)}
+        assert kept[int(revision)] == etag
+        assert sorted(kept) == list(range(1, len(kept) + 1))
+        assert (await append(store)).revision == len(kept) + 1
+
+
+# ------------------------------------------------------------------------------------------------- history, requests
+
+
+async def test_get_any_revision(address: str) -> None:
+    async with opened(address) as store:
+        stored = [await append(store), await append(store, Policy())]
+        assert [await store.get(1), await store.get(2)] == stored
+        for missing in (0, 3, 2**64 - 1):
+            with pytest.raises(NotFound, match=f"^policy revision {missing} is not stored$"):
+                await store.get(missing)
+
+
+async def test_history_is_newest_first(address: str) -> None:
+    async with opened(address) as store:
+        stored = [await append(store) for _ in range(5)]
+        assert [h.revision for h in await store.history(100)] == [5, 4, 3, 2, 1]
+        assert [h.revision for h in await store.history(2, before=4)] == [3, 2]
+        assert await store.history(2, before=1) == []
+        (newest,) = await store.history(1)
+    assert vars(newest) == {name: value for name, value in vars(stored[-1]).items() if name != "policy"}
+
+
+async def test_a_request_id_stores_once(address: str) -> None:
+    async with opened(address) as store:
+        first = await append(store, request_id="a")
+        second = await append(store, Policy(), etag=first.etag)
+        assert await append(store, etag="stale", request_id="a") == first, "an answer needs no etag"
+        complaint = 'request_id must be a new one; got "a", which stored another policy as revision 1'
+        with pytest.raises(InvalidRequest, match=f"^{complaint}$"):
+            await append(store, Policy(), request_id="a")
+        assert await store.current() == second
+
+
+async def test_a_request_id_used_at_once_stores_once(address: str) -> None:
+    async with opened(address) as one, opened(address) as two:
+        results = await asyncio.gather(*(append(store, request_id="a") for store in (one, two) * 8))
+        assert {result.revision for result in results} == {1}
+        assert len(await one.history(100)) == 1
+
+
+# -------------------------------------------------------------------------------------------------------- migrations
+
+# What the first version made.
+FIRST_SCHEMA = """CREATE TABLE policy_revisions (revision INTEGER NOT NULL, etag VARCHAR(64) NOT NULL,
+    policy TEXT NOT NULL, author TEXT NOT NULL, reason TEXT NOT NULL, created_at DATETIME NOT NULL,
+    PRIMARY KEY (revision))"""
+FIRST_ROW = """INSERT INTO policy_revisions VALUES
+    (1, 'e', 'fallback.lease_ms = 500', 'ann', 'why', '2026-05-04 03:02:01.001000')"""
+
+
+async def test_a_file_of_the_first_version(path: Path, file: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(FIRST_SCHEMA)
+        connection.execute(FIRST_ROW)
+    for _ in range(2):
+        async with opened(file) as store:
+            assert await store.get(1) == StoredRevision(
+                1, "e", parse_toml("fallback.lease_ms = 500"), "ann", "why", NOW
+            )
+            assert (await append(store, etag="", request_id="a")).revision == 2
+
+
+async def test_a_database_of_a_later_version_is_left_as_it_is(path: Path, file: str) -> None:
+    async with opened(file) as store:
+        stored = await append(store)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO meridian_schema VALUES (1000)")
+        connection.execute("ALTER TABLE policy_revisions ADD COLUMN later TEXT")
+    async with opened(file) as store:
+        assert await store.current() == stored
+        assert (await append(store)).revision == 2
+
+
+async def test_a_migration_that_fails_leaves_nothing(path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(migrations, "STEPS", (*migrations.STEPS, ("ALTER TABLE missing ADD COLUMN more TEXT",)))
+        with pytest.raises(StoreUnavailable, match="no such table: missing"):
+            await PolicyStore.open(file)
     with closing(sqlite3.connect(path)) as connection:
-        rows = dict(connection.execute("SELECT revision, etag FROM policy_revisions"))
-    assert rows[int(revision)] == etag
-    assert sorted(rows) == list(range(1, len(rows) + 1))
-    async with opened(path) as store:
-        assert (await append(store)).revision == len(rows) + 1
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
+    async with opened(file) as store:
+        assert (await append(store)).revision == 1
 
 
-async def test_durability_settings(path: Path) -> None:
-    async with opened(path) as store, store._engine.connect() as connection:
+async def test_replicas_that_start_at_once(address: str) -> None:
+    stores = await asyncio.gather(*(PolicyStore.open(address) for _ in range(6)))
+    assert sorted([(await append(store)).revision for store in stores]) == [1, 2, 3, 4, 5, 6]
+    for store in stores:
+        await store.close()
+
+
+# ---------------------------------------------------------------------------------------------------- hearing of it
+
+
+@asynccontextmanager
+async def following(store: PolicyStore) -> AsyncIterator[asyncio.Queue[StoredRevision]]:
+    heard: asyncio.Queue[StoredRevision] = asyncio.Queue()
+    following = asyncio.create_task(store.follow(heard.put_nowait))
+    yield heard
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+
+
+async def test_other_replicas_hear_of_a_change(postgres_address: str) -> None:
+    async with opened(postgres_address) as one, opened(postgres_address) as two, asyncio.timeout(5):
+        first = await append(one)
+        async with following(one) as here, following(two) as there:
+            assert await here.get() == await there.get() == first
+            for policy in (Policy(), POLICY):
+                stored = await append(one, policy)
+                assert await here.get() == await there.get() == stored
+
+
+async def test_replicas_hear_again_after_postgresql_was_killed(
+    postgres: Postgres, postgres_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.05)
+    async with opened(postgres_address) as one, opened(postgres_address) as two, following(two) as heard:
+        first = await append(one)
+        async with asyncio.timeout(30):
+            assert await heard.get() == first
+            await asyncio.to_thread(postgres.kill)
+            with pytest.raises(StoreUnavailable, match=r"^policy store: "):
+                await append(one)
+            await asyncio.to_thread(postgres.start)
+            second = await append(one)
+            assert await heard.get() == second
+
+
+async def test_a_revision_of_a_newer_version_is_passed_over(
+    postgres_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.05)
+    async with opened(postgres_address) as store, following(store) as heard, asyncio.timeout(30):
+        await append(store)
+        await heard.get()
+        async with store._engine.begin() as connection:
+            query = "INSERT INTO policy_revisions SELECT 2, 'e', 'later = 1', '', '', created_at FROM policy_revisions"
+            await connection.exec_driver_sql(query)
+            await connection.exec_driver_sql(NOTIFY)
+        stored = await append(store)
+        assert (stored.revision, await heard.get()) == (3, stored)
+
+
+async def test_a_file_has_nobody_else_to_hear_of(file: str) -> None:
+    async with opened(file) as store:
+        await store.follow(lambda _: None)
+
+
+# ------------------------------------------------------------------------------------------------------- what fails
+
+
+async def test_durability_settings(file: str) -> None:
+    async with opened(file) as store, store._engine.connect() as connection:
         mode = (await connection.exec_driver_sql("PRAGMA journal_mode")).scalar_one()
         synchronous = (await connection.exec_driver_sql("PRAGMA synchronous")).scalar_one()
     assert (mode, synchronous) == ("wal", 2)
 
 
-async def test_unreadable_revision_can_be_replaced(path: Path) -> None:
-    async with opened(path) as store:
+async def test_unreadable_revision_can_be_replaced(path: Path, file: str) -> None:
+    async with opened(file) as store:
         stored = await append(store)
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("UPDATE policy_revisions SET policy = 'entropy.ema = 1'")
@@ -154,6 +325,7 @@ async def test_unreadable_revision_can_be_replaced(path: Path) -> None:
     [
         ("sqlite+aiosqlite:////nowhere/at/all.db", "unable to open database file"),
         ("nodriver://x", "Can't load plugin"),
+        ("postgresql://127.0.0.1:1/x", "Connect call failed"),
         ("not a url", "Could not parse"),
     ],
 )
@@ -162,14 +334,14 @@ async def test_unavailable(address: str, message: str) -> None:
         await PolicyStore.open(address)
 
 
-async def test_not_a_database(path: Path) -> None:
+async def test_not_a_database(path: Path, file: str) -> None:
     path.write_text("text" * 1000)
     with pytest.raises(StoreUnavailable, match=r"^policy store: file is not a database$"):
-        await PolicyStore.open(url(path))
+        await PolicyStore.open(file)
 
 
-async def test_unavailable_later(path: Path) -> None:
-    async with opened(path) as store:
+async def test_unavailable_later(path: Path, file: str) -> None:
+    async with opened(file) as store:
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("DROP TABLE policy_revisions")
         with pytest.raises(StoreUnavailable, match=r"^policy store: no such table: policy_revisions$"):

