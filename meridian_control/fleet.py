@@ -6,7 +6,6 @@ Owns the set of sessions and their outgoing queues. Runs on the server's event l
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.errors import InvalidRequest
+from meridian_control.errors import NotFound
+from meridian_control.fields import Subject
+from meridian_control.policy import Who
 from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
 from meridian_control.session import Session, Totals
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 FORGET_AFTER_S = 600.0
 # Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
 QUEUE_MESSAGES = 1024
-PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
 WATCH_MS, MIN_WATCH_MS = 1000, 50
 
 
@@ -185,16 +185,33 @@ class Fleet:
         found = [request for session in sessions for request in session.requests()]
         return sorted(found, key=lambda r: (r.engine_id, r.request_id))
 
+    def subject(self, engine_id: str, request_id: str) -> Subject:
+        """Whom a policy is explained for: an engine, a live request of any engine, or one of this one's.
 
-def page(count: int, size: int, token: str) -> tuple[int, int, str]:
-    """Begin, end and next token of a page of `count` items (AIP-158). Raises InvalidRequest."""
-    if size < 0:
-        raise InvalidRequest("page_size", f"must be at least 0; got {size}")
-    if token and not re.fullmatch("[0-9]{1,9}", token):
-        raise InvalidRequest("page_token", f"must be one that was returned; got {token!r}")
-    begin = int(token or 0)
-    end = min(count, begin + min(size or PAGE_SIZE, MAX_PAGE_SIZE))
-    return begin, end, str(end) if end < count else ""
+        Raises NotFound when this replica knows neither.
+        """
+        sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
+        if engine_id and not sessions:
+            raise NotFound(f'no engine "{engine_id}" is connected to this replica')
+        if not request_id:
+            hello = sessions[0].hello
+            return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
+        for session in sessions:
+            for _, opened in session.table.requests():
+                if opened.request_id == request_id:
+                    return _subject(session.hello, opened)
+        where = f'engine "{engine_id}"' if engine_id else "the engines connected to this replica"
+        raise NotFound(f'no live request "{request_id}" on {where}')
+
+
+def _subject(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:
+    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
+    return Subject(
+        who,
+        hello.model,
+        opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
+        opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+    )
 
 
 async def watch(

@@ -416,19 +416,24 @@ def _validate(values: Mapping[str, Any]) -> Policy:
 
 
 def _violation(error: ErrorDetails) -> Violation:
-    path = _path(error["loc"])
+    path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return Violation(path, "is not a known key")
     return Violation(path, _requirement(error), _render(error["input"]))
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def dotted(loc: tuple[int | str, ...]) -> str:
     """Dotted path in TOML's own spelling: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc).removeprefix(".")
 
 
 def _key(part: str) -> str:
-    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else json.dumps(part, ensure_ascii=False)
+    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else quoted(part)
+
+
+def quoted(text: str) -> str:
+    """A string as TOML spells it: as JSON does, which leaves one character plain that TOML does not."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 _TYPES = {

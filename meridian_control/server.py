@@ -20,7 +20,8 @@ from meridian.v1 import (
 )
 
 from meridian_control.errors import InvalidRequest, MeridianError, abort_with
-from meridian_control.fleet import Connection, Fleet, page, watch
+from meridian_control.fleet import Connection, Fleet, watch
+from meridian_control.paging import page
 from meridian_control.policy_service import PolicyService
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ class ControlServer:
         self._health = HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyService(store, clock, fleet.set_policy), self._server)
+        policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(fleet, self._stopped), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

@@ -19,7 +19,9 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy
 from typer.testing import CliRunner, Result
 
 from meridian_control.ctl import app, error_lines
-from meridian_control.policy import parse_toml
+from meridian_control.errors import NotFound
+from meridian_control.fields import Subject
+from meridian_control.policy import Who, parse_toml
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore
 
@@ -90,12 +92,19 @@ async def run(*arguments: object, server: str) -> Result:
     return result
 
 
+def subject(engine_id: str, request_id: str) -> Subject:
+    if engine_id != "e":
+        raise NotFound(f'no engine "{engine_id}" is connected to this replica')
+    return Subject(Who("m", engine_labels={"zone": "a"}), "m")
+
+
 @pytest.fixture
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
     store = await PolicyStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
     fleet = FakeFleet()
     server = grpc.aio.server()
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyService(store, lambda: NOW, lambda _: None), server)
+    service = PolicyService(store, lambda: NOW, lambda _: None, subject)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -15,8 +15,9 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
-from meridian_control.errors import MAX_MESSAGE_CHARS
-from meridian_control.policy import Policy, to_proto
+from meridian_control.errors import MAX_MESSAGE_CHARS, NotFound
+from meridian_control.fields import Subject
+from meridian_control.policy import Policy, Who, parse_toml, to_proto
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore, StoredRevision
 
@@ -31,9 +32,12 @@ class Service:
     async def get(self) -> policy_pb2.PolicyRevision:
         return (await self.stub.GetPolicy(policy_pb2.GetPolicyRequest())).revision
 
-    async def update(self, **fields: Any) -> policy_pb2.PolicyRevision:
+    async def answer(self, **fields: Any) -> policy_pb2.UpdatePolicyResponse:
         request = policy_pb2.UpdatePolicyRequest(**{"policy": policy_pb2.Policy(), **fields})
-        return (await self.stub.UpdatePolicy(request)).revision
+        return await self.stub.UpdatePolicy(request)
+
+    async def update(self, **fields: Any) -> policy_pb2.PolicyRevision:
+        return (await self.answer(**fields)).revision
 
     async def refusal(self, **fields: Any) -> Any:
         """The google.rpc.Status of an update that fails."""
@@ -41,12 +45,21 @@ class Service:
         return await rpc_status.aio.from_call(self.stub.UpdatePolicy(request))
 
 
+def subject(engine_id: str, request_id: str) -> Subject:
+    """One engine, and on it one request with a cap of its own."""
+    if engine_id not in ("", "e") or request_id not in ("", "r"):
+        raise NotFound(f"no {engine_id} {request_id}")
+    own = (None, 50) if request_id else ()
+    return Subject(Who("lora", "acme" if request_id else "", engine_labels={"zone": "a"}), "m", *own)
+
+
 @asynccontextmanager
 async def serving(path: Path) -> AsyncIterator[Service]:
     store = await PolicyStore.open(f"sqlite+aiosqlite:///{path}")
     changes: list[StoredRevision] = []
     server = grpc.aio.server()
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(PolicyService(store, lambda: NOW, changes.append), server)
+    servicer = PolicyService(store, lambda: NOW, changes.append, subject)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -147,12 +160,48 @@ async def test_validate_only_stores_nothing(service: Service) -> None:
     assert len(service.changes) == 1
 
 
-@pytest.mark.parametrize(
-    "fields", [{"policy": bad_policy()}, {"etag": "stale"}, {"policy": bad_policy(), "etag": "stale"}, {"policy": None}]
-)
+REFUSED = [
+    {"policy": bad_policy()},
+    {"etag": "stale"},
+    {"policy": bad_policy(), "etag": "stale"},
+    {"policy": None},
+    {"author": "a\0b"},
+    {"reason": "\0"},
+    {"request_id": "x" * 129},
+    {"request_id": "\0"},
+    {"policy": to_proto(parse_toml("fallback.lease_ms = 100")), "request_id": "first"},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED)
 async def test_validate_only_fails_alike(service: Service, fields: dict[str, Any]) -> None:
-    await service.update()
+    await service.update(request_id="first")
     assert await service.refusal(**fields, validate_only=True) == await service.refusal(**fields)
+
+
+async def test_validate_only_answers_alike(service: Service) -> None:
+    await service.update(policy=to_proto(LEASED))
+    fields = {"policy": to_proto(parse_toml("entropy.shadow = false")), "author": "ann", "reason": "why"}
+    checked, done = await service.answer(**fields, validate_only=True), await service.answer(**fields)
+    assert [(c.path, c.before, c.after) for c in checked.changes] == [
+        ("entropy.shadow", "true", "false"),
+        ("fallback.lease_ms", "500", "30000"),
+    ]
+    assert checked.changes == done.changes
+    done.revision.revision, done.revision.etag = 0, ""
+    assert checked == done
+
+
+async def test_a_repeated_request_gets_the_same_answer(service: Service) -> None:
+    first = await service.answer(policy=to_proto(LEASED), request_id="a")
+    await service.update()
+    assert await service.answer(policy=to_proto(LEASED), request_id="a", etag="stale") == first
+    assert await service.answer(policy=to_proto(LEASED), request_id="a", validate_only=True) == first
+    assert (await service.get()).revision == 2
+    status = await service.refusal(request_id="a")
+    (violation,) = detail(status, error_details_pb2.BadRequest).field_violations
+    complaint = 'must be a new one; got "a", which stored another policy as revision 1'
+    assert (violation.field, violation.description) == ("request_id", complaint)
 
 
 async def test_updates_at_once_have_one_winner(service: Service) -> None:
@@ -160,6 +209,151 @@ async def test_updates_at_once_have_one_winner(service: Service) -> None:
     results = await asyncio.gather(*(service.update(etag=first.etag) for _ in range(8)), return_exceptions=True)
     assert sum(isinstance(result, policy_pb2.PolicyRevision) for result in results) == 1
     assert [change.revision for change in service.changes] == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------- history
+
+LEASED = parse_toml("fallback.lease_ms = 500")
+
+
+async def error_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def test_get_an_older_revision(service: Service) -> None:
+    stored = [await service.update(policy=to_proto(LEASED)), await service.update()]
+    for revision in stored:
+        request = policy_pb2.GetPolicyRequest(revision=revision.revision)
+        assert (await service.stub.GetPolicy(request)).revision == revision
+    missing = service.stub.GetPolicy(policy_pb2.GetPolicyRequest(revision=3))
+    assert await error_of(missing) == (grpc.StatusCode.NOT_FOUND, "policy revision 3 is not stored")
+
+
+async def test_pages_of_history_stay_as_they_are_while_revisions_come(service: Service) -> None:
+    stored = [await service.update(author=f"a{n}") for n in range(5)]
+    request = policy_pb2.ListRevisionsRequest(page_size=2)
+    found: list[policy_pb2.PolicyRevision] = []
+    while True:
+        page = await service.stub.ListRevisions(request)
+        found += page.revisions
+        await service.update()
+        if not (token := page.next_page_token):
+            break
+        request.page_token = token
+    for revision in stored:
+        revision.ClearField("policy")
+    assert found == stored[::-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"page_size": -1}, "page_size must be at least 0; got -1"),
+        ({"page_token": "x"}, "page_token must be one that was returned; got 'x'"),
+    ],
+)
+async def test_history_refuses(service: Service, fields: dict[str, Any], complaint: str) -> None:
+    listed = service.stub.ListRevisions(policy_pb2.ListRevisionsRequest(**fields))
+    assert await error_of(listed) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
+
+
+async def test_diff(service: Service) -> None:
+    for policy in (LEASED, Policy(), parse_toml("entropy.shadow = false")):
+        await service.update(policy=to_proto(policy))
+
+    async def diff(before: int, after: int) -> tuple[int, int, list[tuple[str, str, str]]]:
+        found = await service.stub.DiffPolicies(policy_pb2.DiffPoliciesRequest(before=before, after=after))
+        return found.before, found.after, [(c.path, c.before, c.after) for c in found.changes]
+
+    assert await diff(0, 0) == (2, 3, [("entropy.shadow", "true", "false")])
+    assert await diff(0, 1) == (0, 1, [("fallback.lease_ms", "30000", "500")])
+    assert await diff(2, 1) == (2, 1, [("fallback.lease_ms", "30000", "500")])
+    assert await diff(3, 3) == (3, 3, [])
+    assert await error_of(diff(9, 0)) == (grpc.StatusCode.NOT_FOUND, "policy revision 9 is not stored")
+
+
+async def test_rollback_is_a_new_revision(service: Service) -> None:
+    first, second = await service.update(policy=to_proto(LEASED)), await service.update()
+
+    def rollback(**fields: Any) -> Any:
+        return service.stub.RollbackPolicy(policy_pb2.RollbackPolicyRequest(revision=1, **fields))
+
+    checked = await rollback(validate_only=True)
+    done = await rollback(etag=second.etag, author="bob", request_id="a")
+    assert checked.changes == done.changes
+    assert [(c.path, c.before, c.after) for c in done.changes] == [("fallback.lease_ms", "30000", "500")]
+    new = done.revision
+    assert (new.revision, new.policy, new.author) == (3, first.policy, "bob")
+    assert new.reason == "rollback to revision 1"
+    assert await service.get() == new
+    assert [change.revision for change in service.changes] == [1, 2, 3]
+    assert await rollback(request_id="a") == done
+    assert (await error_of(rollback(etag=second.etag)))[0] is grpc.StatusCode.ABORTED
+    assert (await error_of(rollback(etag=second.etag, validate_only=True)))[0] is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("revision", "code", "complaint"),
+    [
+        (0, grpc.StatusCode.INVALID_ARGUMENT, "revision must be at least 1; got 0"),
+        (2, grpc.StatusCode.NOT_FOUND, "policy revision 2 is not stored"),
+        (2**64 - 1, grpc.StatusCode.NOT_FOUND, f"policy revision {2**64 - 1} is not stored"),
+    ],
+)
+async def test_rollback_to_what_is_not_there(
+    service: Service, revision: int, code: grpc.StatusCode, complaint: str
+) -> None:
+    await service.update()
+    call = service.stub.RollbackPolicy(policy_pb2.RollbackPolicyRequest(revision=revision))
+    assert await error_of(call) == (code, complaint)
+
+
+async def test_explain(service: Service) -> None:
+    text = """
+        model.m.closing_text = "So"
+        [[override]]
+        tenant = "acme"
+        scheduler.max_think_tokens = 100
+        [[override]]
+        engine_labels = {zone = "a"}
+        entropy.enabled = false
+        [[override]]
+        effort = "high"
+        entropy.enabled = true
+    """
+    await service.update(policy=to_proto(parse_toml(text)))
+    await service.update()
+
+    async def explain(*paths: str, **fields: Any) -> list[tuple[str, str]]:
+        answer = await service.stub.ExplainPolicy(policy_pb2.ExplainPolicyRequest(**{"revision": 1, **fields}))
+        values = {row.path: (row.value, row.origin) for row in answer.values}
+        return [values[path] for path in paths]
+
+    cap, enabled, closing = "scheduler.max_think_tokens", "entropy.enabled", "model.m.closing_text"
+    assert await explain(cap, enabled) == [("32768", "default"), ("true", "default")]
+    assert await explain(cap, tenant="acme") == [("100", "override[0]")]
+    assert await explain(cap, tenant="acme", revision=0) == [("32768", "default")]
+    assert await explain(closing, model="m") == [('"So"', "policy")]
+    engine = [("32768", "default"), ("false", "override[1]"), ('"So"', "policy")]
+    assert await explain(cap, enabled, closing, engine_id="e") == engine
+    assert await explain(cap, enabled, request_id="r") == [("50", "request"), ("false", "override[1]")]
+    assert await explain(cap, enabled, request_id="r", effort="high") == [("50", "request"), ("true", "override[2]")]
+    assert await explain(enabled, engine_id="e", engine_labels={"zone": "b"}) == [("true", "default")]
+    assert await error_of(explain(engine_id="x")) == (grpc.StatusCode.NOT_FOUND, "no x ")
+
+
+async def test_an_unreadable_revision_does_not_hide_the_others(service: Service, tmp_path: Path) -> None:
+    await service.update()
+    with closing(sqlite3.connect(tmp_path / "policy.db")) as connection, connection:
+        connection.execute("UPDATE policy_revisions SET policy = 'later = 1'")
+    listed = await service.stub.ListRevisions(policy_pb2.ListRevisionsRequest())
+    assert [revision.revision for revision in listed.revisions] == [1]
+    answer = await service.answer(policy=to_proto(LEASED))
+    assert [(c.path, c.before, c.after) for c in answer.changes] == [("fallback.lease_ms", "30000", "500")]
+    diff = service.stub.DiffPolicies(policy_pb2.DiffPoliciesRequest())
+    assert (await error_of(diff))[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
 class PausingStore(PolicyStore):
@@ -179,9 +373,10 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
     store = await PausingStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
     store.committed, store.go_on = asyncio.Event(), asyncio.Event()
     changed: asyncio.Future[StoredRevision] = asyncio.Future()
-    service = PolicyService(store, lambda: NOW, changed.set_result)
+    service = PolicyService(store, lambda: NOW, changed.set_result, subject)
+    request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy())
     # grpc.aio cancels the handler when the caller hangs up.
-    handler = asyncio.create_task(service._update(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy())))
+    handler = asyncio.create_task(service._put(Policy(), request, ""))
     await store.committed.wait()
     handler.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type:
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from meridian_control import server as control_server
-from meridian_control.fleet import MAX_PAGE_SIZE, page
+from meridian_control.paging import MAX_PAGE_SIZE, page
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 
@@ -176,6 +176,29 @@ async def test_the_fleet(running: Process, channel: grpc.aio.Channel) -> None:
         while all(r.think_tokens == before[r.request_id] for r in shown.requests):
             shown = await watching.read()
         watching.cancel()
+
+
+async def test_explain_for_what_is_connected(running: Process, channel: grpc.aio.Channel) -> None:
+    stub = policy_pb2_grpc.PolicyServiceStub(channel)
+
+    async def cap(**fields: Any) -> tuple[str, str]:
+        answer = await stub.ExplainPolicy(policy_pb2.ExplainPolicyRequest(**fields))
+        (found,) = [row for row in answer.values if row.path == "scheduler.max_think_tokens"]
+        return found.value, found.origin
+
+    with LinkedEngine([running.target], "asked") as engine:
+        engine.open("capped", own_cap=7)
+        await engine.steps_until(engine.caps)
+        assert await cap(engine_id="asked") == ("32768", "default")
+        assert await cap(request_id="capped") == await cap(engine_id="asked", request_id="capped") == ("7", "request")
+        for fields, complaint in (
+            ({"engine_id": "no"}, 'no engine "no" is connected to this replica'),
+            ({"request_id": "no"}, 'no live request "no" on the engines connected to this replica'),
+            ({"engine_id": "asked", "request_id": "no"}, 'no live request "no" on engine "asked"'),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await cap(**fields)
+            assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.NOT_FOUND, complaint)
 
 
 async def refused(call: Any) -> str:

@@ -684,15 +684,48 @@ class PolicyRevision(_message.Message):
 Global___PolicyRevision: _TypeAlias = PolicyRevision  # noqa: Y015
 
 @_typing.final
-class GetPolicyRequest(_message.Message):
+class PolicyChange(_message.Message):
+    """One field that differs. Values are spelled as TOML spells them; empty where the field is not set."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    PATH_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Dotted, as complaints name it: scheduler.max_think_tokens, model."Qwen/Qwen3-8B".closing_text."""
+    before: _builtins.str
+    after: _builtins.str
     def __init__(
         self,
+        *,
+        path: _builtins.str = ...,
+        before: _builtins.str = ...,
+        after: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyChange: _TypeAlias = PolicyChange  # noqa: Y015
+
+@_typing.final
+class GetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """0 for the one in force."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -727,12 +760,17 @@ class UpdatePolicyRequest(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     etag: _builtins.str
     """Must be the etag of the policy in force; empty skips the check."""
     validate_only: _builtins.bool
     """Check everything and store nothing."""
     author: _builtins.str
     reason: _builtins.str
+    request_id: _builtins.str
+    """Chosen by the caller: a call with the id of one that was stored gets that one's answer, and stores nothing. The
+    same id with another policy is refused. Empty for none.
+    """
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     def __init__(
@@ -743,10 +781,11 @@ class UpdatePolicyRequest(_message.Message):
         validate_only: _builtins.bool = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "etag", b"etag", "policy", b"policy", "reason", b"reason", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "etag", b"etag", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,19 +796,299 @@ class UpdatePolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def revision(self) -> Global___PolicyRevision:
         """The new policy in force; with validate_only the one that would be, revision 0."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
+        """What differs from the revision before; from the defaults where there is none, or none that can be read."""
 
     def __init__(
         self,
         *,
         revision: Global___PolicyRevision | None = ...,
+        changes: _abc.Iterable[Global___PolicyChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdatePolicyResponse: _TypeAlias = UpdatePolicyResponse  # noqa: Y015
+
+@_typing.final
+class ListRevisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRevisionsRequest: _TypeAlias = ListRevisionsRequest  # noqa: Y015
+
+@_typing.final
+class ListRevisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def revisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyRevision]:
+        """Without their policies: GetPolicy returns those."""
+
+    def __init__(
+        self,
+        *,
+        revisions: _abc.Iterable[Global___PolicyRevision] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "revisions", b"revisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRevisionsResponse: _TypeAlias = ListRevisionsResponse  # noqa: Y015
+
+@_typing.final
+class DiffPoliciesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    before: _builtins.int
+    """0 for the one before `after`; where there is none, the defaults."""
+    after: _builtins.int
+    """0 for the one in force."""
+    def __init__(
+        self,
+        *,
+        before: _builtins.int = ...,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiffPoliciesRequest: _TypeAlias = DiffPoliciesRequest  # noqa: Y015
+
+@_typing.final
+class DiffPoliciesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    before: _builtins.int
+    """The revisions compared; 0 for the defaults."""
+    after: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]: ...
+    def __init__(
+        self,
+        *,
+        before: _builtins.int = ...,
+        after: _builtins.int = ...,
+        changes: _abc.Iterable[Global___PolicyChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiffPoliciesResponse: _TypeAlias = DiffPoliciesResponse  # noqa: Y015
+
+@_typing.final
+class RollbackPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """The revision whose policy is wanted."""
+    etag: _builtins.str
+    """These as in UpdatePolicyRequest."""
+    validate_only: _builtins.bool
+    author: _builtins.str
+    reason: _builtins.str
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        etag: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "etag", b"etag", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackPolicyRequest: _TypeAlias = RollbackPolicyRequest  # noqa: Y015
+
+@_typing.final
+class RollbackPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def revision(self) -> Global___PolicyRevision:
+        """These as in UpdatePolicyResponse."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]: ...
+    def __init__(
+        self,
+        *,
+        revision: Global___PolicyRevision | None = ...,
+        changes: _abc.Iterable[Global___PolicyChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackPolicyResponse: _TypeAlias = RollbackPolicyResponse  # noqa: Y015
+
+@_typing.final
+class ExplainPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EngineLabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    ENGINE_LABELS_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """0 for the one in force."""
+    model: _builtins.str
+    """Whom to explain it for. What is empty here is taken from the engine and the request, where they are named."""
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    effort: _builtins.str
+    engine_id: _builtins.str
+    """An engine, a live request, or both; they must be connected to this replica."""
+    request_id: _builtins.str
+    @_builtins.property
+    def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        effort: _builtins.str = ...,
+        engine_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        engine_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_id", b"engine_id", "engine_labels", b"engine_labels", "model", b"model", "request_id", b"request_id", "revision", b"revision", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPolicyRequest: _TypeAlias = ExplainPolicyRequest  # noqa: Y015
+
+@_typing.final
+class ExplainPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainedValue]: ...
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        values: _abc.Iterable[Global___ExplainedValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainPolicyResponse: _TypeAlias = ExplainPolicyResponse  # noqa: Y015
+
+@_typing.final
+class ExplainedValue(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    value: _builtins.str
+    """As TOML spells it."""
+    origin: _builtins.str
+    """What gave the value: default, policy, override[0] and so on, or request for the request's own floor or cap."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        value: _builtins.str = ...,
+        origin: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "path", b"path", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainedValue: _TypeAlias = ExplainedValue  # noqa: Y015

@@ -45,6 +45,26 @@ class PolicyServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_policy__pb2.UpdatePolicyRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_policy__pb2.UpdatePolicyResponse.FromString,
                 _registered_method=True)
+        self.ListRevisions = channel.unary_unary(
+                '/meridian.v1.PolicyService/ListRevisions',
+                request_serializer=meridian_dot_v1_dot_policy__pb2.ListRevisionsRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_policy__pb2.ListRevisionsResponse.FromString,
+                _registered_method=True)
+        self.DiffPolicies = channel.unary_unary(
+                '/meridian.v1.PolicyService/DiffPolicies',
+                request_serializer=meridian_dot_v1_dot_policy__pb2.DiffPoliciesRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_policy__pb2.DiffPoliciesResponse.FromString,
+                _registered_method=True)
+        self.RollbackPolicy = channel.unary_unary(
+                '/meridian.v1.PolicyService/RollbackPolicy',
+                request_serializer=meridian_dot_v1_dot_policy__pb2.RollbackPolicyRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_policy__pb2.RollbackPolicyResponse.FromString,
+                _registered_method=True)
+        self.ExplainPolicy = channel.unary_unary(
+                '/meridian.v1.PolicyService/ExplainPolicy',
+                request_serializer=meridian_dot_v1_dot_policy__pb2.ExplainPolicyRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_policy__pb2.ExplainPolicyResponse.FromString,
+                _registered_method=True)
 
 
 class PolicyServiceServicer(object):
@@ -52,7 +72,7 @@ class PolicyServiceServicer(object):
     """
 
     def GetPolicy(self, request, context):
-        """Returns the policy in force.
+        """Returns the policy in force, or an older one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +80,34 @@ class PolicyServiceServicer(object):
 
     def UpdatePolicy(self, request, context):
         """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRevisions(self, request, context):
+        """Lists the revisions, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiffPolicies(self, request, context):
+        """Says what differs between two revisions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollbackPolicy(self, request, context):
+        """Puts an older revision's policy in force again, as a new revision. Fails as UpdatePolicy does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainPolicy(self, request, context):
+        """Says which value holds for an engine or a request, field by field, and which rule gave it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,6 +125,26 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.UpdatePolicy,
                     request_deserializer=meridian_dot_v1_dot_policy__pb2.UpdatePolicyRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_policy__pb2.UpdatePolicyResponse.SerializeToString,
+            ),
+            'ListRevisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRevisions,
+                    request_deserializer=meridian_dot_v1_dot_policy__pb2.ListRevisionsRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_policy__pb2.ListRevisionsResponse.SerializeToString,
+            ),
+            'DiffPolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiffPolicies,
+                    request_deserializer=meridian_dot_v1_dot_policy__pb2.DiffPoliciesRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_policy__pb2.DiffPoliciesResponse.SerializeToString,
+            ),
+            'RollbackPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackPolicy,
+                    request_deserializer=meridian_dot_v1_dot_policy__pb2.RollbackPolicyRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_policy__pb2.RollbackPolicyResponse.SerializeToString,
+            ),
+            'ExplainPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainPolicy,
+                    request_deserializer=meridian_dot_v1_dot_policy__pb2.ExplainPolicyRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_policy__pb2.ExplainPolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +202,114 @@ class PolicyService(object):
             '/meridian.v1.PolicyService/UpdatePolicy',
             meridian_dot_v1_dot_policy__pb2.UpdatePolicyRequest.SerializeToString,
             meridian_dot_v1_dot_policy__pb2.UpdatePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRevisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.PolicyService/ListRevisions',
+            meridian_dot_v1_dot_policy__pb2.ListRevisionsRequest.SerializeToString,
+            meridian_dot_v1_dot_policy__pb2.ListRevisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiffPolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.PolicyService/DiffPolicies',
+            meridian_dot_v1_dot_policy__pb2.DiffPoliciesRequest.SerializeToString,
+            meridian_dot_v1_dot_policy__pb2.DiffPoliciesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.PolicyService/RollbackPolicy',
+            meridian_dot_v1_dot_policy__pb2.RollbackPolicyRequest.SerializeToString,
+            meridian_dot_v1_dot_policy__pb2.RollbackPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.PolicyService/ExplainPolicy',
+            meridian_dot_v1_dot_policy__pb2.ExplainPolicyRequest.SerializeToString,
+            meridian_dot_v1_dot_policy__pb2.ExplainPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

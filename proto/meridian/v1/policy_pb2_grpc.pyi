@@ -36,9 +36,17 @@ class PolicyServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PolicyServiceAsyncStub: ...
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]
-    """Returns the policy in force."""
+    """Returns the policy in force, or an older one."""
     UpdatePolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.UpdatePolicyRequest, _policy_pb2.UpdatePolicyResponse]
     """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+    ListRevisions: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListRevisionsRequest, _policy_pb2.ListRevisionsResponse]
+    """Lists the revisions, newest first."""
+    DiffPolicies: _grpc.UnaryUnaryMultiCallable[_policy_pb2.DiffPoliciesRequest, _policy_pb2.DiffPoliciesResponse]
+    """Says what differs between two revisions."""
+    RollbackPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.RollbackPolicyRequest, _policy_pb2.RollbackPolicyResponse]
+    """Puts an older revision's policy in force again, as a new revision. Fails as UpdatePolicy does."""
+    ExplainPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ExplainPolicyRequest, _policy_pb2.ExplainPolicyResponse]
+    """Says which value holds for an engine or a request, field by field, and which rule gave it."""
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -46,9 +54,17 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]  # type: ignore[assignment]
-    """Returns the policy in force."""
+    """Returns the policy in force, or an older one."""
     UpdatePolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.UpdatePolicyRequest, _policy_pb2.UpdatePolicyResponse]  # type: ignore[assignment]
     """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+    ListRevisions: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListRevisionsRequest, _policy_pb2.ListRevisionsResponse]  # type: ignore[assignment]
+    """Lists the revisions, newest first."""
+    DiffPolicies: _aio.UnaryUnaryMultiCallable[_policy_pb2.DiffPoliciesRequest, _policy_pb2.DiffPoliciesResponse]  # type: ignore[assignment]
+    """Says what differs between two revisions."""
+    RollbackPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.RollbackPolicyRequest, _policy_pb2.RollbackPolicyResponse]  # type: ignore[assignment]
+    """Puts an older revision's policy in force again, as a new revision. Fails as UpdatePolicy does."""
+    ExplainPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.ExplainPolicyRequest, _policy_pb2.ExplainPolicyResponse]  # type: ignore[assignment]
+    """Says which value holds for an engine or a request, field by field, and which rule gave it."""
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads and changes the fleet's policy."""
@@ -59,7 +75,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.GetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.GetPolicyResponse, _abc.Awaitable[_policy_pb2.GetPolicyResponse]]:
-        """Returns the policy in force."""
+        """Returns the policy in force, or an older one."""
 
     @_abc_1.abstractmethod
     def UpdatePolicy(
@@ -68,5 +84,37 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.UpdatePolicyResponse, _abc.Awaitable[_policy_pb2.UpdatePolicyResponse]]:
         """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+
+    @_abc_1.abstractmethod
+    def ListRevisions(
+        self,
+        request: _policy_pb2.ListRevisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.ListRevisionsResponse, _abc.Awaitable[_policy_pb2.ListRevisionsResponse]]:
+        """Lists the revisions, newest first."""
+
+    @_abc_1.abstractmethod
+    def DiffPolicies(
+        self,
+        request: _policy_pb2.DiffPoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.DiffPoliciesResponse, _abc.Awaitable[_policy_pb2.DiffPoliciesResponse]]:
+        """Says what differs between two revisions."""
+
+    @_abc_1.abstractmethod
+    def RollbackPolicy(
+        self,
+        request: _policy_pb2.RollbackPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.RollbackPolicyResponse, _abc.Awaitable[_policy_pb2.RollbackPolicyResponse]]:
+        """Puts an older revision's policy in force again, as a new revision. Fails as UpdatePolicy does."""
+
+    @_abc_1.abstractmethod
+    def ExplainPolicy(
+        self,
+        request: _policy_pb2.ExplainPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.ExplainPolicyResponse, _abc.Awaitable[_policy_pb2.ExplainPolicyResponse]]:
+        """Says which value holds for an engine or a request, field by field, and which rule gave it."""
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,128 @@
+"""Policies field by field: differences, and which rule gave a value."""
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_control.fields import Change, Subject, diff, explain, spelled
+from meridian_control.policy import PER_REQUEST, Who, parse_toml
+
+LEAVES = st.one_of(st.text(), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6
+)
+
+
+@given(VALUES)
+def test_values_are_spelled_as_toml_reads_them(value: Any) -> None:
+    assert "\n" not in spelled(value)
+    assert tomllib.loads(f"x = {spelled(value)}") == {"x": value}
+
+
+DIFFS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
+    ("", "", []),
+    ("scheduler.max_think_tokens = 32768", "", []),
+    (
+        "scheduler.max_think_tokens = 9",
+        "",
+        [("scheduler.min_think_tokens", "9", "512"), ("scheduler.max_think_tokens", "9", "32768")],
+    ),
+    ("entropy.shadow = false", "", [("entropy.shadow", "false", "true")]),
+    ("", "entropy.ema_alpha = 1", [("entropy.ema_alpha", "0.2", "1.0")]),
+    # Lists are one value.
+    (
+        "",
+        "entropy.rank_conditions = [{max_ranks = [5, 7]}]",
+        [("entropy.rank_conditions", "[]", "[{max_ranks = [5, 7]}]")],
+    ),
+    ("", "model.m = {}", []),
+    ("", 'model."a.b".closing_text = "So\\n"', [('model."a.b".closing_text', "", '"So\\n"')]),
+    (
+        "model.m.think_end_token_ids = [1]",
+        "model.m.think_end_token_ids = [2]",
+        [("model.m.think_end_token_ids", "[1]", "[2]")],
+    ),
+    (
+        "",
+        '[[override]]\ntenant = "a"\nengine_labels = {zone = "b"}\nscheduler.max_think_tokens = 7',
+        [
+            ("override[0].tenant", "", '"a"'),
+            ("override[0].engine_labels.zone", "", '"b"'),
+            ("override[0].scheduler.max_think_tokens", "", "7"),
+        ],
+    ),
+    ("[[override]]\nscheduler.soft_close_rank = 1", "", [("override[0].scheduler.soft_close_rank", "1", "")]),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), DIFFS)
+def test_diff(before: str, after: str, expected: list[tuple[str, str, str]]) -> None:
+    assert sorted(diff(parse_toml(before), parse_toml(after))) == sorted(Change(*change) for change in expected)
+
+
+def test_a_diff_the_other_way_is_its_mirror() -> None:
+    for before, after, _ in DIFFS:
+        one, two = parse_toml(before), parse_toml(after)
+        assert sorted(diff(two, one)) == sorted(Change(c.path, c.after, c.before) for c in diff(one, two))
+
+
+POLICY = parse_toml("""
+scheduler = {max_think_tokens = 1000, min_think_tokens = 600}
+entropy.shadow = true
+model.m.closing_text = "So"
+
+[[override]]
+tenant = "a*"
+scheduler.max_think_tokens = 500
+entropy.ema_alpha = 0.5
+
+[[override]]
+tenant = "ab"
+entropy.ema_alpha = 0.2
+""")
+
+
+def explained(subject: Subject) -> dict[str, tuple[str, str]]:
+    return {row.path: (row.value, row.origin) for row in explain(POLICY, subject)}
+
+
+def test_explain_names_default_policy_and_override() -> None:
+    rows = explained(Subject(Who("m", "abc"), "m"))
+    assert rows["scheduler.max_think_tokens"] == ("500", "override[0]")
+    assert rows["entropy.ema_alpha"] == ("0.5", "override[0]")
+    assert rows["entropy.shadow"] == ("true", "default")
+    assert rows["model.m.closing_text"] == ('"So"', "policy")
+    assert rows["model.m.reasoning_parser"] == ('""', "default")
+    assert rows["fallback.lease_ms"] == ("30000", "default")
+
+
+def test_explain_names_the_later_override() -> None:
+    assert explained(Subject(Who(tenant="ab"), ""))["entropy.ema_alpha"] == ("0.2", "override[1]")
+
+
+def test_explain_names_what_lowered_the_floor() -> None:
+    assert explained(Subject(Who(), ""))["scheduler.min_think_tokens"] == ("600", "policy")
+    assert explained(Subject(Who(tenant="a"), ""))["scheduler.min_think_tokens"] == ("500", "override[0]")
+
+
+def test_explain_knows_the_requests_own_limits() -> None:
+    rows = explained(Subject(Who(), "", own_floor_tokens=700, own_cap_tokens=800))
+    assert rows["scheduler.min_think_tokens"] == ("700", "request")
+    assert rows["scheduler.max_think_tokens"] == ("800", "request")
+    rows = explained(Subject(Who(), "", own_floor_tokens=500, own_cap_tokens=1001))
+    assert rows["scheduler.min_think_tokens"] == ("600", "policy")
+    assert rows["scheduler.max_think_tokens"] == ("1000", "policy")
+
+
+@pytest.mark.parametrize("who", [Who(), Who(tenant="a"), Who("m", "ab")])
+def test_explain_gives_what_holds(who: Who) -> None:
+    holds = POLICY.of(who)
+    rows = explain(POLICY, Subject(who, ""))
+    for section, names in PER_REQUEST.items():
+        for name in names:
+            value = getattr(getattr(holds, section), name)
+            expected = spelled(list(value) if isinstance(value, tuple) else value)
+            assert (f"{section}.{name}", expected) in [(row.path, row.value) for row in rows]
