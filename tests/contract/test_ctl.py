@@ -18,7 +18,8 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 from typer.testing import CliRunner, Result
 
-from meridian_control.ctl import app, error_lines
+from meridian_control.console import error_lines
+from meridian_control.ctl import app
 from meridian_control.errors import NotFound
 from meridian_control.fields import Subject
 from meridian_control.policy import Who, parse_toml
@@ -215,6 +216,158 @@ async def test_unreachable(command: tuple[str, ...]) -> None:
 async def test_usage_error(control: Control) -> None:
     assert (await control("policy", "apply")).exit_code == INVALID
     assert (await control("engines", "-o", "xml")).exit_code == INVALID
+
+
+async def applied(control: Control, file: Path, text: str, *options: object) -> Result:
+    file.write_text(text)
+    return await control("policy", "apply", "-f", file, *options)
+
+
+def rows(result: Result) -> list[list[str]]:
+    """A table's cells, none of which has spaces in it."""
+    assert result.exit_code == OK
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+async def test_get_an_older_revision(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    assert parse_toml((await control("policy", "get", "--revision", 1)).stdout).fallback.lease_ms == 500
+    assert rows(await control("policy", "get", "--revision", 1, "-o", "table"))[1:] == [
+        ["fallback.lease_ms", "500", "30000"]
+    ]
+    missing = await control("policy", "get", "--revision", 7)
+    assert (missing.exit_code, missing.stderr) == (FAILED, "NOT_FOUND: policy revision 7 is not stored\n")
+
+
+async def test_apply_shows_what_changes(control: Control, file: Path) -> None:
+    change = ["fallback.lease_ms", "30000", "500"]
+    checked = await control("policy", "apply", "-f", file, "--dry-run", "--diff")
+    assert rows(checked)[:2] == [["field", "before", "after"], change]
+    assert checked.stdout.endswith(f"{file}: valid, nothing changed\n")
+    done = await control("policy", "apply", "-f", file, "--diff")
+    assert rows(done)[1] == change
+    assert "\nrevision 1 etag " in done.stdout
+
+
+async def test_apply_again_with_the_same_request_id(control: Control, file: Path) -> None:
+    first = await control("policy", "apply", "-f", file, "--request-id", "a")
+    again = await control("policy", "apply", "-f", file, "--request-id", "a")
+    assert first.stdout == again.stdout
+    other = await applied(control, file, "", "--request-id", "a")
+    assert other.exit_code == INVALID
+    assert other.stderr.startswith('request_id must be a new one; got "a"')
+
+
+async def test_history(control: Control, file: Path) -> None:
+    for number in range(3):
+        await control("policy", "apply", "-f", file, "--author", f"a{number}", "--reason", "why")
+    heading, *shown = rows(await control("policy", "history"))
+    assert heading == ["revision", "time", "author", "reason", "etag"]
+    assert [row[:4] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}", "why"] for n in (2, 1, 0)]
+    listed = json.loads((await control("policy", "history", "--limit", 2, "-o", "json")).stdout)
+    assert [revision["revision"] for revision in listed] == ["3", "2"]
+
+
+async def test_diff(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    assert rows(await control("policy", "diff", 1, 2))[1:] == [["fallback.lease_ms", "500", "30000"]]
+    listed = json.loads((await control("policy", "diff", "-o", "json")).stdout)
+    assert listed == [{"path": "fallback.lease_ms", "before": "500", "after": "30000"}]
+    assert (await control("policy", "diff", 0, 1)).stdout.split()[:4] == ["field", "defaults", "revision", "1"]
+
+
+async def test_rollback(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    checked = await control("policy", "rollback", 1, "--dry-run", "--diff")
+    assert rows(checked)[1] == ["fallback.lease_ms", "30000", "500"]
+    assert checked.stdout.endswith("revision 1: valid, nothing changed\n")
+    assert (await control("policy", "rollback", 1)).stdout.startswith("revision 3 etag ")
+    assert json.loads((await control("policy", "get")).stdout.splitlines()[0][2:])["reason"] == "rollback to revision 1"
+    stale = await control("policy", "rollback", 1, "--etag", "stale")
+    assert (stale.exit_code, stale.stderr[:8]) == (FAILED, "ABORTED:")
+
+
+async def test_explain(control: Control, file: Path) -> None:
+    text = """
+        [[override]]
+        tenant = "acme"
+        engine_labels = {zone = "a"}
+        scheduler.max_think_tokens = 100
+        [[override]]
+        model = "m"
+        entropy.rank_conditions = [{max_ranks = [5, 7]}]
+    """
+    assert (await applied(control, file, text)).exit_code == OK
+    cap = "scheduler.max_think_tokens"
+    by_label = rows(await control("policy", "explain", "--tenant", "acme", "--label", "zone=a"))
+    assert [cap, "100", "override[0]"] in by_label
+    by_engine = await control("policy", "explain", "--engine", "e", "--tenant", "acme", "-o", "toml")
+    assert f"{cap} = 100  # override[0]\n" in by_engine.stdout
+    holds = parse_toml(by_engine.stdout)
+    assert holds.entropy.rank_conditions[0].max_ranks == (5, 7)
+    assert holds.scheduler.max_think_tokens == 100
+    plain = json.loads((await control("policy", "explain", "-o", "json")).stdout)
+    assert {"path": cap, "value": "32768", "origin": "default"} in plain
+    missing = await control("policy", "explain", "--engine", "x")
+    assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected to this replica\n')
+    bad = await control("policy", "explain", "--label", "zone")
+    assert (bad.exit_code, bad.stderr) == (INVALID, "--label must be NAME=VALUE; got zone\n")
+
+
+# ---------------------------------------------------------------------------------------------------------- contexts
+
+
+@pytest.fixture
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "contexts.toml"
+    monkeypatch.setenv("MERIDIAN_CONTEXTS", str(path))
+    monkeypatch.delenv("MERIDIAN_CONTEXT", raising=False)
+    return path
+
+
+async def test_where_the_address_comes_from(
+    control: Control, file: Path, contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line, then the environment, then the file; an address before a name."""
+    nowhere = "127.0.0.1:1"
+    contexts.write_text(
+        f'current = "here"\n[contexts.here]\nserver = "{control.address}"\n[contexts.gone]\nserver = "{nowhere}"'
+    )
+    await control("policy", "apply", "-f", file)
+
+    async def reached(*options: object, server: str = "") -> bool:
+        result = await run(*options, "policy", "get", server=server)
+        assert result.exit_code in (OK, UNREACHABLE)
+        return result.exit_code == OK
+
+    assert await reached()
+    assert not await reached(server=nowhere)
+    assert await reached("--context", "here", server=nowhere)
+    assert await reached("--server", control.address, "--context", "gone", server=nowhere)
+    assert not await reached("--context", "gone")
+    monkeypatch.setenv("MERIDIAN_CONTEXT", "gone")
+    assert not await reached()
+    assert await reached(server=control.address)
+    assert await reached("--context", "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('current = "a"', 'has no context "a"; it has none'),
+        ('current = "a"\n[contexts.c]\nserver = ""\n[contexts.b]\nserver = ""', 'has no context "a"; it has b, c'),
+        ("[contexts.a]\nhost = 1", "contexts.a.server: Field required"),
+        ("[contexts.a", "Expected ']' at the end of a table declaration (at end of document)"),
+    ],
+)
+async def test_a_context_file_that_cannot_be_used(contexts: Path, text: str, complaint: str) -> None:
+    contexts.write_text(text)
+    result = await run("engines", server="")
+    assert (result.exit_code, result.stderr) == (INVALID, f"{contexts}: {complaint}\n")
+    assert (await run("--server", "127.0.0.1:1", "engines", server="")).exit_code == UNREACHABLE
 
 
 # ------------------------------------------------------------------------------------------------------------- fleet

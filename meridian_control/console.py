@@ -1,0 +1,151 @@
+"""What every command of `meridianctl` shares: the connection, tables and JSON, and how a failure is told.
+
+Knows nothing of any command. One thread, blocking calls.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import grpc
+import typer
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from meridian.v1 import fleet_pb2_grpc, policy_pb2_grpc
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meridian_control import contexts
+from meridian_control.errors import PolicyError
+from meridian_control.trace import FileError
+
+CALL_TIMEOUT_S = 10.0
+# One WatchFleet message carries the whole fleet.
+MAX_MESSAGE_BYTES = 64 << 20
+PIPED_WIDTH = 200
+
+FAILED = 1
+INVALID = 2
+UNREACHABLE = 3
+
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+
+class Output(StrEnum):
+    table = "table"
+    json = "json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the command line says to connect to; what it leaves open, the environment and the context file say."""
+
+    server: str
+    context: str
+
+    def address(self) -> str:
+        """Raises FileError."""
+        if self.server or self.context:
+            return self.server or contexts.server(self.context) or DEFAULT_SERVER
+        said = os.environ.get("MERIDIAN_SERVER")
+        return said or contexts.server(os.environ.get("MERIDIAN_CONTEXT", "")) or DEFAULT_SERVER
+
+
+@dataclass(frozen=True)
+class Client:
+    policy: policy_pb2_grpc.PolicyServiceStub
+    fleet: fleet_pb2_grpc.FleetServiceStub
+
+
+def new_table(*columns: str) -> Table:
+    """The first column names the row: it keeps its width when the terminal is narrow."""
+    empty = Table(box=None)
+    for index, column in enumerate(columns):
+        empty.add_column(column, overflow="fold", no_wrap=index == 0)
+    return empty
+
+
+def add(to: Table, *cells: object) -> None:
+    to.add_row(*(escape(str(cell)) for cell in cells))
+
+
+def show(messages: Iterable[Message], output: Output, rows: Table) -> None:
+    if output is Output.json:
+        typer.echo(json.dumps([as_dict(message) for message in messages], indent=2))
+    else:
+        console().print(rows)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """Protobuf's JSON form: 64-bit integers are strings, not-a-number is "NaN"."""
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def console() -> Console:
+    found = Console()
+    return found if found.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def pages(call: Any, request: Any) -> Iterator[Any]:
+    while True:
+        page = call(request, timeout=CALL_TIMEOUT_S)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def connect(context: typer.Context) -> Iterator[Client]:
+    channel_options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    with reported(), grpc.insecure_channel(context.obj.address(), channel_options) as channel:
+        yield Client(policy_pb2_grpc.PolicyServiceStub(channel), fleet_pb2_grpc.FleetServiceStub(channel))
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print what goes wrong, one line each, and leave with the exit code for it."""
+    try:
+        yield
+    except PolicyError as error:
+        fail(INVALID, *map(str, error.violations()))
+    except FileError as error:
+        fail(INVALID, str(error))
+    except grpc.RpcError as error:
+        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error))
+
+
+_EXIT_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: INVALID,
+    grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: UNREACHABLE,
+}
+
+
+def error_lines(error: Any) -> list[str]:
+    """One line per bad field where the server names fields, else one line."""
+    bad = error_details_pb2.BadRequest()
+    status = rpc_status.from_call(error)
+    for detail in status.details if status else ():
+        if detail.Unpack(bad):
+            return [f"{violation.field} {violation.description}".strip() for violation in bad.field_violations]
+    return [f"{error.code().name}: {' '.join((error.details() or '').split())}"]
+
+
+def fail(code: int, *lines: str) -> NoReturn:
+    for line in lines:
+        typer.echo(line, err=True)
+    raise typer.Exit(code)
