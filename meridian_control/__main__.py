@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, start_http_server
 
 from meridian_control import __version__, policy
-from meridian_control.errors import MeridianError
+from meridian_control.errors import EtagMismatch, MeridianError
 from meridian_control.fleet import Fleet
 from meridian_control.metrics import FleetCollector
+from meridian_control.policy_dir import PolicyDirectory
 from meridian_control.server import ControlServer
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.store import EMPTY_ETAG, PolicyStore, StoredRevision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +36,16 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
     p.add_argument("--listen", default=":50051", help="address of the gRPC server, host:port or :port for all hosts")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
-    p.add_argument("--policy", type=Path, help="policy file; default: ./meridian.toml, then the user's configuration")
-    p.add_argument("--store", default=os.environ.get("MERIDIAN_STORE", "meridian.db"), help="SQLite file of revisions")
+    files = p.add_mutually_exclusive_group()
+    files.add_argument(
+        "--policy", type=Path, help="file an empty store begins with; default: ./meridian.toml, then the user's"
+    )
+    files.add_argument("--policy-dir", type=Path, help="directory whose meridian.toml is put in force when it changes")
+    p.add_argument(
+        "--store",
+        default=os.environ.get("MERIDIAN_STORE", "meridian.db"),
+        help="where revisions are kept: a SQLite file, or postgresql://… for several replicas",
+    )
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
     return p
@@ -53,10 +63,13 @@ async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevisio
     """What the store holds; an empty store begins with the policy file, or the defaults where there is none."""
     found = policy.find(path)
     wanted = policy.load(found) if found is not None else policy.Policy()
+    source = str(found) if found is not None else "defaults"
     current = await store.current()
-    if current is None:
-        source = str(found) if found is not None else "defaults"
-        return await store.append(wanted, etag="", author="meridian-control", reason=source, now=datetime.now(UTC))
+    while current is None:
+        # Of several replicas that start at once, one is first.
+        with suppress(EtagMismatch):
+            await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=datetime.now(UTC))
+        current = await store.current()
     if found is not None and current.policy != wanted:
         logger.warning("revision %d of the store is in force, not %s: use meridianctl", current.revision, found)
     return current
@@ -79,19 +92,28 @@ async def serve(args: argparse.Namespace) -> None:
         return datetime.now(UTC)
 
     host, port = split_address(args.listen)
-    store = await PolicyStore.open(f"sqlite+aiosqlite:///{args.store}")
+    shared = "://" in args.store
+    store = await PolicyStore.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     try:
         fleet = Fleet(clock)
-        fleet.set_policy(await initial_policy(store, args.policy))
+        directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
+        fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:
             serve_metrics(args.metrics_listen, fleet)
         server = ControlServer(store, fleet, clock)
         bound = await server.start(f"{host or '[::]'}:{port}")
-        logger.info("listening on %s:%d, store %s", host or "*", bound, args.store)
+        # An address may hold a password.
+        logger.info("listening on %s:%d, store %s", host or "*", bound, "PostgreSQL" if shared else args.store)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
+        async with asyncio.TaskGroup() as watching:
+            watchers = [watching.create_task(store.follow(fleet.set_policy))]
+            if directory is not None:
+                watchers.append(watching.create_task(directory.watch()))
+            await stop.wait()
+            for watcher in watchers:
+                watcher.cancel()
         logger.info("draining")
         await server.stop(STOP_GRACE_S)
     finally:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from meridian_control.policy import Policy
     from meridian_control.store import StoredRevision
 
+# A changed policy is sent once nothing newer has come for QUIET_S, or MAX_WAIT_S after the first change.
+QUIET_S, MAX_WAIT_S = 0.1, 2.0
 # An engine that went away is shown for this long.
 FORGET_AFTER_S = 600.0
 # Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
@@ -71,6 +73,9 @@ class Fleet:
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
         self._policy: StoredRevision | None = None
+        # When engines are to be given it, and by when at the latest, in the event loop's time.
+        self._sending: asyncio.TimerHandle | None = None
+        self._send_by = 0.0
 
     def join(self, hello: agent_pb2.Hello) -> Connection:
         """Begin a session; its first messages are queued. Raises InvalidRequest."""
@@ -150,12 +155,23 @@ class Fleet:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
 
     def set_policy(self, stored: StoredRevision) -> None:
-        """Bring a revision to every engine."""
+        """Bring a revision to every engine: at once to those that connect, to the others when changes have settled."""
         if self._policy is not None and stored.revision <= self._policy.revision:
             return
-        self._policy, now = stored, self.clock()
+        self._policy = stored
+        loop = asyncio.get_running_loop()
+        if self._sending is None:
+            self._send_by = loop.time() + MAX_WAIT_S
+        else:
+            self._sending.cancel()
+        self._sending = loop.call_at(min(loop.time() + QUIET_S, self._send_by), self._send_policy, stored)
+
+    def _send_policy(self, stored: StoredRevision) -> None:
+        self._sending, now = None, self.clock()
         for connection in self.connections:
-            self._give_policy(connection, stored, now)
+            # Those that came meanwhile have it, and may have refused it.
+            if connection.session.revision != stored.revision:
+                self._give_policy(connection, stored, now)
 
     def going_away(self, reason: str) -> None:
         """Ask every agent to connect elsewhere, and end the streams, the recordings too."""

@@ -36,6 +36,8 @@ from meridian_control.policy import Policy, parse_toml, to_toml
 
 logger = logging.getLogger(__name__)
 
+# The etag of a store that holds nothing yet.
+EMPTY_ETAG = "none"
 MAX_REQUEST_ID_CHARS = 128
 MAX_REVISION = 2**31 - 1
 # Between two attempts to hear of changes again.
@@ -95,6 +97,9 @@ class PolicyStore:
         with _unavailable():
             if url.startswith(postgres.SCHEMES):
                 store = cls(postgres.create_engine(url), url)
+            elif not url.startswith("sqlite+aiosqlite:"):
+                scheme = url.partition("://")[0]
+                raise StoreUnavailable(f'policy store: must be a SQLite file or postgresql://…; got "{scheme}://…"')
             else:
                 store = cls(create_async_engine(url, hide_parameters=True))
                 # aiosqlite leaves a failing thread behind when it cannot open the file, so find that out here.
@@ -133,7 +138,7 @@ class PolicyStore:
     async def check(self, etag: str) -> int:
         """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty."""
         row = await self._newest()
-        actual = "" if row is None else row.etag
+        actual = EMPTY_ETAG if row is None else row.etag
         if etag and etag != actual:
             raise EtagMismatch(etag, actual)
         return 0 if row is None else row.revision

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
 from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
 from meridian_agent.tracker import StepRecord
+from meridian_control import fleet
 from meridian_control.fleet import QUEUE_MESSAGES, Fleet
 from meridian_control.requests import MAX_SLOTS
 from meridian_control.server import ControlServer
@@ -229,6 +230,50 @@ async def test_settings_round_trip(control: Control) -> None:
         assert (engine.link.revision, engine.link.lease_s, engine.link.report_interval_steps) == (3, 0.7, 3)
         assert [s.revision for s in engine.settings] == [1, 2, 3]
         assert control.fleet.totals().nacks == 1
+
+
+async def test_changes_in_a_row_are_sent_as_one(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        for lease_ms in range(500, 510):
+            await control.set_policy(policy(fallback={"lease_ms": lease_ms}))
+        await until(lambda: control.engine().acked_revision == 11)
+        assert [s.revision for s in engine.settings] == [1, 11]
+
+
+async def test_changes_without_end_are_sent_all_the_same(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_WAIT_S", 0.3)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        revision = 1
+        while len(engine.settings) < 3:
+            revision += 1
+            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+            await asyncio.sleep(0.02)
+        assert revision - 1 > len(engine.settings)
+
+
+async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "no"
+        stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().nack_error)
+        control.fleet.set_policy(stored)
+        control.fleet._send_policy(stored)
+        engine.refusal = ""
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().acked_revision == 3)
+        assert [s.revision for s in engine.settings] == [1, 2, 3]
+
+
+async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: Control) -> None:
+    await control.set_policy(policy(fallback={"lease_ms": 500}))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 2)
+        await until(lambda: control.fleet._sending is None)
+        engine.take_inbox()
+        assert [s.revision for s in engine.settings] == [2]
 
 
 async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, str]) -> None:
@@ -501,7 +546,7 @@ async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
         await until(lambda: control.fleet.connections)
         for revision in range(2, QUEUE_MESSAGES + 10):
-            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+            control.fleet._send_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
         await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
         await to_the_end(call)
     assert control.fleet.stream_ends == {"overflow": 1}

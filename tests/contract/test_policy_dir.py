@@ -1,0 +1,150 @@
+"""The policy from a mounted directory, changed as a kubelet changes a ConfigMap's: a link renamed over the old one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_control.errors import PolicyError
+from meridian_control.policy import Policy, parse_toml
+from meridian_control.policy_dir import AUTHOR, PolicyDirectory
+from meridian_control.store import PolicyStore, StoredRevision
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+COMPLAINT = "entropy.ema_alpha must be in (0, 1]; got 2"
+
+
+class ConfigMap:
+    """A mounted ConfigMap: meridian.toml → ..data/meridian.toml, ..data → a folder of its own for every version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.versions = 0
+        (folder / "meridian.toml").symlink_to("..data/meridian.toml")
+
+    def put(self, text: str) -> None:
+        self.versions += 1
+        version = self.folder / f"..version_{self.versions}"
+        version.mkdir()
+        (version / "meridian.toml").write_text(text)
+        (self.folder / "..data_tmp").symlink_to(version.name)
+        (self.folder / "..data_tmp").rename(self.folder / "..data")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> ConfigMap:
+    return ConfigMap(tmp_path / "mounted")
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
+    opened = await PolicyStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
+    yield opened
+    await opened.close()
+
+
+@asynccontextmanager
+async def watching(store: PolicyStore, folder: Path) -> AsyncIterator[list[StoredRevision]]:
+    """What comes of the directory while it is watched, its beginning included."""
+    changes: list[StoredRevision] = []
+    directory = PolicyDirectory(folder, store, changes.append, lambda: NOW)
+    await directory.begin()
+    watcher = asyncio.create_task(directory.watch())
+    # The watch begins; what comes before would be seen at the next look only.
+    await asyncio.sleep(0.05)
+    yield changes
+    watcher.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await watcher
+
+
+async def test_every_version_is_put_in_force(store: PolicyStore, mounted: ConfigMap) -> None:
+    mounted.put("fallback.lease_ms = 500")
+    async with watching(store, mounted.folder) as changes:
+        mounted.put("fallback.lease_ms = 600")
+        await until(lambda: len(changes) == 2)
+        mounted.put("fallback.lease_ms = 500")
+        await until(lambda: len(changes) == 3)
+    first, *_ = changes
+    assert (first.author, first.reason) == (AUTHOR, str(mounted.folder / "meridian.toml"))
+    found = [(change.revision, change.policy.fallback.lease_ms) for change in changes]
+    assert found == [(1, 500), (2, 600), (3, 500)]
+    assert await store.current() == changes[-1]
+
+
+async def test_a_plain_file_in_a_folder(store: PolicyStore, tmp_path: Path) -> None:
+    (tmp_path / "meridian.toml").write_text("")
+    async with watching(store, tmp_path) as changes:
+        (tmp_path / "meridian.toml").write_text("fallback.lease_ms = 600")
+        await until(lambda: changes[-1].policy.fallback.lease_ms == 600)
+
+
+async def test_a_bad_file_changes_nothing(
+    store: PolicyStore, mounted: ConfigMap, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted.put("fallback.lease_ms = 500")
+    async with watching(store, mounted.folder) as changes:
+        mounted.put("entropy.ema_alpha = 2")
+        await until(lambda: COMPLAINT in caplog.text)
+        (mounted.folder / "..data").unlink()
+        await until(lambda: "cannot be read: No such file" in caplog.text)
+        assert len(changes) == 1
+        mounted.put("fallback.lease_ms = 700")
+        await until(lambda: len(changes) == 2)
+    assert [record.levelno for record in caplog.records if record.name.startswith("meridian")] == [logging.ERROR] * 2
+
+
+async def test_an_unchanged_file_leaves_changes_alone(store: PolicyStore, mounted: ConfigMap) -> None:
+    mounted.put("fallback.lease_ms = 500")
+    async with watching(store, mounted.folder) as changes:
+        other = await store.append(Policy(), etag="", author="ann", reason="", now=NOW)
+        mounted.put("# the same\nfallback.lease_ms = 500")
+        mounted.put("fallback = {lease_ms = 500}\n[[override]]\ntenant = 'a'")
+        await until(lambda: len(changes) == 2)
+    assert other.revision == 2
+    assert changes[-1].revision == 3
+
+
+async def test_what_is_in_force_already_is_no_change(store: PolicyStore, mounted: ConfigMap) -> None:
+    mounted.put("fallback.lease_ms = 500")
+    stored = await store.append(parse_toml("fallback.lease_ms = 500"), etag="", author="ann", reason="", now=NOW)
+    async with watching(store, mounted.folder) as changes:
+        pass
+    assert (changes, await store.current()) == ([], stored)
+
+
+async def test_replicas_that_see_one_file_store_it_once(store: PolicyStore, mounted: ConfigMap) -> None:
+    mounted.put("fallback.lease_ms = 500")
+    directories = [PolicyDirectory(mounted.folder, store, lambda _: None, lambda: NOW) for _ in range(8)]
+    begun = await asyncio.gather(*(directory.begin() for directory in directories))
+    assert {stored.revision for stored in begun} == {1}
+
+
+async def test_a_beginning_with_a_bad_file(
+    store: PolicyStore, mounted: ConfigMap, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted.put("entropy.ema_alpha = 2")
+    directory = PolicyDirectory(mounted.folder, store, lambda _: None, lambda: NOW)
+    with pytest.raises(PolicyError, match=r"ema_alpha must be in \(0, 1\]"):
+        await directory.begin()
+    stored = await store.append(Policy(), etag="", author="ann", reason="", now=NOW)
+    assert await directory.begin() == stored
+    assert COMPLAINT in caplog.text
+
+
+async def test_a_beginning_without_the_folder(store: PolicyStore, tmp_path: Path) -> None:
+    directory = PolicyDirectory(tmp_path / "none", store, lambda _: None, lambda: NOW)
+    with pytest.raises(PolicyError, match=r"none: is not a directory$"):
+        await directory.begin()
