@@ -82,7 +82,8 @@ class StoredRevision:
 
 
 class PolicyStore:
-    """Open with `PolicyStore.open`, close with `close`. Several stores, in several processes, may share a database."""
+    """Open with `PolicyStore.open`, close with `close`. Several stores, in several processes, may share a database; on
+    PostgreSQL they hear of each other's changes."""
 
     def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
         self._engine = engine
@@ -108,6 +109,8 @@ class PolicyStore:
             try:
                 async with store._engine.begin() as connection:
                     await migrate(connection)
+            except ValueError as error:
+                raise StoreUnavailable(f"policy store: its address cannot be read: {error}") from error
             except BaseException:
                 await store.close()
                 raise
@@ -178,7 +181,7 @@ class PolicyStore:
     async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
         """Call `on_change` with the newest revision now and whenever another replica stored one, until cancelled.
 
-        Returns at once on SQLite, whose only writer is the caller.
+        Returns at once on SQLite, which is for one replica.
         """
         url, known = self._postgres_url, 0
         while url is not None:

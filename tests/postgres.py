@@ -35,7 +35,11 @@ class Postgres:
         if self.user is not None:
             _give(self.folder, self.user)
         self._run("initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C", "--username=postgres")
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
 
     def start(self) -> None:
         self._spawn()

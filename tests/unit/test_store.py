@@ -326,6 +326,8 @@ async def test_unreadable_revision_can_be_replaced(path: Path, file: str) -> Non
         ("sqlite+aiosqlite:////nowhere/at/all.db", "unable to open database file"),
         ("mysql://u:secret@x/y", 'must be a SQLite file or postgresql://…; got "mysql://…"$'),
         ("postgresql://127.0.0.1:1/x", "Connect call failed"),
+        ("postgresql://127.0.0.1:port/x", "its address cannot be read: invalid literal for int"),
+        ("postgresql://127.0.0.1:1/x?sslmode=maybe", "`sslmode` parameter must be one of"),
     ],
 )
 async def test_unavailable(address: str, message: str) -> None:
