@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Shares of all values below which thresholds are tried: more of them where a rule is cautious.
-GRID = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Shares of all values below which thresholds are tried: more of them where a rule is cautious, and where nearly all
+# values are low.
+GRID = (
+    *(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8),
+    *(0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99),
+)
 COARSE = GRID[1::3]
 ALPHAS = (0.2, 0.4)
 VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
