@@ -1,0 +1,124 @@
+"""The policies that are compared, and the way to the recommended one.
+
+Owns policies as plain values. Single rules take their thresholds from the calibration's report: of each family the rule
+that saves most within the loss allowed, else the one that loses least.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+INT32_MAX = 2**31 - 1
+# The published conditions of the rank rule (arXiv 2508.17627).
+PUBLISHED_RANKS = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
+
+NATURAL: dict[str, Any] = {"entropy": {"enabled": False}}
+# No entropy rule ends anything. A gate and an interval that are never met leave no probe to ask for.
+_QUIET: dict[str, Any] = {
+    "shadow": False,
+    "eat_level_threshold_nats": 0.0,
+    "eat_probe_interval_tokens": INT32_MAX,
+    "eat_probe_max_rank": 1,
+    "rpdi_threshold": 0.0,
+}
+# Families of the report, as arms.
+FAMILIES = ("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "rank", "RPDI", "soft close")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """name: as in the report. budget: vLLM's own thinking_token_budget. note: what is in force, in words."""
+
+    name: str
+    policy: dict[str, Any] = field(default_factory=lambda: NATURAL)
+    budget: int | None = None
+    note: str = ""
+
+
+def budget(tokens: int, name: str = "") -> Arm:
+    return Arm(name or f"fixed budget {tokens}", NATURAL, tokens, f"vLLM's thinking_token_budget = {tokens}")
+
+
+def hard_cap(tokens: int) -> Arm:
+    policy = {**NATURAL, "scheduler": {"min_think_tokens": 0, "max_think_tokens": tokens}}
+    return Arm("hard cap", policy, None, f"scheduler.max_think_tokens = {tokens}")
+
+
+def published_ranks() -> Arm:
+    conditions = [{"max_ranks": list(ranks)} for ranks in PUBLISHED_RANKS]
+    policy = {"scheduler": {"min_think_tokens": 0}, "entropy": {**_QUIET, "rank_conditions": conditions}}
+    return Arm("rank, published", policy, None, "RCPD's four published conditions")
+
+
+def dense_probes(where: str, model: str, answer_prefix: str) -> dict[str, Any]:
+    """The policy a calibration trace is recorded under: probes wherever a sentence or paragraph ends, nothing ever
+    decided."""
+    policy: dict[str, Any] = {
+        "scheduler": {"min_think_tokens": 0},
+        "entropy": {
+            "shadow": True,
+            "eat_level_threshold_nats": 0.0,
+            "eat_probe_interval_tokens": 1,
+            "eat_probe_placement": where,
+            "rpdi_threshold": 0.0,
+        },
+    }
+    return with_answer_prefix(policy, model, answer_prefix)
+
+
+def with_answer_prefix(policy: Mapping[str, Any], model: str, answer_prefix: str) -> dict[str, Any]:
+    """The policy with what the model's answers begin with, which a probe has to skip."""
+    changed = dict(policy)
+    if answer_prefix:
+        models = changed.get("model", {})
+        changed["model"] = {**models, model: {**models.get(model, {}), "eat_answer_prefix": answer_prefix}}
+    return changed
+
+
+def load(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def without_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The same policy in shadow, observing the same, with a floor under which no probe is asked for."""
+    return _shadowed(policy, {"min_think_tokens": 30_000})
+
+
+def with_all_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The same policy in shadow, with a level that nothing is below: it probes until thinking ends by itself."""
+    return _shadowed(policy, {"min_think_tokens": 0})
+
+
+def _shadowed(policy: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    entropy = {**policy["entropy"], "shadow": True, "eat_level_threshold_nats": 0.0}
+    return {**policy, "scheduler": {**policy.get("scheduler", {}), **scheduler}, "entropy": entropy}
+
+
+def single_rules(report: Mapping[str, Any], natural_tokens: float) -> list[Arm]:
+    """An arm for the best rule of every family the calibration found."""
+    allowed = report["goal"]["max_loss"] / 2
+    arms = []
+    for family in FAMILIES:
+        points = report["families"].get(family)
+        if not points:
+            continue
+        good = [p for p in points if p["fit"]["accuracy_change"] >= -allowed and p["fit"]["saved"] > 0]
+        if good:
+            best = max(good, key=lambda p: p["fit"]["saved"])
+        else:
+            best = max(points, key=lambda p: p["fit"]["accuracy_change"])
+        entropy = {**_QUIET, "rpdi_window_tokens": max(4, int(natural_tokens) // 4)}
+        if "eat_probe_interval_tokens" in best["entropy"]:
+            entropy["eat_probe_max_rank"] = 0
+        policy = {
+            "scheduler": {"min_think_tokens": 0, **best["scheduler"]},
+            "entropy": {**entropy, **best["entropy"]},
+        }
+        arms.append(Arm(family, policy, None, best["rule"]))
+    return arms

@@ -1,0 +1,121 @@
+"""Calibration as an operator does it: `meridianctl record` while requests run, labels, `meridianctl calibrate`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from tests.bench import arms, cuts
+from tests.bench.driver import BenchError
+from tests.processes import Process, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.bench.cuts import Cuts, Reference
+    from tests.bench.driver import Batch, Completion, Engine, Sample
+
+MERIDIANCTL = str(Path(sys.executable).with_name("meridianctl"))
+# From the trace file's appearance to the first record: one call over loopback.
+CONNECTED_S = 1.0
+
+
+# Where probes are placed while recording. A probe at a sentence end is still out when the paragraph ends, one token
+# later: for rules that probe at paragraphs a recording of its own is needed, and says nothing of other EAT rules.
+SENTENCES, PARAGRAPHS = "sentence", "paragraph"
+AT_PARAGRAPHS = "EAT at paragraphs"
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """policy: as `meridianctl calibrate` wrote it. report: its figures. natural_tokens: mean of the calibration set."""
+
+    policy: dict[str, Any]
+    report: dict[str, Any]
+    natural_tokens: float
+    requests: int
+
+    @property
+    def recommends(self) -> bool:
+        return bool(self.report["recommended"] and self.report["confirmed"])
+
+    @property
+    def rule(self) -> str:
+        """What it recommends, in its own words."""
+        return str(self.report["recommended"]["rule"]) if self.recommends else "nothing to recommend: in shadow"
+
+
+def calibrate(engine: Engine, reference: Reference, samples: Sequence[Sample], folder: Path) -> Calibrated:
+    """Record these requests twice and calibrate on both recordings. Raises BenchError.
+
+    What the one with probes at paragraphs recommends goes first, if that probes at paragraphs: live, such a probe reads
+    what it read there. A gated one reads two tokens later than one at a sentence end did.
+    """
+    known: dict[tuple[str, tuple[int, ...]], Cuts] = {}
+
+    def cut(sample: Sample, completion: Completion) -> Cuts:
+        key = sample.name, completion.tokens
+        if key not in known:
+            known[key] = reference.cuts(sample, completion)
+        return known[key]
+
+    sentences, paragraphs = (_recorded(engine, cut, samples, folder, where) for where in (SENTENCES, PARAGRAPHS))
+    best = paragraphs.report["recommended"]
+    chosen = paragraphs if best and best["family"].startswith(AT_PARAGRAPHS) else sentences
+    families = {**sentences.report["families"]}
+    families.pop(AT_PARAGRAPHS, None)
+    if AT_PARAGRAPHS in paragraphs.report["families"]:
+        families[AT_PARAGRAPHS] = paragraphs.report["families"][AT_PARAGRAPHS]
+    return replace(chosen, report={**chosen.report, "families": families})
+
+
+def _recorded(
+    engine: Engine, cut: Callable[[Sample, Completion], Cuts], samples: Sequence[Sample], folder: Path, where: str
+) -> Calibrated:
+    """What `meridianctl calibrate` says of one recording; its files are in a folder of its own. Raises BenchError."""
+    task, folder = engine.task, folder / f"calibration-{where}"
+    folder.mkdir(exist_ok=True)
+    trace, labels, policy, report = (folder / name for name in ("trace", "labels.jsonl", "policy.toml", "report.json"))
+    for file in (trace, labels, policy, report):
+        file.unlink(missing_ok=True)
+    batch = _record(engine, samples, trace, where)
+    done = list(zip(samples, batch.completions, strict=True))
+    cuts.write_labels(labels, done, [cut(*pair) for pair in done])
+    # Not the policy of the recording, which probes everywhere.
+    base = folder / "base.toml"
+    base.write_text(tomli_w.dumps(arms.with_answer_prefix({}, task.name, task.answer_prefix)))
+    written = ["--out", str(policy), "--report", str(report), "--plot", str(folder / "frontier.png")]
+    process = subprocess.run(
+        [MERIDIANCTL, "calibrate", str(trace), "--labels", str(labels), "--base", str(base), *written],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (folder / "calibration.txt").write_text(process.stdout + process.stderr)
+    # 1 is also the status of a calibration that recommends nothing; then its policy stays in shadow.
+    if process.returncode not in (0, 1) or not report.exists():
+        raise BenchError(f"meridianctl calibrate left with status {process.returncode}:\n{process.stderr[-2000:]}")
+    figures = json.loads(report.read_text())
+    return Calibrated(arms.load(policy), figures, batch.mean_think_tokens(), len(samples))
+
+
+def _record(engine: Engine, samples: Sequence[Sample], trace: Path, where: str) -> Batch:
+    """Run requests under a policy that only watches while `meridianctl record` writes a trace. Raises BenchError."""
+    command = [MERIDIANCTL, "--server", engine.control.target, "record", str(trace)]
+    recording = Process(command, trace.with_name("record.log"))
+    try:
+        wait_for(lambda: trace.exists() or recording.popen.poll() is not None, 60, "the recording to begin")
+        time.sleep(CONNECTED_S)
+        batch = engine.run(samples, arms.dense_probes(where, engine.task.name, engine.task.answer_prefix))
+    finally:
+        status = recording.stop()
+    if status:
+        raise BenchError(f"meridianctl record left with status {status}:\n{recording.output()}")
+    return batch

@@ -1,0 +1,257 @@
+"""One governed vLLM engine with its control plane, and requests through it at a steady number in flight.
+
+Owns both processes and what is counted of a request. Knows no rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.processes import ENGINE_ENV, ROOT, Control
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from meridian.v1 import fleet_pb2
+
+    from tests.bench.tasks import Task
+
+# Places that requests never take: an engine with every place taken refuses probes.
+IN_FLIGHT, PLACES = 32, 48
+STOP_S = 20.0
+FINISHED = ("stop", "length")
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on; the message is all its user sees."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request: the same prompt and sampling seed in every arm. `round` is the benchmark's seed it belongs to."""
+
+    name: str
+    round: int
+    prompt: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of a request. think_tokens: those before the end marker, markers not counted; the limit's where there
+    is none. ended: whether there is one. late_tokens: thinking tokens after the newest end of a paragraph. tokens: all
+    that were generated."""
+
+    tokens: tuple[int, ...]
+    think_tokens: int
+    late_tokens: int
+    answer_tokens: int
+    ended: bool
+    right: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one run, in their order, and what FleetService counted meanwhile. decode_s: what the engine's
+    steps took without the pace: processor time of the worker, and the engine core's own scheduling and the agent's."""
+
+    completions: list[Completion]
+    wall_s: float
+    decode_s: float
+    probe_tokens: int
+    probes: int
+    probes_refused: int
+    ends: dict[str, int]
+
+    def mean_think_tokens(self) -> float:
+        return sum(c.think_tokens for c in self.completions) / len(self.completions)
+
+    def generated_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.completions)
+
+
+class Engine:
+    """A vLLM engine, its core in a process of its own, and the meridian-control that governs it."""
+
+    def __init__(self, task: Task, folder: Path, step_ms: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "meridian.db").unlink(missing_ok=True)
+        self.task, self.control = task, Control(folder)
+        log = folder / "engine.log"
+        try:
+            with _output_into(log):
+                self._llm = self._start(step_ms)
+            self.control.engine()
+        except BaseException:
+            self.close()
+            raise
+        tokenizer = self._llm.get_tokenizer()
+        self._decode = tokenizer.decode
+        self._template = tokenizer.apply_chat_template
+        self._open, self._close, self._paragraph = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "\n\n"])
+
+    def _start(self, step_ms: float) -> Any:
+        os.environ.update(ENGINE_ENV)
+        os.environ.update(
+            MERIDIAN_CONTROL=self.control.target,
+            MERIDIAN_DEMO_STEP_MS=str(step_ms),
+            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            # This process has gRPC threads, which a fork does not survive.
+            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        import torch
+        import vllm
+
+        torch.set_num_threads(1)
+        return vllm.LLM(
+            model=str(self.task.model),
+            served_model_name=self.task.name,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=32,
+            max_model_len=1024,
+            max_num_seqs=PLACES,
+            # Also switches on vLLM's own thinking_token_budget.
+            reasoning_parser="qwen3",
+            seed=0,
+            worker_cls="tests.bench.metered.MeteredWorker",
+        )
+
+    def close(self) -> None:
+        """Stop both processes."""
+        llm = self.__dict__.pop("_llm", None)
+        try:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown(timeout=STOP_S)
+        finally:
+            self.control.process.stop()
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        turns = [{"role": "user", "content": prompt}]
+        return list(self._template(turns, add_generation_prompt=True, return_dict=False))
+
+    def run(self, samples: Sequence[Sample], policy: dict[str, Any], budget: int | None = None) -> Batch:
+        """All samples under one policy. budget: vLLM's own thinking_token_budget. Raises BenchError."""
+        self.control.apply(policy)
+        # Prompts come again in every arm: none may find its KV there.
+        self._llm.reset_prefix_cache()
+        before, busy_s = self._engine(), self._busy_s()
+        prompts = [self.prompt_ids(sample.prompt) for sample in samples]
+        began_s = time.monotonic()
+        finished = self._generate(samples, prompts, budget)
+        wall_s = time.monotonic() - began_s
+        after = self._engine()
+        completions = [self._completion(sample, finished[sample.name]) for sample in samples]
+        ends = {name: n for name in sorted(after.ends) if (n := _count(after.ends, name) - _count(before.ends, name))}
+        return Batch(
+            completions,
+            wall_s,
+            self._busy_s() - busy_s + _scheduling_s(after) - _scheduling_s(before),
+            after.counters.probe_tokens - before.counters.probe_tokens,
+            _count(after.decisions, "probe") - _count(before.decisions, "probe"),
+            _count(after.outcomes, "refused") - _count(before.outcomes, "refused"),
+            ends if budget is None else _budget_ends(completions, budget),
+        )
+
+    def _busy_s(self) -> float:
+        return float(self._llm.collective_rpc("busy_seconds")[0])
+
+    def _engine(self) -> fleet_pb2.Engine:
+        """The engine as FleetService shows it once all decisions have had their outcome. Raises BenchError."""
+        engine: fleet_pb2.Engine = self.control.settled()
+        if engine.fault or engine.nack_error:
+            raise BenchError(f"the agent is off: {engine.fault or engine.nack_error}")
+        return engine
+
+    def _generate(
+        self, samples: Sequence[Sample], prompts: Sequence[list[int]], budget: int | None
+    ) -> dict[str, tuple[int, ...]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, waiting, live = self._llm.llm_engine, deque(zip(samples, prompts, strict=True)), set[str]()
+        finished: dict[str, tuple[int, ...]] = {}
+        while waiting or live:
+            while waiting and len(live) < IN_FLIGHT:
+                sample, ids = waiting.popleft()
+                params = SamplingParams(
+                    temperature=1.0,
+                    max_tokens=self.task.max_tokens,
+                    seed=sample.seed,
+                    thinking_token_budget=budget,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(sample.name, {"prompt_token_ids": ids}, params)
+                live.add(sample.name)
+            for output in engine.step():
+                if output.finished:
+                    completion = output.outputs[0]
+                    if completion.finish_reason not in FINISHED:
+                        raise BenchError(f"request {output.request_id} ended with {completion.finish_reason!r}")
+                    live.remove(output.request_id)
+                    finished[output.request_id] = tuple(completion.token_ids)
+        return finished
+
+    def _completion(self, sample: Sample, tokens: tuple[int, ...]) -> Completion:
+        text = self._decode(list(tokens), skip_special_tokens=True)
+        ended = self._close in tokens
+        begin = tokens.index(self._open) + 1 if self._open in tokens else 0
+        end = tokens.index(self._close) if ended else len(tokens)
+        answer_tokens = len(tokens) - end - 1 if ended else 0
+        late_tokens = next((n for n in range(end - begin) if tokens[end - 1 - n] == self._paragraph), end - begin)
+        right = self.task.is_correct(sample.prompt, text)
+        return Completion(tokens, end - begin, late_tokens, answer_tokens, ended, right)
+
+
+def _scheduling_s(engine: fleet_pb2.Engine) -> float:
+    return float(engine.counters.agent_seconds + engine.counters.scheduler_seconds)
+
+
+def _budget_ends(completions: Sequence[Completion], budget: int) -> dict[str, int]:
+    """FleetService takes an end by vLLM's own budget for a natural one."""
+    spent = sum(c.think_tokens >= budget for c in completions)
+    return {name: count for name, count in (("budget", spent), ("natural", len(completions) - spent)) if count}
+
+
+def _count(counts: Mapping[str, int], name: str) -> int:
+    return counts.get(name, 0)
+
+
+@contextlib.contextmanager
+def engine(task: Task, folder: Path, step_ms: float) -> Iterator[Engine]:
+    """An engine that is stopped whatever happens. step_ms: how long a step lasts at least."""
+    started = Engine(task, folder, step_ms)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@contextlib.contextmanager
+def _output_into(log: Path) -> Iterator[None]:
+    """What this process and those it starts print goes into a file: vLLM says a lot."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, old in enumerate(kept, 1):
+            os.dup2(old, number)
+            os.close(old)

@@ -1,0 +1,318 @@
+"""What the termination benchmark shows: Markdown, JSON, a picture, and the last line. Owns wording and looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.driver import IN_FLIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from matplotlib.axes import Axes
+
+    from tests.bench.probe_cost import ProbeCost
+    from tests.bench.results import Interval, Result
+
+NATURAL, ORACLE, ORACLE_TOKEN = "natural", "oracle", "oracle, any token"
+RECOMMENDED, CALIBRATED, EQUAL = "recommended", "calibrated", "fixed budget of equal compute"
+PREFIXED = "recommended, answer prefix"
+# The second task in the last line.
+SECOND = {
+    "natural": NATURAL,
+    "recommended": RECOMMENDED,
+    "recommended_with_answer_prefix": PREFIXED,
+    "calibrated": CALIBRATED,
+    "fixed_budget": EQUAL,
+    "oracle": ORACLE,
+}
+COLOURS = ("#4c78a8", "#54a24b", "#b279a2", "#9d755d", "#f58518", "#72b7b2", "#eeca3b", "#ff9da6", "#79706e")
+MARKS = "svPXD^<>ph"
+# How far below the arms that matter most the picture goes, in accuracy.
+BELOW = 0.08
+
+
+@dataclass(frozen=True)
+class TaskFindings:
+    """All arms of one task, in the order of the table. budgets: names of the fixed budgets. curve: what every fixed
+    budget would give, offline. rule: what the calibration chose, empty without one."""
+
+    task: str
+    results: list[Result]
+    budgets: list[str]
+    curve: list[tuple[float, float]]
+    rule: str
+    calibration_requests: int
+    recommended_over_fixed: Interval
+    policies: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, name: str) -> Result:
+        return next(r for r in self.results if r.name == name)
+
+    def has(self, name: str) -> bool:
+        return any(r.name == name for r in self.results)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The whole benchmark. probe_cost is None when it was left out."""
+
+    first: TaskFindings
+    second: TaskFindings | None
+    probe_cost: ProbeCost | None
+    seeds: int
+    requests: int
+    step_ms: float
+    vllm_version: str
+
+
+# ---------------------------------------------------------------------------------------------------------------- aims
+
+
+@dataclass(frozen=True)
+class Aim:
+    name: str
+    wanted: str
+    measured: str
+    met: bool
+
+
+def aims(found: Findings) -> list[Aim]:
+    """The aims and whether they are met."""
+    first = found.first
+    recommended, change = first.of(RECOMMENDED), first.of(RECOMMENDED).accuracy_change
+    over, of_oracle = first.recommended_over_fixed, recommended.saved.value / first.of(ORACLE).saved.value
+    made = [
+        Aim("thinking saved, probes included", ">= 50 %", percent(recommended.saved), recommended.saved.value >= 0.5),
+        Aim("accuracy against natural stopping", ">= -1 point", points(change), change.value >= -0.01),
+        Aim("accuracy over the fixed budget of equal compute", ">= 5 points", points(over), over.value >= 0.05),
+        Aim("share of the oracle's saving", ">= 75 %", f"{of_oracle:.1%}", of_oracle >= 0.75),
+    ]
+    if found.probe_cost is not None:
+        share = found.probe_cost.time_share
+        made.append(Aim("probes' share of decode time", "< 2 %", f"{share:.1%}", share < 0.02))
+    if found.second is not None:
+        second = found.second.of(RECOMMENDED).accuracy_change
+        made.append(
+            Aim("accuracy on the second task, same policy", ">= -1 point", points(second), second.value >= -0.01)
+        )
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ Markdown
+
+
+def markdown(found: Findings) -> str:
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: Findings) -> Iterator[str]:
+    yield "# Ending thinking: what it saves and what it costs"
+    yield ""
+    yield from _protocol(found)
+    yield ""
+    yield "| aim | wanted | measured | met |"
+    yield "|---|---|---|---|"
+    for aim in aims(found):
+        yield f"| {aim.name} | {aim.wanted} | {aim.measured} | {'yes' if aim.met else 'no'} |"
+    for findings in filter(None, (found.first, found.second)):
+        yield ""
+        yield from _task(findings)
+    if found.probe_cost is not None:
+        yield ""
+        yield from _probe_cost(found.probe_cost)
+    yield ""
+    yield "![frontier](termination.png)"
+
+
+def _protocol(found: Findings) -> Iterator[str]:
+    tasks = " and ".join(f"`{t.task}`" for t in (found.first, found.second) if t is not None)
+    yield (
+        f"{found.seeds} seeds (new prompts, new sampling seeds) of {found.requests} requests each on {tasks}; every "
+        "arm has the same prompts with the same sampling seeds, at temperature 1. One vLLM engine per task (float32, "
+        f"eager, {_machine()}, vLLM {found.vllm_version}), its core in a process of its own, governed by a real "
+        f"`meridian-control`; {IN_FLIGHT} requests in flight, steps stretched to {found.step_ms:g} ms. Tokens are "
+        "means per request. Brackets are 95 % bootstrap intervals over pairs (prompt, sampling seed). Nothing here is "
+        "asserted."
+    )
+
+
+def _machine() -> str:
+    model = next(
+        (line.partition(":")[2].strip() for line in _cpuinfo().splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
+    return f"{len(os.sched_getaffinity(0))} cores, {model}"
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def _task(found: TaskFindings) -> Iterator[str]:
+    yield f"## {found.task}"
+    yield ""
+    if found.rule:
+        yield f"Calibrated on {found.calibration_requests} other requests: {found.rule}."
+        yield ""
+    columns = ("arm", "thinking", "probes", "saved", "accuracy", "expected", "against natural, points", "stopped")
+    yield f"| {' | '.join((*columns, 'wall, s', 'decode, s', 'what'))} |"
+    yield "|---" * (len(columns) + 3) + "|"
+    for r in found.results:
+        stopped = ", ".join(f"{n} {name}" for name, n in r.ends.items())
+        if r.unended:
+            stopped += f", {r.unended} without end"
+        yield (
+            f"| {r.name} | {r.think_tokens:.1f} | {r.probe_tokens:.1f} | {percent(r.saved)} | {r.accuracy:.1%} "
+            f"| {r.expected:.1%} "
+            f"| {points(r.accuracy_change)} | {stopped} | {r.wall_s:.0f} | {r.decode_s:.1f} | {r.note} |"
+        )
+    yield ""
+    yield f"Recommended over the fixed budget of equal compute: {points(found.recommended_over_fixed)} points."
+    if (late := found.of(RECOMMENDED).late_tokens) is not None:
+        yield f"It ended thinking {late:.1f} tokens after the newest end of a paragraph, on average."
+
+
+def _probe_cost(cost: ProbeCost) -> Iterator[str]:
+    yield "## What probes cost in time"
+    yield ""
+    low, high = min(cost.throughput_ratios), max(cost.throughput_ratios)
+    yield (
+        f"{cost.requests} requests, {cost.repetitions} repetitions of each, alternating, decode time without the pace: "
+        f"{cost.tokens_per_s_with:.0f} tokens/s with {cost.probes_with:.0f} probes, {cost.tokens_per_s_without:.0f} "
+        f"without; throughput {cost.throughput_ratio:.3f} ({low:.3f} to {high:.3f}). A probe takes "
+        f"{cost.us_per_probe:.0f} µs, a generated token {cost.us_per_token:.0f} µs. In force, the recommended policy "
+        f"asks for {cost.enforced_probes:.0f} probes in {cost.enforced_s:.1f} s of decoding: {cost.time_share:.1%}."
+    )
+
+
+def percent(interval: Interval) -> str:
+    return f"{100 * interval.value:.1f} % [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def points(interval: Interval) -> str:
+    """A difference of accuracies in percentage points."""
+    return f"{100 * interval.value + 0.0:+.1f} [{100 * interval.low + 0.0:+.1f}, {100 * interval.high + 0.0:+.1f}]"
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """All figures, as plain values."""
+    return {
+        "seeds": found.seeds,
+        "requests_per_seed": found.requests,
+        "step_ms": found.step_ms,
+        "vllm": found.vllm_version,
+        "machine": _machine(),
+        "aims": [asdict(aim) for aim in aims(found)],
+        "tasks": [_task_json(t) for t in (found.first, found.second) if t is not None],
+        "probe_cost": asdict(found.probe_cost) if found.probe_cost is not None else None,
+        "summary": summary(found),
+    }
+
+
+def _task_json(found: TaskFindings) -> dict[str, Any]:
+    return {
+        "task": found.task,
+        "rule": found.rule,
+        "calibration_requests": found.calibration_requests,
+        "recommended_over_fixed": asdict(found.recommended_over_fixed),
+        "arms": [r.plain() for r in found.results],
+        "policies": found.policies,
+    }
+
+
+def summary(found: Findings) -> dict[str, Any]:
+    """The last line; thinking tokens include probes."""
+    first, cost = found.first, found.probe_cost
+    line: dict[str, Any] = {
+        "natural": _short(first.of(NATURAL)),
+        "fixed_budget": _short(first.of(EQUAL)),
+        "recommended": _short(first.of(RECOMMENDED)),
+        "oracle": _short(first.of(ORACLE)),
+    }
+    if found.second is not None:
+        second = found.second
+        line["second_task"] = {key: _short(second.of(name)) for key, name in SECOND.items() if second.has(name)}
+    line["probe_token_share"] = round(first.of(RECOMMENDED).probe_share, 4)
+    line["probe_time_share"] = round(cost.time_share, 4) if cost is not None else None
+    return line | {"seeds": found.seeds}
+
+
+def _short(result: Result) -> dict[str, float]:
+    return {"think_tokens": round(result.compute_tokens, 2), "accuracy": round(result.accuracy, 4)}
+
+
+def write(found: Findings, folder: Path) -> list[Path]:
+    """Write all three files; returns their paths."""
+    paths = [folder / f"termination.{suffix}" for suffix in ("json", "md", "png")]
+    paths[0].write_text(json.dumps(as_json(found), indent=1) + "\n")
+    paths[1].write_text(markdown(found))
+    draw(found, paths[2])
+    return paths
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw(found: Findings, path: Path) -> None:
+    """The frontier of each task: tokens, probes included, against accuracy."""
+    from matplotlib.figure import Figure
+
+    tasks = [t for t in (found.first, found.second) if t is not None]
+    figure = Figure(figsize=(7.5 * len(tasks), 6.5), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        _draw_task(axes, task)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_task(axes: Axes, found: TaskFindings) -> None:
+    budgets = [found.of(name) for name in found.budgets]
+    low = max(0.0, min(found.of(name).accuracy for name in (NATURAL, RECOMMENDED, EQUAL)) - BELOW)
+    axes.plot(*zip(*found.curve, strict=True), "--", color="grey", lw=1, label="fixed budgets, offline", zorder=1)
+    _points(axes, budgets, "o", "grey", "fixed budgets, run")
+    _points(axes, [found.of(NATURAL)], "o", "black", NATURAL)
+    _points(axes, [found.of(ORACLE)], "d", "#d9a400", "oracle, at a sentence end")
+    _points(axes, [found.of(RECOMMENDED)], "*", "#b0163a", RECOMMENDED, size=15)
+    named = {NATURAL, RECOMMENDED, ORACLE, ORACLE_TOKEN, *found.budgets}
+    others = [r for r in found.results if r.name not in named]
+    for index, r in enumerate(others):
+        label = r.name if r.accuracy > low else f"{r.name} (below: {r.accuracy:.0%})"
+        _points(axes, [r], MARKS[index % len(MARKS)], COLOURS[index % len(COLOURS)], label, size=7)
+    axes.set(
+        title=f"{found.task}: accuracy against thinking",
+        xlabel="thinking tokens per request, probes included",
+        ylabel="accuracy",
+        ylim=(low, 1 + 0.08 * (1 - low)),
+        xlim=(0, 1.08 * max(r.compute_tokens for r in found.results)),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="lower right")
+
+
+def _points(axes: Axes, results: Sequence[Result], mark: str, colour: str, label: str, *, size: float = 6) -> None:
+    """Arms with the interval of their paired difference to natural stopping, drawn around their own accuracy."""
+    below = [r.accuracy_change.value - r.accuracy_change.low for r in results]
+    above = [r.accuracy_change.high - r.accuracy_change.value for r in results]
+    axes.errorbar(
+        [r.compute_tokens for r in results],
+        [r.accuracy for r in results],
+        [below, above],
+        fmt=mark,
+        color=colour,
+        ms=size,
+        lw=1,
+        capsize=2,
+        label=label,
+        zorder=3,
+    )

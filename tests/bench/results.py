@@ -1,0 +1,171 @@
+"""What the arms gave: means, paired differences with bootstrap intervals, the aims. Pure functions over completions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tests.bench.arms import Arm
+    from tests.bench.cuts import Cuts, Ideal
+    from tests.bench.driver import Batch, Completion, Sample
+
+RESAMPLES, RESAMPLING_SEED = 5_000, 1
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with the bounds that hold this much of its bootstrap values (CONFIDENCE)."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One arm. Tokens are means per request. think_tokens: without probes; compute_tokens: with them. accuracy_change:
+    against natural stopping, paired. expected: mean probability of the right answer where thinking ended, which is the
+    accuracy without the luck of sampling answers. ends: how thinking ended, as FleetService counts it. late_tokens:
+    mean distance from the newest end of a paragraph to where thinking was ended, if not by itself. by_seed: compute
+    tokens and accuracy of each seed."""
+
+    name: str
+    note: str
+    requests: int
+    think_tokens: float
+    probe_tokens: float
+    answer_tokens: float
+    accuracy: float
+    expected: float
+    accuracy_change: Interval
+    saved: Interval
+    unended: int
+    probes: int
+    probes_refused: int
+    ends: dict[str, int]
+    wall_s: float
+    decode_s: float
+    late_tokens: float | None
+    by_seed: list[tuple[float, float]]
+
+    @property
+    def compute_tokens(self) -> float:
+        return self.think_tokens + self.probe_tokens
+
+    @property
+    def probe_share(self) -> float:
+        """Probe tokens as a share of all that was decoded for these requests."""
+        return self.probe_tokens / (self.compute_tokens + self.answer_tokens)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self) | {"compute_tokens": self.compute_tokens, "probe_share": self.probe_share}
+
+
+def resampled(count: int) -> NDArray[np.intp]:
+    """Which requests each bootstrap sample draws, [resamples, count]."""
+    return np.random.default_rng(RESAMPLING_SEED).integers(0, count, (RESAMPLES, count))
+
+
+def _interval(value: float, values: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(values, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
+    return Interval(value, low, high)
+
+
+def paired(changed: Sequence[bool], base: Sequence[bool]) -> Interval:
+    """The difference of two accuracies over the same requests."""
+    difference = np.array(changed, float) - np.array(base, float)
+    return _interval(float(difference.mean()), difference[resampled(len(difference))].mean(axis=1))
+
+
+def saving(spent: NDArray[np.float64], natural: NDArray[np.float64]) -> Interval:
+    """The share of natural thinking that is not spent."""
+    drawn = resampled(len(natural))
+    values = 1 - spent[drawn].sum(axis=1) / natural[drawn].sum(axis=1)
+    return _interval(float(1 - spent.sum() / natural.sum()), values)
+
+
+def result(arm: Arm, batch: Batch, natural: Batch, samples: Sequence[Sample], expected: float) -> Result:
+    done = batch.completions
+    probes = batch.probe_tokens / len(done)
+    spent = np.array([c.think_tokens for c in done], float) + probes
+    right = [c.right for c in done]
+    late = [c.late_tokens for c, n in zip(done, natural.completions, strict=True) if c.think_tokens < n.think_tokens]
+    return Result(
+        name=arm.name,
+        note=arm.note,
+        requests=len(done),
+        think_tokens=batch.mean_think_tokens(),
+        probe_tokens=probes,
+        answer_tokens=float(np.mean([c.answer_tokens for c in done])),
+        accuracy=float(np.mean(right)),
+        expected=expected,
+        accuracy_change=paired(right, [c.right for c in natural.completions]),
+        saved=saving(spent, _natural_tokens(natural.completions)),
+        unended=sum(not c.ended for c in done),
+        probes=batch.probes,
+        probes_refused=batch.probes_refused,
+        ends=batch.ends,
+        wall_s=batch.wall_s,
+        decode_s=batch.decode_s,
+        late_tokens=float(np.mean(late)) if late else None,
+        by_seed=_by_seed(spent, right, samples),
+    )
+
+
+def oracle(name: str, note: str, ideals: Sequence[Ideal], natural: Batch, samples: Sequence[Sample]) -> Result:
+    """The oracle as an arm; nothing was run for it."""
+    spent, right = np.array([i.think_tokens for i in ideals], float), [i.right for i in ideals]
+    return Result(
+        name=name,
+        note=note,
+        requests=len(ideals),
+        think_tokens=float(spent.mean()),
+        probe_tokens=0.0,
+        answer_tokens=float(np.mean([c.answer_tokens for c in natural.completions])),
+        accuracy=float(np.mean(right)),
+        expected=float(np.mean([i.chance for i in ideals])),
+        accuracy_change=paired(right, [c.right for c in natural.completions]),
+        saved=saving(spent, _natural_tokens(natural.completions)),
+        unended=0,
+        probes=0,
+        probes_refused=0,
+        ends={},
+        wall_s=0.0,
+        decode_s=0.0,
+        late_tokens=None,
+        by_seed=_by_seed(spent, right, samples),
+    )
+
+
+def _natural_tokens(natural: Sequence[Completion]) -> NDArray[np.float64]:
+    return np.array([c.think_tokens for c in natural], float)
+
+
+def _by_seed(spent: NDArray[np.float64], right: Sequence[bool], samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    rounds, judged = np.array([s.round for s in samples]), np.array(right, float)
+    return [(float(spent[rounds == n].mean()), float(judged[rounds == n].mean())) for n in sorted(set(rounds.tolist()))]
+
+
+def equal_budget(natural: Sequence[Completion], compute_tokens: float) -> int:
+    """The smallest fixed budget whose mean thinking is not less than this: what rounding gives goes to the budget."""
+    lengths = _natural_tokens(natural)
+    longest = int(lengths.max())
+    return next((b for b in range(1, longest) if np.minimum(lengths, b).mean() >= compute_tokens), longest)
+
+
+def cut_curve(natural: Sequence[Completion], cuts: Sequence[Cuts], most: int) -> list[tuple[float, float]]:
+    """Compute tokens and expected accuracy of every fixed budget up to `most`, offline, for the picture."""
+    lengths = _natural_tokens(natural)
+    points = []
+    for tokens in range(0, most + 1, 2):
+        chance = [cut.chance[min(tokens, len(cut.chance) - 1)] for cut in cuts]
+        points.append((float(np.minimum(lengths, tokens).mean()), float(np.mean(chance))))
+    return points

@@ -1,0 +1,56 @@
+"""The two tasks: a model, its prompts, who is right, and the samples of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tests.bench.driver import Sample
+from tests.data import chain, maze
+from tests.processes import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DATA = ROOT / "tests" / "data"
+# Prompt seeds of the calibration set and of the measured rounds; the rounds count on from theirs.
+CALIBRATION_SEED, FIRST_SEED = 7_000, 8_000
+SAMPLING_SEEDS_PER_ROUND = 1_000_000
+
+
+class TaskModule(Protocol):
+    """What a task's module offers."""
+
+    def prompts(self, count: int, seed: int = 0) -> list[str]: ...
+
+    def is_correct(self, prompt: str, text: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """name: under which the model is served. answer_prefix: the text its answers begin with before the part that says
+    something."""
+
+    name: str
+    model: Path
+    module: TaskModule
+    max_tokens: int
+    answer_prefix: str = ""
+
+    def samples(self, seed: int, count: int, round_number: int = 0) -> list[Sample]:
+        """Requests with the prompts and the sampling seeds of one seed."""
+        return [
+            Sample(f"{self.name}-{seed}-{index}", round_number, prompt, seed * SAMPLING_SEEDS_PER_ROUND + index)
+            for index, prompt in enumerate(self.module.prompts(count, seed))
+        ]
+
+    def measured(self, seeds: int, count: int) -> list[Sample]:
+        """Those of all measured rounds."""
+        return [s for number in range(seeds) for s in self.samples(FIRST_SEED + number, count, number)]
+
+    def is_correct(self, prompt: str, text: str) -> bool:
+        return self.module.is_correct(prompt, text)
+
+
+MAZE = Task("maze", DATA / "maze-qwen3", maze, 700)
+CHAIN = Task("chain", DATA / "chain-qwen3", chain, 700, " ".join(chain.ANSWER_PREFIX))
