@@ -37,3 +37,12 @@ proto: $(VENV)/ready
 
 clean:
 	rm -rf $(VENV) build dist
+
+.PHONY: bench-scheduling bench-cache
+
+# ARGS: see `python -m tests.bench.scheduling --help`, for example --quick, or --save to replace what is in results/.
+bench-scheduling: $(VENV)/ready
+	$(BIN)/python -m tests.bench.scheduling $(ARGS)
+
+bench-cache: $(VENV)/ready
+	$(BIN)/python -m tests.bench.cache $(ARGS)

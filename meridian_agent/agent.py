@@ -7,13 +7,15 @@ reclaim. Every method here runs on the engine-core thread and under the guard; n
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meridian_agent import hooks, overrides, probes
-from meridian_agent.directives import Directives, Outcome, Tier
+from meridian_agent.directives import Directives, Outcome, Plan, Tier
 from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
@@ -29,6 +31,12 @@ logger = logging.getLogger("vllm.meridian")
 
 # vLLM's finish reasons, by name, as meridian.v1.FinishReason.
 FINISH_REASON = {"stop": 1, "length": 2, "abort": 3, "error": 4}
+# Rank of a running request that is not tracked: a prompt's.
+UNTRACKED_RANK = 256
+# Under vLLM's priority policy a rank is this fraction of a priority.
+MAX_RANK, RANK_SCALE = 1023, 1024
+# Between updates further apart than this the engine was idle.
+MAX_STEP_S = 1.0
 
 
 class Agent:
@@ -43,6 +51,7 @@ class Agent:
         self.settled: tuple[Markers, agent_pb2.Settings] | None = None
         self.is_async = hooks.is_async(scheduler)
         self.is_fcfs = hooks.fcfs(scheduler)
+        self.can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self.block_size = scheduler.block_size
         self.tracker.boundaries = hooks.boundaries(scheduler.vllm_config)
         self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
@@ -62,7 +71,12 @@ class Agent:
         self._keep_places_until = 0
         self._off = False
         self._state = ""
+        # Begins a tool call in this model's output, where thinking stays in the chat until the tool has answered.
+        self.tool_call: int | None = None
         self._tail: Any = None
+        # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
+        self._prefills: deque[int] = deque(maxlen=8)
+        self._updated = 0.0
 
     def apply_settings(self, vllm_config: Any, settings: agent_pb2.Settings) -> str:
         """Take in settings, effective from the next step on; returns why not, or nothing. Called by the link."""
@@ -115,10 +129,22 @@ class Agent:
             if tr := self.tracker.by_id.get(request_id):
                 self._close(tr, FINISH_REASON["abort"])
 
-    def preempted(self, request: Any) -> None:
+    def preempting(self, request: Any) -> None:
+        """A request is about to go back to the queue: only its own priority counts there."""
+        if not self.is_fcfs:
+            request.priority = math.floor(request.priority)
+
+    def preempted(self, scheduler: Any, request: Any) -> None:
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None:
             return
+        if tr.state.phase is not Phase.OUTPUT:
+            # Its blocks went behind those of preempted answers in the order of reuse, which come first again.
+            pool = scheduler.kv_cache_manager.block_pool
+            for other in self.tracker.preempted:
+                kept = [block for block, known in other.kept if block.block_hash == known and block.ref_cnt == 0]
+                pool.touch(kept)
+                pool.free_blocks(reversed(kept))
         tr.preempted = True
         # A mask of the step that is thrown away with it is not written.
         tr.expected.clear()
@@ -136,7 +162,13 @@ class Agent:
             self._evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.probe))
             return
         tr = self.tracker.by_id.get(request.request_id)
-        if tr is None or tr.tier is None or not request.is_finished():
+        if tr is None or not request.is_finished():
+            if tr is not None and tr.state.phase is Phase.OUTPUT:
+                groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+                blocks = groups[0] if len(groups) == 1 else ()
+                tr.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]
+            return
+        if tr.tier is None:
             return
         (decision_id, tier, shadow), tr.tier = tr.tier, None
         if tier != Tier.UNREACHABLE:
@@ -145,6 +177,10 @@ class Agent:
             self.directives.report(decision_id, Outcome.SHADOWED)
         elif len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             self.directives.report(decision_id, Outcome.REFUSED, detail="several KV cache groups")
+        elif self.tool_call is not None and self.tool_call in request.output_token_ids:
+            self.directives.report(
+                decision_id, Outcome.REFUSED, detail="a tool call: the next turn repeats its thinking"
+            )
         else:
             count = self._evict(scheduler, request, tr.info.prompt_tokens)
             self.blocks_reclaimed += count
@@ -161,25 +197,41 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------------ each step
 
-    def before_schedule(self, scheduler: Any) -> int | None:
-        """Take in decisions, order the queues, leave thinkers out, place probes.
+    def before_schedule(self, scheduler: Any) -> dict[str, int]:
+        """Take in decisions, order the queues, leave sequences out, place probes.
 
-        Returns the number of running requests to allow in this step, None for vLLM's own limit.
+        Returns the scheduler's own limits that are to be lower in this step, by attribute.
         """
         self._began = time.perf_counter()
         if self._lease_lost():
-            return None
+            return {}
         self._take_inbox()
         plan = self.directives.active_plan()
         if plan is not None:
             self._order(scheduler)
             if plan.think_per_step is not None and self.tracker.answering:
-                self._leave_out(scheduler, plan.think_per_step, plan.max_skip_steps)
+                self._leave_out(scheduler, Phase.THINK, plan.think_per_step, plan.max_skip_steps)
+            elif plan.output_per_step is not None and self.tracker.thinking:
+                self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
         placed = self._place_probes(scheduler) if self.directives.probes else 0
         if self.held:
             self._hold(scheduler)
         hold = self.directives.hold_admission and self.tracker.answering > 0
-        return self._admission_limit(scheduler, hold, placed)
+        limits = {}
+        if (running := self._admission_limit(scheduler, hold, placed)) is not None:
+            limits[hooks.admission_limit_name(scheduler)] = running
+        if (tokens := self._token_limit(scheduler, plan, placed)) is not None:
+            limits["max_num_scheduled_tokens"] = tokens
+        return limits
+
+    def _token_limit(self, scheduler: Any, plan: Plan | None, placed: int) -> int | None:
+        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream."""
+        if plan is None or plan.prefill_tokens_per_step is None or not (self.tracker.answering and self.can_chunk):
+            return None
+        decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
+        probing = placed * (1 + len(self.tracker.markers.probe))
+        tokens = decodes + probing + plan.prefill_tokens_per_step
+        return tokens if tokens < scheduler.max_num_scheduled_tokens else None
 
     def _lease_lost(self) -> bool:
         """Past the lease every decision but the caps is dropped; said once, at the change."""
@@ -219,15 +271,31 @@ class Agent:
                 tr.ref.next_decode_eligible_step = scheduler.current_step + 2
 
     def _order(self, scheduler: Any) -> None:
-        """Running: most urgent first, for vLLM preempts from the end. Waiting: preempted answers before all else."""
-        if not self.is_fcfs:
-            return
+        """Running: most urgent first, for vLLM preempts from the end, and prompts last. Waiting: preempted answers
+        before all else.
+
+        Under vLLM's priority policy the victim is the request of the highest priority number, and the queue is a heap:
+        there a rank is a fraction on top of the request's own priority, so that it decides between equals only.
+        """
         tracker, running = self.tracker, scheduler.running
         # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
         if running and (tracker.reorder or running[-1] is not self._tail):
             by_id = tracker.by_id
-            running.sort(key=lambda r: tr.effective_rank if (tr := by_id.get(r.request_id)) else 1)
+
+            def rank(request: Any) -> int:
+                tr = by_id.get(request.request_id)
+                own = tr.effective_rank if tr is not None else UNTRACKED_RANK
+                # The step's tokens are given out in this order: a long prompt would leave none to those after it.
+                return own + MAX_RANK if request.is_prefill_chunk else own
+
+            running.sort(key=rank)
             tracker.reorder, self._tail = False, running[-1]
+            if not self.is_fcfs:
+                for request in running:
+                    if tr := by_id.get(request.request_id):
+                        request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
+        if not self.is_fcfs:
+            return
         answers = self._preempted_answers()
         if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
             answers = [r for r in answers if r in scheduler.waiting]
@@ -238,19 +306,20 @@ class Agent:
     def _preempted_answers(self) -> list[Any]:
         return [tr.ref for tr in self.tracker.preempted if tr.state.phase is Phase.OUTPUT]
 
-    def _leave_out(self, scheduler: Any, think_per_step: int, max_skip_steps: int) -> None:
+    def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
         step = scheduler.current_step + 1
         by_id = self.tracker.by_id
         running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
-        thinkers = [tr for tr in running if tr is not None and tr.state.phase is Phase.THINK]
-        skipped = set(left_out(thinkers, think_per_step, max_skip_steps))
-        for tr in thinkers:
+        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
+        skipped = set(left_out(sequences, per_step, max_skip_steps))
+        for tr in sequences:
             if tr in skipped:
                 tr.skipped_steps += 1
                 tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, step + 1)
             else:
                 tr.joined_step, tr.skipped_steps = step, 0
-        self.think_skips += len(skipped)
+        if phase is Phase.THINK:
+            self.think_skips += len(skipped)
 
     def _admission_limit(self, scheduler: Any, hold: bool, placed: int) -> int | None:
         """Running requests to allow, None for vLLM's own limit.
@@ -318,6 +387,10 @@ class Agent:
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
             setattr(output, REQUEST, self.tracker.markers.end[0])
         scheduled = output.num_scheduled_tokens
+        drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        # What is more than a token per sequence, and its drafts, is prompt.
+        prefill = output.total_num_scheduled_tokens - drafts - len(scheduled)
+        self._prefills.append(prefill)
         if self.is_async and any(tr.info.request_id in scheduled for tr in self.tracker.due):
             output.pending_structured_output_tokens = True
         for request_id, placed in list(self.placed.items()):
@@ -390,13 +463,24 @@ class Agent:
         record.signals = signals
         record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
         record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
-        record.step_time_ms = (time.perf_counter() - self._began) * 1e3
+        record.prefill_tokens = self._prefills.popleft() if self._prefills else 0
+        record.step_time_ms = self._step_time_ms()
         record.counters = self._counters()
         sent = self.tracker.take_record()
         for tr in self.held:
             if not tr.asked_in and any(probe[1] == tr.slot for probe in sent.probes):
                 tr.asked_in = sent.step
         self.link.send(sent, self.tracker.snapshot)
+
+    def _step_time_ms(self) -> float:
+        """Time since the step's schedule began; under asynchronous scheduling, where the next step's began before this
+        one's update, time since the last update."""
+        now = time.perf_counter()
+        began = self._began
+        if self.is_async and now - self._updated < MAX_STEP_S:
+            began = self._updated
+        self._updated = now
+        return (now - began) * 1e3
 
     def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
         if out.new_token_ids:

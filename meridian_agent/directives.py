@@ -51,7 +51,9 @@ class Plan:
 
     decision_id: int
     think_per_step: int | None
+    output_per_step: int | None
     max_skip_steps: int
+    prefill_tokens_per_step: int | None
     hold_admission: bool
     shadow: bool
     stock: bool
@@ -145,8 +147,20 @@ class Directives:
     def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
         if self.plan is not None and not self.plan.reported:
             self.report(self.plan.decision_id, Outcome.SUPERSEDED)
-        limit = plan.think_per_step if plan.HasField("think_per_step") else None
-        self.plan = Plan(plan.decision_id, limit, plan.max_skip_steps, plan.hold_admission, plan.shadow, plan.stock)
+
+        def limit(name: str) -> int | None:
+            return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
+
+        self.plan = Plan(
+            plan.decision_id,
+            limit("think_per_step"),
+            limit("output_per_step"),
+            plan.max_skip_steps,
+            limit("prefill_tokens_per_step"),
+            plan.hold_admission,
+            plan.shadow,
+            plan.stock,
+        )
         for slot, rank in zip(plan.slot, plan.rank, strict=True):
             tr = self._tracker.by_slot.get(slot)
             if tr is not None and tr.opened_step <= step:

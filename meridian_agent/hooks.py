@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -27,6 +28,8 @@ logger = logging.getLogger("vllm.meridian")
 # Minor releases whose hooks were read and whose tests were run or whose sources were compared.
 SUPPORTED = ((0, 30), (0, 33))
 _INSTALLED = "_meridian_installed"
+# A tool call to render chat templates with.
+TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument": 1}}
 
 
 class Unsupported(RuntimeError):  # noqa: N818
@@ -79,7 +82,12 @@ def missing_hooks() -> list[str]:
         ),
         WorkerWrapperBase: ("init_device",),
         GrammarOutput: ("structured_output_request_ids", "grammar_bitmask"),
-        SchedulerOutput: ("num_scheduled_tokens", "scheduled_spec_decode_tokens", "pending_structured_output_tokens"),
+        SchedulerOutput: (
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+            "pending_structured_output_tokens",
+        ),
         ModelRunnerOutput: ("req_ids", "req_id_to_index"),
     }
     fields = {cls: set(getattr(cls, "__dataclass_fields__", ())) for cls in needed}
@@ -267,22 +275,49 @@ def boundaries(vllm_config: Any) -> bytes:
     return bytes(boundary_flag(text) for text in tokenizer.batch_decode(ids))
 
 
-def strips_think(tokenizer: Any, markers: Markers) -> bool:
-    """Whether the chat template drops thinking from earlier turns, found by rendering one."""
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What the chat template does with earlier turns, found by rendering some.
+
+    strips_think: thinking is gone from a turn that a user's turn follows.
+    tool_call: token that begins a tool call, where thinking stays in the chat until the tool was answered; else None.
+    """
+
+    strips_think: bool = False
+    tool_call: int | None = None
+
+
+def template_of(tokenizer: Any, markers: Markers) -> Template:
+    """Render the model's own chat template with thinking in an earlier turn and, where it can, with a tool call.
+
+    A template that keeps thinking in tool loops and does not say where a tool call begins counts as one that keeps all.
+    """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        return False
+        return Template()
     start, end = (tokenizer.decode(list(m[0])) if m else "" for m in (markers.starts, markers.ends))
-    turns = [
-        {"role": "user", "content": "meridianquestion"},
-        {"role": "assistant", "content": f"{start}meridianthought{end}meridiananswer"},
-        {"role": "user", "content": "meridianquestion"},
-    ]
-    try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except Exception as error:
-        logger.warning("meridian: the chat template could not be rendered, nothing will be reclaimed: %s", error)
-        return False
-    return "meridiananswer" in text and "meridianthought" not in text
+    user = {"role": "user", "content": "meridianquestion"}
+    said = {"role": "assistant", "content": f"{start}meridianthought{end}meridiananswer"}
+    called = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": dict(TOOL)}]}
+    answered = {"role": "tool", "content": "meridianresult", "tool_call_id": "call00000", "name": TOOL["name"]}
+
+    def render(*turns: dict[str, Any]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
+        except Exception as error:
+            logger.info("meridian: the chat template does not render %s: %s", [t["role"] for t in turns], error)
+            return ""
+
+    text = render(user, said, user)
+    if "meridiananswer" not in text or "meridianthought" in text:
+        return Template()
+    loop = render(user, called, answered)
+    if "meridianthought" not in loop or str(TOOL["name"]) not in loop:
+        return Template(strips_think=True)
+    before_call = loop[: loop.index(str(TOOL["name"]))].rpartition("meridiananswer")[2]
+    general = (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    added = set(tokenizer.get_added_vocab().values()).difference(general)
+    token = next((t for t in tokenizer.encode(before_call, add_special_tokens=False) if t in added), None)
+    return Template(token is not None, token)
 
 
 def is_async(scheduler: Any) -> bool:
@@ -316,7 +351,8 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
         arrival_time=parent.arrival_time,
         lora_request=parent.lora_request,
         cache_salt=parent.cache_salt,
-        priority=parent.priority,
+        # Under the priority policy it is first in the queue and no victim: it is gone after one step.
+        priority=-(1 << 31),
     )
     # The parent's hashes cover the shared prefix: only what follows is hashed anew.
     probe.block_hashes = list(parent.block_hashes)

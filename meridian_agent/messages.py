@@ -67,6 +67,7 @@ def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
         kv_used=last.kv_used,
         running=last.running,
         waiting=last.waiting,
+        prefill_tokens=last.prefill_tokens,
     )
     if last.counters:
         report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))

@@ -67,24 +67,23 @@ class GovernedScheduler:
         agent = self._agent
         if agent is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        limit = self._tell(agent.before_schedule, self)
+        limits = self._tell(agent.before_schedule, self)
         began = time.perf_counter()
-        output = self._schedule_within(limit, *args, **kwargs)
+        output = self._schedule_within(limits or {}, *args, **kwargs)
         agent.scheduler_seconds += time.perf_counter() - began
         self._tell(agent.after_schedule, self, output)
         return output
 
-    def _schedule_within(self, limit: int | None, *args: Any, **kwargs: Any) -> Any:
-        """Stock schedule, admitting nothing beyond `limit` running requests."""
-        if limit is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        name = hooks.admission_limit_name(self)
-        stock_limit = getattr(self, name)
-        setattr(self, name, limit)
+    def _schedule_within(self, limits: dict[str, int], *args: Any, **kwargs: Any) -> Any:
+        """Stock schedule with lower values of some of the scheduler's own limits, by attribute."""
+        stock_limits = {name: getattr(self, name) for name in limits}
+        for name, limit in limits.items():
+            setattr(self, name, limit)
         try:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            setattr(self, name, stock_limit)
+            for name, limit in stock_limits.items():
+                setattr(self, name, limit)
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         base = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
@@ -104,9 +103,11 @@ class GovernedScheduler:
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None:
+            self._tell(self._agent.preempting, request)
         result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
-            self._tell(self._agent.preempted, request)
+            self._tell(self._agent.preempted, self, request)
         return result
 
     def _free_request_blocks(self, request: Any) -> Any:
@@ -127,7 +128,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
     model = str(model[0] if isinstance(model, (list, tuple)) else model)
     markers = _markers(config)
     identity = _identity(config)
-    strips = hooks.strips_think(hooks.tokenizer_of(config), markers)
+    template = hooks.template_of(hooks.tokenizer_of(config), markers)
     agent: Agent
 
     def hello() -> agent_pb2.Hello:
@@ -138,7 +139,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(scheduler, strips),
+            capabilities=capabilities(scheduler, template.strips_think),
             revision=agent.link.revision,
             fault=guard.fault,
         )
@@ -146,6 +147,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
     targets = [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
     link = Link(targets, hello, lambda settings: agent.apply_settings(config, settings))
     agent = Agent(scheduler, markers, link, model)
+    agent.tool_call = template.tool_call
     guard.on_trip = link.restart
     link.start()
     logger.info("meridian: governing %s, control plane %s", type(scheduler).__name__, ", ".join(targets))
@@ -182,7 +184,7 @@ def capabilities(scheduler: Any, strips_think: bool) -> agent_pb2.Capabilities:
         token_entropy=entropy,
         force_end=True,
         eat_probe=entropy and caching,
-        dispatch=hooks.fcfs(scheduler),
+        dispatch=True,
         reclaim=caching and one_group,
         template_strips_think=strips_think,
     )

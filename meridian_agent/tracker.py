@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
-PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 1, Phase.THINK: 2}
+PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 256, Phase.THINK: 544}
 
 
 NEVER = 1 << 62
@@ -97,6 +97,8 @@ class Tracked:
     # Waits for what is decided from its probe: until when, on the monotonic clock, and the report that asked for it.
     held_until: float = 0.0
     asked_in: int = 0
+    # KV blocks an answer had when it was preempted, each with its hash then.
+    kept: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def effective_rank(self) -> int:
@@ -119,6 +121,7 @@ class StepRecord:
     kv_used: float = 0.0
     running: int = 0
     waiting: int = 0
+    prefill_tokens: int = 0
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)

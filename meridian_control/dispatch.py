@@ -1,4 +1,8 @@
-"""Order and share: answers first, and how much thinking joins a step. Pure functions of policy, table and step time."""
+"""Order and share: who is most urgent, and what joins a step. Pure functions of policy, table, time and step cost.
+
+Ranks: lower is more urgent; vLLM schedules in their order and preempts from their end. Between plans the agent ranks by
+phase alone, on the same scale.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +20,141 @@ if TYPE_CHECKING:
     from meridian_control.policy import SchedulerPolicy
     from meridian_control.requests import RequestTable
 
-# Rank by phase, lower is more urgent: prompt 1, think 2, output 0 (index is meridian.v1.Phase).
-RANK_BY_PHASE = np.array([1, 1, 2, 0], np.int64)
-# A limit on thinking is lifted again only once steps are this far below the budget.
-RELEASE = 0.7
+# Ranks by phase; within thinking, the more a request has computed the later it is preempted, a rank for each doubling.
+OUTPUT_RANK, PROMPT_RANK, THINK_RANK, SUNK_RANKS = 0, 256, 512, 32
+SUNK_TOKENS = 64
+RANK_BY_PHASE = np.array([PROMPT_RANK, PROMPT_RANK, THINK_RANK + SUNK_RANKS, OUTPUT_RANK], np.int64)
+# Deadlines further away than this, in milliseconds, are all the same.
+MAX_SLACK_MS = 511
+# A limit is told anew only once it has moved by this share of itself.
+DEADBAND = 0.1
+# Thinking is left out only where that is expected to make a step this much shorter.
+MIN_GAIN = 0.05
+# More prompt tokens than any engine computes in a step: no limit.
+MAX_PREFILL_TOKENS = 1 << 20
+# What so many cost where prompts are next to free.
+NEXT_TO_NOTHING_MS = 1.0
+# Steps before the cost of a step is known well enough to be used.
+WARM_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How thinking joins steps while answers stream. think_per_step None: no limit."""
+    """What may join a step while answers stream; None is no limit.
+
+    max_skip_steps: steps in a row that a sequence of a limited phase may be left out at most.
+    """
 
     think_per_step: int | None = None
+    output_per_step: int | None = None
     max_skip_steps: int = 0
+    prefill_tokens_per_step: int | None = None
 
 
-def changed_ranks(table: RequestTable) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+class StepCost:
+    """What a step takes: a + b * sequences + c * prefill tokens, in milliseconds.
+
+    Recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients are never taken below 0.
+    """
+
+    LAMBDA = 0.995
+    # Brings the three terms to one scale.
+    SCALE = np.array([1.0, 1 / 32, 1 / 512])
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._weights = np.zeros(3)
+        self._covariance = np.eye(3) * 1e3
+
+    def add(self, sequences: int, prefill_tokens: int, step_time_ms: float) -> None:
+        """One step's measurement."""
+        x = np.array([1.0, sequences, prefill_tokens]) * self.SCALE
+        gain = self._covariance @ x
+        gain /= self.LAMBDA + x @ gain
+        self._weights += gain * (step_time_ms - x @ self._weights)
+        covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / self.LAMBDA
+        # Directions in which nothing varies would grow without bound.
+        if np.trace(covariance) < 1e6:
+            self._covariance = (covariance + covariance.T) / 2
+        self.steps += 1
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        """a, b, c in milliseconds, per sequence and per token."""
+        a, b, c = np.maximum(self._weights * self.SCALE, 0.0)
+        return float(a), float(b), float(c)
+
+
+def ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -> NDArray[np.int64]:
+    """Every slot's rank, [slots]. now_ms: time on the table's clock."""
+    phase = np.minimum(table.phase, OUTPUT)
+    total = table.prompt_tokens + table.think_tokens + table.output_tokens
+    if policy.strategy == "deadline":
+        budget = np.where(phase == OUTPUT, policy.output_tpot_budget_ms, policy.think_tpot_budget_ms)
+        slack = np.clip(table.token_ms + budget - now_ms, 0, MAX_SLACK_MS).astype(np.int64)
+        first_answer_token = (phase == OUTPUT) & (table.output_tokens == 0)
+        by_deadline: NDArray[np.int64] = np.where(first_answer_token, 0, 1 + slack)
+        return by_deadline
+    sunk = np.minimum(np.log2(np.maximum(total / SUNK_TOKENS, 1.0)), SUNK_RANKS).astype(np.int64)
+    rank: NDArray[np.int64] = RANK_BY_PHASE[phase] - np.where(phase == THINK, sunk, 0)
+    if policy.strategy == "reasoning_first":
+        demoted = (phase == THINK) & (table.think_tokens >= policy.long_think_tokens)
+        rank = np.where((phase == THINK) & ~demoted, OUTPUT_RANK, rank)
+        rank = np.where(phase == OUTPUT, PROMPT_RANK + 1, rank)
+    return rank
+
+
+def changed_ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -> tuple[NDArray[np.intp], list[int]]:
     """Slots whose rank differs from what the agent was told, and their new ranks; updates the table."""
-    rank = RANK_BY_PHASE[np.minimum(table.phase, OUTPUT)]
+    if policy.strategy == "stock":
+        return np.zeros(0, np.intp), []
+    rank = ranks(policy, table, now_ms)
     slots = np.flatnonzero(table.live & (rank != table.rank))
     table.rank[slots] = rank[slots]
-    return slots, rank[slots]
+    return slots, rank[slots].tolist()
 
 
-def share(policy: SchedulerPolicy, table: RequestTable, step_time_ms: float, limited: bool) -> Share:
-    """Limit thinking to a multiple of the answers once steps exceed the answers' budget.
+def share(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, in_force: Share) -> Share:
+    """What may join a step: as much as the answers' budget leaves room for, by the measured cost of steps.
 
-    step_time_ms: smoothed step time. limited: whether a limit is in force already.
+    No limit while no answer streams, and none where it would not make steps shorter. in_force: the share told last.
     """
     running = table.live & ~table.preempted
     answering = int(np.count_nonzero(running & (table.phase == OUTPUT)))
     thinking = int(np.count_nonzero(running & (table.phase == THINK)))
-    budget = policy.output_tpot_budget_ms * (RELEASE if limited else 1.0)
-    allowed = math.ceil(policy.think_batch_multiplier * answering)
-    if not answering or thinking <= allowed or step_time_ms <= budget:
+    if policy.strategy == "stock" or not answering or cost.steps < WARM_STEPS:
         return Share()
-    return Share(allowed, max(0, int(policy.think_tpot_budget_ms / step_time_ms) - 1))
+    a, b, c = cost.coefficients
+    budget = policy.output_tpot_budget_ms
+    if policy.strategy == "reasoning_first":
+        return _paced_answers(answering, thinking, a + b * (answering + thinking), budget)
+    joining, limit, max_skip = thinking, None, 0
+    whole = a + b * (answering + thinking)
+    if thinking and whole > budget:
+        room = math.floor((budget - a) / b) - answering if b else thinking
+        if policy.strategy == "output_first":
+            room = min(room, math.ceil(policy.think_batch_multiplier * answering))
+        # As many as it takes for each to have its token within its own budget.
+        fair = math.ceil(thinking * max(budget, a + b * answering) / policy.think_tpot_budget_ms)
+        wanted = min(thinking, max(room, fair, 1))
+        if a + b * (answering + wanted) <= (1 - MIN_GAIN) * whole:
+            joining = limit = _settled(wanted, in_force.think_per_step)
+            max_skip = max(0, int(policy.think_tpot_budget_ms / (a + b * (answering + joining))) - 1)
+    spare = budget - a - b * (answering + joining)
+    prefill = None
+    if c * MAX_PREFILL_TOKENS > max(spare, NEXT_TO_NOTHING_MS):
+        prefill = _settled(max(policy.min_prefill_tokens, math.floor(spare / c)), in_force.prefill_tokens_per_step)
+    return Share(limit, None, max_skip, prefill)
+
+
+def _paced_answers(answering: int, thinking: int, whole_ms: float, budget_ms: float) -> Share:
+    """Each answer gets a token per budget, in turns, and thinking all the rest."""
+    turns = int(budget_ms / whole_ms) if whole_ms else 1
+    if not thinking or turns < 2:
+        return Share()
+    return Share(output_per_step=math.ceil(answering / turns), max_skip_steps=turns - 1)
+
+
+def _settled(wanted: int, in_force: int | None) -> int:
+    """The limit in force where the wanted one is about the same."""
+    return in_force if in_force is not None and abs(wanted - in_force) <= DEADBAND * in_force else wanted

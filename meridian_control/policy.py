@@ -48,6 +48,11 @@ class SchedulerPolicy(Section):
 
     enabled: bool = Field(True, description="Order and share steps by phase; false leaves the engine's own order.")
     shadow: bool = Field(False, description="Decide and count, but do not apply.")
+    strategy: Literal["output_first", "deadline", "reasoning_first", "stock"] = Field(
+        "output_first",
+        description="Who is most urgent: answers, whoever is nearest to missing its budget, or thinking with answers "
+        "paced at their budget; stock leaves vLLM's own order.",
+    )
     think_tpot_budget_ms: float = Field(
         80.0, gt=0, description="Milliseconds a thinking sequence may go without a token while it is left out of steps."
     )
@@ -62,6 +67,18 @@ class SchedulerPolicy(Section):
         gt=0,
         description="Thinking sequences per answering one that may join a step while answers stream and the output "
         "budget is exceeded.",
+    )
+    min_prefill_tokens: int = Field(
+        128,
+        ge=1,
+        le=INT32_MAX,
+        description="Prompt tokens that may join a step while answers stream, whatever the output budget leaves.",
+    )
+    long_think_tokens: int = Field(
+        8192,
+        ge=1,
+        le=INT32_MAX,
+        description="reasoning_first: thinking tokens from which on a request is the least urgent.",
     )
     max_think_tokens: int = Field(
         32768, ge=1, le=INT32_MAX, description="Hard cap on a request's thinking, in tokens, kept by the agent itself."

@@ -42,6 +42,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "think_tokens": (np.int64, 0),
     "output_tokens": (np.int64, 0),
     "preempted": (bool, False),
+    # When its newest token was reported, or it was opened: milliseconds on the session's clock.
+    "token_ms": (np.float64, 0.0),
     # Newest token's signals.
     "entropy_nats": (np.float32, np.nan),
     "end_rank": (np.uint32, 0),
@@ -90,6 +92,7 @@ class RequestTable:
     think_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
+    token_ms: NDArray[np.float64]
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.uint32]
     end_logprob_nats: NDArray[np.float32]
@@ -135,7 +138,7 @@ class RequestTable:
             setattr(self, name, np.concatenate([rows, np.zeros((capacity - old, rows.shape[1]), rows.dtype)]))
         self.info += [None] * (capacity - old)
 
-    def open(self, opened: agent_pb2.RequestOpened) -> None:
+    def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
         """Begin a row. Raises ValueError for a slot or a phase out of range."""
         slot = opened.slot
         if slot >= MAX_SLOTS:
@@ -147,6 +150,7 @@ class RequestTable:
         for name, (_, value) in COLUMNS.items():
             getattr(self, name)[slot] = value
         self.phase[slot] = opened.phase
+        self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
         self.think_tokens[slot] = opened.think_tokens
         self.output_tokens[slot] = opened.output_tokens
@@ -179,8 +183,8 @@ class RequestTable:
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
 
-    def add_tokens(self, columns: agent_pb2.TokenColumns) -> int:
-        """Account a report's token rows; returns how many belonged to live requests.
+    def add_tokens(self, columns: agent_pb2.TokenColumns, now_ms: float = 0.0) -> int:
+        """Account a report's token rows, which came at `now_ms`; returns how many belonged to live requests.
 
         Raises ValueError when the columns differ in length, or for a phase out of range.
         """
@@ -191,6 +195,7 @@ class RequestTable:
             slot, phase, flags = slot[known], phase[known], flags[known]
             entropy, end_rank, end_logprob = entropy[known], end_rank[known], end_logprob[known]
         self.boundary_now[:] = False
+        self.token_ms[slot] = now_ms
         for at in _without_repeats(slot):
             s = slot[at]
             self._boundaries(s, phase[at], flags[at], end_rank[at])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # A report without decisions is answered all the same after this long, so that the agent knows it is heard.
 ACK_INTERVAL_S = 1.0
-# Weight of the newest step in the smoothed step time.
-STEP_TIME_ALPHA = 0.2
 
 PLACEMENTS = {
     "anywhere": agent_pb2.PLACEMENT_ANYWHERE,
@@ -107,7 +105,7 @@ class Session:
         self._nonce = self._decision_id = 0
         # Newest step that the table knows of.
         self._step = 0
-        self._step_time_ms = 0.0
+        self._cost = dispatch.StepCost()
         self._share = dispatch.Share()
         self._hold = False
         # The policy changed since the last decisions: what agents were told is gone over again.
@@ -186,11 +184,15 @@ class Session:
         table = self.table
         table.clear()
         for opened in snapshot.requests:
-            table.open(opened)
+            table.open(opened, self._clock_ms(now))
             self._assign(opened.slot, opened)
         self.last_decision = {s: d for s, d in self.last_decision.items() if self._concerns(d)}
         self._step = snapshot.step
         return self._respond(self._step, now)
+
+    def _clock_ms(self, now: datetime) -> float:
+        """Milliseconds since the stream began."""
+        return (now - self.connected_at).total_seconds() * 1e3
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
         if not report.steps:
@@ -201,10 +203,11 @@ class Session:
         self.last_report, self.reported_at = report, now
         self.totals.reports += 1
         self.totals.requests += len(report.opened)
+        now_ms = self._clock_ms(now)
         for opened in report.opened:
-            table.open(opened)
+            table.open(opened, now_ms)
             self._assign(opened.slot, opened)
-        self.totals.token_events += table.add_tokens(report.tokens)
+        self.totals.token_events += table.add_tokens(report.tokens, now_ms)
         self._count_ends(report.tokens)
         self._add_probes(report.probes)
         for slot in report.preempted:
@@ -219,8 +222,8 @@ class Session:
             self.last_decision.pop(closed.slot, None)
         for outcome in report.outcomes:
             self._settle(outcome)
-        weight = STEP_TIME_ALPHA if self._step_time_ms else 1.0
-        self._step_time_ms += weight * (report.step_time_ms - self._step_time_ms)
+        if report.steps == 1 and (rows := len(report.tokens.slot)) + report.prefill_tokens:
+            self._cost.add(rows, report.prefill_tokens, report.step_time_ms)
         self._step = report.step
         return self._respond(self._step, now, awaited=len(report.probes.slot) > 0)
 
@@ -329,7 +332,7 @@ class Session:
     def _respond(self, step: int, now: datetime, awaited: bool = False) -> Out:
         directives = agent_pb2.Directives()
         if self.policy is not None and not self.hello.fault:
-            self._decide(self.policy, self.table, directives)
+            self._decide(self.policy, self.table, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = step
         idle = (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
@@ -339,7 +342,7 @@ class Session:
         self._answered_at = now
         return [agent_pb2.ConnectResponse(directives=directives)]
 
-    def _decide(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives) -> None:
+    def _decide(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, now_ms: float) -> None:
         can, review = self.hello.capabilities, self._review
         self._review = False
         if can.force_end:
@@ -350,7 +353,7 @@ class Session:
             for own, among in self._groups():
                 self._decide_probes(own, table, out, among)
         if can.dispatch:
-            self._decide_plan(policy, table, out, review)
+            self._decide_plan(policy, table, out, review, now_ms)
         self._decide_tiers(policy, table, out, review)
 
     def _decide_caps(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
@@ -408,27 +411,30 @@ class Session:
         self.table.probe_open[slot] = True
         return out.probes.add(decision_id=self._decision("probe", reason, slot), slot=slot, placement=where)
 
-    def _decide_plan(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool) -> None:
+    def _decide_plan(
+        self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, review: bool, now_ms: float
+    ) -> None:
         scheduler, memory = policy.scheduler, policy.kv_memory
         kv_tokens = self.hello.num_blocks * self.hello.block_size_tokens
         hold = eviction.hold_admission(memory, table, kv_tokens) and not memory.shadow
-        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), np.zeros(0, np.int64)
-        if scheduler.enabled:
+        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), list[int]()
+        stock = not scheduler.enabled or scheduler.strategy == "stock"
+        if not stock:
             if review:
                 table.rank[:] = UNTOLD
-            slots, ranks = dispatch.changed_ranks(table)
-            share = dispatch.share(scheduler, table, self._step_time_ms, self._share.think_per_step is not None)
+            slots, ranks = dispatch.changed_ranks(scheduler, table, now_ms)
+            share = dispatch.share(scheduler, table, self._cost, self._share)
         if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
             return
         self._share, self._hold = share, hold
         plan = out.plan
-        plan.decision_id = self._decision("plan", "output_first" if scheduler.enabled else "stock")
+        plan.decision_id = self._decision("plan", "stock" if stock else scheduler.strategy)
         plan.slot.extend(slots.tolist())
-        plan.rank.extend(ranks.tolist())
-        if share.think_per_step is not None:
-            plan.think_per_step = share.think_per_step
-        plan.max_skip_steps, plan.hold_admission = share.max_skip_steps, hold
-        plan.shadow, plan.stock = scheduler.shadow, not scheduler.enabled
+        plan.rank.extend(ranks)
+        for name, limit in asdict(share).items():
+            if limit is not None:
+                setattr(plan, name, limit)
+        plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
 
     def _decision(self, kind: str, reason: str, slot: int | None = None) -> int:
         self._decision_id += 1

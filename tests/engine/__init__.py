@@ -56,9 +56,10 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
 
-    def add(self, name: str, case: dict[str, Any], params: Any) -> None:
+    def add(self, name: str, case: dict[str, Any], params: Any, priority: int = 0) -> None:
         self.tokens[name] = []
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_ids(self._llm, case)}, params)
+        prompt = {"prompt_token_ids": prompt_ids(self._llm, case)}
+        self._llm.llm_engine.add_request(name, prompt, params, priority=priority)
 
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])

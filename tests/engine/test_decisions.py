@@ -156,7 +156,7 @@ def test_live_view(llm: Any, agent: Any, control: Control) -> None:
     assert live.entropy_nats >= 0
     assert live.end_rank >= 1
     assert live.end_logprob_nats < 0
-    assert (live.rank, live.tier, live.max_think_tokens) == (2, 2, 100_000)
+    assert (live.rank, live.tier, live.max_think_tokens) == (544, 2, 100_000)
     assert live.last_decision.kind in {"cap", "tier", "probe"}
     assert live.last_decision.reason
     run.abort("seen")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
+from meridian_agent.hooks import admission_limit_name
+from tests.data import maze
 from tests.engine import Run, cases, chat, prompt_ids
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
@@ -72,19 +74,32 @@ def test_running_order_puts_answers_first(llm: Any, agent: Any, control: Control
     run.until()
 
 
-def test_share_leaves_thinkers_out_and_starves_none(llm: Any, agent: Any, control: Control) -> None:
+SEVEN = [opened(i) for i in range(6)] + [{**cases()[0], "template": ANSWER}]
+# Milliseconds of a step, and of each token in it, as the agent of `priced` reports them.
+STEP_MS, TOKEN_MS = 5.0, 1.0
+
+
+@pytest.fixture
+def priced(agent: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost."""
+    monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
+    for count in (3, 7):
+        chat(llm, SEVEN[:count], endless(agent, max_tokens=300))
+    return agent
+
+
+def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, control: Control) -> None:
     """With steps over the answers' budget, one thinker in six joins a step, in turns; tokens stay the same."""
-    chosen = [opened(i) for i in range(6)] + [{**cases()[0], "template": ANSWER}]
-    params = [endless(agent, max_tokens=200)] * 6 + [endless(agent, max_tokens=60)]
-    reference = chat(llm, chosen, params)
-    before = agent.think_skips
-    tight = {"output_tpot_budget_ms": 0.001, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
+    params = [endless(priced, max_tokens=200)] * 6 + [endless(priced, max_tokens=60)]
+    reference = chat(llm, SEVEN, params)
+    before = priced.think_skips
+    tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     run = Run(llm)
-    for i, (case, param) in enumerate(zip(chosen, params, strict=True)):
+    for i, (case, param) in enumerate(zip(SEVEN, params, strict=True)):
         run.add(f"r{i}", case, param)
-    run.until(lambda: "r6" in run.finished)
-    skipped = agent.think_skips - before
+    run.until(lambda: "r6" in run.finished, pause_s=0.003)
+    skipped = priced.think_skips - before
     lengths = [len(run.tokens[f"r{i}"]) for i in range(6)]
     assert skipped > 100
     assert max(lengths) - min(lengths) <= 20
@@ -94,29 +109,91 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, agent: Any, contro
     control.settled()
 
 
-@pytest.mark.parametrize("budget_ms", [1.0, 10_000.0])
-def test_think_tpot_budget_bounds_the_wait(llm: Any, agent: Any, control: Control, budget_ms: float) -> None:
+@pytest.mark.parametrize("budget_ms", [6.0, 10_000.0])
+def test_think_tpot_budget_bounds_the_wait(llm: Any, priced: Any, control: Control, budget_ms: float) -> None:
     """A budget below the step time allows no skip at all."""
-    tight = {"output_tpot_budget_ms": 0.001, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
+    tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
-    before = agent.think_skips
-    chosen = [opened(i) for i in range(3)] + [{**cases()[0], "template": ANSWER}]
-    chat(llm, chosen, endless(agent, max_tokens=40))
-    assert (agent.think_skips > before) == (budget_ms > 1.0)
+    before = priced.think_skips
+    chat(llm, SEVEN, endless(priced, max_tokens=200))
+    assert (priced.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
+
+
+def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control) -> None:
+    """Every strategy in turn on a running engine: who is left out differs, what is generated does not."""
+    params = endless(priced, max_tokens=250)
+    reference = chat(llm, SEVEN, params)
+    run = Run(llm)
+    for i, case in enumerate(SEVEN):
+        run.add(f"r{i}", case, params)
+    seen = {}
+    for strategy in ("output_first", "deadline", "reasoning_first", "stock"):
+        limits = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "strategy": strategy}
+        if strategy == "reasoning_first":
+            limits["output_tpot_budget_ms"] = 40.0
+        control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
+        done = len(run.tokens["r6"])
+        run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, pause_s=0.003)
+        plan = priced.directives.plan
+        seen[strategy] = plan.think_per_step is not None, plan.output_per_step is not None, plan.stock
+    assert seen == {
+        "output_first": (True, False, False),
+        "deadline": (True, False, False),
+        "reasoning_first": (False, True, False),
+        "stock": (False, False, True),
+    }
+    run.until()
+    assert [run.tokens[f"r{i}"] for i in range(7)] == reference
+    control.settled()
+
+
+def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Control, scheduler: Any) -> None:
+    """A prompt of 150 tokens comes in over several steps beside an answer, and in one step beside none."""
+    least = {"output_tpot_budget_ms": 1.0, "min_prefill_tokens": 16}
+    for count in (3, 7):
+        chat(llm, SEVEN[:count], endless(priced, max_tokens=20))
+    monkey = priced._step_time_ms
+    priced._step_time_ms = lambda: STEP_MS + 0.5 * priced.tracker.record.prefill_tokens
+    try:
+        for seed in range(3):
+            chat(llm, [long_prompt(seed)], endless(priced, max_tokens=40))
+        control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **least}})
+        run, chunks = Run(llm), {True: 0, False: 0}
+        for answers in (True, False):
+            if answers:
+                run.add("answer", SEVEN[-1], endless(priced, max_tokens=200))
+                run.until(lambda: len(run.tokens["answer"]) > 20, pause_s=0.003)
+            name = f"prompt-{answers}"
+            run.add(name, long_prompt(10 + answers), endless(priced, max_tokens=8))
+            while not run.tokens[name]:
+                run.step()
+                chunks[answers] += 1
+            run.until()
+    finally:
+        priced._step_time_ms = monkey
+    assert chunks[False] <= 2
+    assert chunks[True] >= 5
+    control.settled()
+
+
+def long_prompt(seed: int) -> dict[str, Any]:
+    """A prompt that no cache holds."""
+    return {"prompt": "\n".join(maze.prompts(6, seed=1000 + seed)), "template": {"open_think": True}}
 
 
 @pytest.mark.parametrize("fraction", [0.01, 1.0])
-def test_think_phase_memory_fraction_holds_admission(llm: Any, agent: Any, control: Control, fraction: float) -> None:
+def test_think_phase_memory_fraction_holds_admission(
+    llm: Any, agent: Any, control: Control, scheduler: Any, fraction: float
+) -> None:
     """In vLLM's own order answers get preempted; while they wait and thinking has its share, nothing new comes in."""
     control.apply({"scheduler": {"enabled": False}, "kv_memory": {"think_phase_memory_fraction": fraction}})
     limits: list[int] = []
     before_schedule = agent.before_schedule
 
     def watched(*args: Any) -> Any:
-        limit = before_schedule(*args)
-        if limit is not None:
-            limits.append(limit)
-        return limit
+        found = before_schedule(*args)
+        limits.extend(limit for name, limit in found.items() if name == admission_limit_name(scheduler))
+        return found
 
     agent.before_schedule = watched
     try:
@@ -131,14 +208,29 @@ def cached(scheduler: Any, blocks: list[int]) -> list[bool]:
     return [pool[b].block_hash is not None for b in blocks]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_unreachable_blocks_go_first(llm: Any, agent: Any, control: Control, scheduler: Any, enabled: bool) -> None:
-    """Blocks past the prompt lose their hash and head the free queue; the prompt's stay cached. Off, all stay."""
+@pytest.mark.parametrize(
+    ("enabled", "tool_call", "reclaimed"),
+    [(True, None, True), (False, None, False), (True, ".", False), (True, "<think>", True)],
+    ids=["on", "off", "in a tool loop", "no tool call in the output"],
+)
+def test_unreachable_blocks_go_first(  # noqa: PLR0917
+    llm: Any,
+    agent: Any,
+    control: Control,
+    scheduler: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    enabled: bool,
+    tool_call: str | None,
+    reclaimed: bool,
+) -> None:
+    """Blocks past the prompt lose their hash and head the free queue; the prompt's stay cached. Off, all stay; so they
+    do when the output calls a tool (here: any sentence end does), for the next turn repeats it."""
     llm.llm_engine.reset_prefix_cache()
+    monkeypatch.setattr(agent, "tool_call", tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call))
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=120))
-    run.until(lambda: len(run.tokens["r"]) == 119)
+    run.until(lambda: len(run.tokens["r"]) == 119, pause_s=0.003)
     (name,) = agent.tracker.by_id
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
@@ -147,8 +239,8 @@ def test_unreachable_blocks_go_first(llm: Any, agent: Any, control: Control, sch
     full = blocks[: (len(prompt_ids(llm, opened())) + 119) // agent.block_size]
     kept = cached(scheduler, full)
     assert all(kept[:prompt_blocks])
-    assert all(kept[prompt_blocks:]) != enabled
-    assert any(kept[prompt_blocks:]) != enabled
+    assert all(kept[prompt_blocks:]) != reclaimed
+    assert any(kept[prompt_blocks:]) != reclaimed
     control.settled()
 
 

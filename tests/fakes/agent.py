@@ -167,7 +167,8 @@ class FakeAgent:
         self.eat_nats = 0.01
         self.empty_answer = False
         self.end_rank = 1
-        self.step_time_ms = 5.0
+        # Of a step, and of each sequence in it.
+        self.step_cost_ms = 5.0, 0.0
         self.say(snapshot=self.snapshot())
 
     def say(self, **message: Any) -> None:
@@ -238,7 +239,7 @@ class FakeAgent:
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record
-        record.step_time_ms = self.step_time_ms
+        record.step_time_ms = self.step_cost_ms[0] + self.step_cost_ms[1] * len(record.slots)
         record = self.engine.take()
         self.say(step=step_report([record]))
         return record

@@ -1,12 +1,25 @@
-"""Order and share: each policy field's effect, and only changes are told."""
+"""Order and share: each strategy, each policy field's effect, and only changes are told."""
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.dispatch import RELEASE, Share, changed_ranks, share
+from meridian_control.dispatch import (
+    DEADBAND,
+    MAX_SLACK_MS,
+    WARM_STEPS,
+    Share,
+    StepCost,
+    changed_ranks,
+    ranks,
+    share,
+)
 from meridian_control.policy import SchedulerPolicy
 from meridian_control.requests import OUTPUT, PROMPT, THINK
 from tests.fakes.tables import answering, table, thinking
@@ -14,73 +27,192 @@ from tests.fakes.tables import answering, table, thinking
 POLICY = SchedulerPolicy()
 
 
-def test_answers_first_thinking_last() -> None:
-    made = table({"phase": 0}, {"phase": PROMPT}, thinking(), answering())
-    slots, ranks = changed_ranks(made)
-    assert (slots.tolist(), ranks.tolist()) == ([0, 1, 2, 3], [1, 1, 2, 0])
+def scheduler(**fields: Any) -> SchedulerPolicy:
+    return SchedulerPolicy.model_validate(fields)
+
+
+def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> StepCost:
+    """The cost as it is learnt from steps of that cost."""
+    rng, made = random.Random(0), StepCost()
+    for _ in range(steps):
+        sequences, prefill = rng.randint(1, 64), rng.choice([0, 0, 0, 100, 700])
+        made.add(sequences, prefill, (a + b * sequences + c * prefill) * (1 + noise * rng.uniform(-1, 1)))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def order(policy: SchedulerPolicy, *rows: dict[str, Any], now_ms: float = 0.0) -> list[int]:
+    """Slots, most urgent first."""
+    return [int(s) for s in np.argsort(ranks(policy, table(*rows), now_ms)[: len(rows)], kind="stable")]
+
+
+def test_output_first() -> None:
+    assert order(POLICY, {"phase": 0}, {"phase": PROMPT}, thinking(), answering()) == [3, 0, 1, 2]
+
+
+def test_thinking_with_the_least_sunk_cost_is_the_first_victim() -> None:
+    rows = [thinking(think_tokens=n, prompt_tokens=p) for n, p in ((10, 0), (0, 4000), (500, 20))]
+    assert order(POLICY, *rows) == [1, 2, 0]
+
+
+def test_deadline_orders_by_slack_and_begins_with_first_answer_tokens() -> None:
+    policy = scheduler(strategy="deadline", output_tpot_budget_ms=20, think_tpot_budget_ms=80)
+    late_think, think = thinking(token_ms=930), thinking(token_ms=995)
+    answer, first = answering(token_ms=990, output_tokens=5), answering(token_ms=999)
+    assert order(policy, think, late_think, answer, first, now_ms=1000) == [3, 1, 2, 0]
+    assert ranks(policy, table(thinking(token_ms=1e9)), 0)[0] == 1 + MAX_SLACK_MS
+
+
+def test_reasoning_first_demotes_long_thinkers() -> None:
+    policy = scheduler(strategy="reasoning_first", long_think_tokens=1000)
+    rows = [answering(), {"phase": PROMPT}, thinking(think_tokens=1000), thinking(think_tokens=999)]
+    assert order(policy, *rows) == [3, 1, 0, 2]
+
+
+def test_stock_has_no_order() -> None:
+    slots, told = changed_ranks(scheduler(strategy="stock"), table(thinking(), answering()), 0.0)
+    assert (slots.tolist(), told) == ([], [])
 
 
 def test_only_changes_are_told() -> None:
     made = table(thinking(), answering(), thinking())
-    changed_ranks(made)
-    assert changed_ranks(made)[0].tolist() == []
+    assert changed_ranks(POLICY, made, 0.0)[0].tolist() == [0, 1, 2]
+    assert changed_ranks(POLICY, made, 0.0)[0].tolist() == []
     made.phase[2] = OUTPUT
     made.phase[1] = THINK
     made.close(1)
-    slots, ranks = changed_ranks(made)
-    assert (slots.tolist(), ranks.tolist()) == ([2], [0])
+    slots, told = changed_ranks(POLICY, made, 0.0)
+    assert (slots.tolist(), told) == ([2], [0])
 
 
-def test_thinking_is_limited_once_steps_exceed_the_answers_budget() -> None:
-    made = table(answering(), answering(), *[thinking()] * 6)
-    assert share(POLICY, made, 20.0, limited=False) == Share()
-    assert share(POLICY, made, 20.1, limited=False) == Share(think_per_step=5, max_skip_steps=2)
+# -------------------------------------------------------------------------------------------------------- step cost
+
+
+def test_the_cost_of_a_step_is_learnt() -> None:
+    assert cost(5.0, 0.5, 0.01).coefficients == pytest.approx((5.0, 0.5, 0.01), rel=0.01)
+    assert cost(5.0, 0.5, 0.01, noise=0.2).coefficients == pytest.approx((5.0, 0.5, 0.01), rel=0.25)
+
+
+def test_the_cost_of_a_step_follows_a_change() -> None:
+    made = cost(5.0, 0.5, 0.01)
+    rng = random.Random(1)
+    for _ in range(1500):
+        n = rng.randint(1, 64)
+        made.add(n, 0, 9.0 + 1.0 * n)
+    a, b, _ = made.coefficients
+    assert (a, b) == pytest.approx((9.0, 1.0), rel=0.05)
+
+
+def test_no_variation_and_no_sense_do_no_harm() -> None:
+    made = StepCost()
+    for _ in range(20_000):
+        made.add(8, 0, 10.0)
+    a, b, _ = made.coefficients
+    assert a + 8 * b == pytest.approx(10.0, rel=0.01)
+    for _ in range(100):
+        made.add(64, 0, 0.0)
+    assert min(made.coefficients) >= 0
+    assert np.isfinite(made.coefficients).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ share
+
+SLOW = cost(5.0, 1.0, 0.05)
+TEN = table(answering(), answering(), *[thinking()] * 18)
+
+
+def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
+    """20 sequences take 25 ms; in 20 ms there is room for 15."""
+    assert share(scheduler(output_tpot_budget_ms=26.0), TEN, SLOW, Share()).think_per_step is None
+    wide = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
+    assert share(wide, TEN, SLOW, Share()).think_per_step == 13
 
 
 @pytest.mark.parametrize(
-    ("fields", "step_time_ms", "expected"),
+    ("fields", "limit", "skips"),
     [
-        ({"output_tpot_budget_ms": 30.0}, 20.1, Share()),
-        ({"output_tpot_budget_ms": 10.0}, 20.0, Share(5, 3)),
-        ({"think_batch_multiplier": 3.0}, 20.1, Share()),
-        ({"think_batch_multiplier": 1.0}, 20.1, Share(2, 2)),
-        ({"think_batch_multiplier": 0.1}, 20.1, Share(1, 2)),
-        ({"think_tpot_budget_ms": 200.0}, 20.1, Share(5, 8)),
-        ({"think_tpot_budget_ms": 20.0}, 20.1, Share(5, 0)),
+        # 2.5 thinking sequences per answer: 2 + 5 sequences take 12 ms, six of which fit into a thinker's budget.
+        ({}, 5, 5),
+        ({"think_batch_multiplier": 3.0}, 6, 5),
+        ({"think_batch_multiplier": 0.1}, 5, 5),
+        ({"think_tpot_budget_ms": 1010.0, "think_batch_multiplier": 0.1}, 1, 125),
+        # Each of 18 must have its token in 40 ms.
+        ({"think_tpot_budget_ms": 40.0}, 10, 1),
+        ({"strategy": "deadline", "think_tpot_budget_ms": 81.0}, 13, 3),
     ],
 )
-def test_each_field_has_an_effect(fields: dict[str, float], step_time_ms: float, expected: Share) -> None:
-    made = table(answering(), answering(), *[thinking()] * 6)
-    assert share(SchedulerPolicy(**fields), made, step_time_ms, limited=False) == expected  # type: ignore[arg-type]
+def test_each_field_has_an_effect(fields: dict[str, Any], limit: int, skips: int) -> None:
+    found = share(scheduler(output_tpot_budget_ms=20.5, **fields), TEN, SLOW, Share())
+    assert (found.think_per_step, found.max_skip_steps) == (limit, skips)
 
 
-def test_a_limit_is_released_only_well_below_the_budget() -> None:
-    made = table(answering(), *[thinking()] * 6)
-    below = POLICY.output_tpot_budget_ms * RELEASE
-    assert share(POLICY, made, below + 0.1, limited=True).think_per_step == 3
-    assert share(POLICY, made, below + 0.1, limited=False) == Share()
-    assert share(POLICY, made, below, limited=True) == Share()
+def test_prompts_get_what_is_left_but_never_less_than_their_least() -> None:
+    few = table(answering(), thinking())
+    assert share(scheduler(output_tpot_budget_ms=20.0), few, SLOW, Share()).prefill_tokens_per_step == pytest.approx(
+        260, abs=3
+    )
+    least = scheduler(output_tpot_budget_ms=7.5, min_prefill_tokens=70)
+    assert share(least, few, SLOW, Share()).prefill_tokens_per_step == 70
+
+
+def test_prompts_that_cost_next_to_nothing_are_not_limited() -> None:
+    tight = scheduler(output_tpot_budget_ms=1.0)
+    assert share(tight, TEN, cost(5.0, 1.0, 0.0), Share()).prefill_tokens_per_step is None
+    for c in (0.0, 1e-9, 1e-5):
+        assert share(POLICY, table(answering()), cost(5.0, 0.1, c), Share()).prefill_tokens_per_step is None
+
+
+def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
+    """Sequences cost next to nothing: leaving some out would only lose throughput."""
+    flat = cost(25.0, 0.01, 0.05)
+    assert share(POLICY, TEN, flat, Share()).think_per_step is None
 
 
 def test_no_answer_no_limit() -> None:
-    assert share(POLICY, table(*[thinking()] * 6), 99.0, limited=True) == Share()
-    waiting = answering(preempted=True)
-    assert share(POLICY, table(waiting, *[thinking()] * 6), 99.0, limited=True) == Share()
-    assert share(POLICY, table(answering(live=False), *[thinking()] * 6), 99.0, limited=True) == Share()
+    assert share(POLICY, table(*[thinking()] * 30), SLOW, Share()) == Share()
+    assert share(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == Share()
+    assert share(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == Share()
 
 
-@given(st.integers(1, 20), st.integers(0, 60), st.floats(20.5, 500), st.floats(0.01, 10), st.floats(1, 1000))
-def test_a_thinking_sequence_is_never_without_a_token_longer_than_its_budget(
-    answers: int, thinkers: int, step_time_ms: float, multiplier: float, budget_ms: float
+def test_nothing_is_limited_before_the_cost_is_known_or_in_stock_order() -> None:
+    assert share(POLICY, TEN, cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1), Share()) == Share()
+    assert share(scheduler(strategy="stock"), TEN, SLOW, Share()) == Share()
+
+
+def test_reasoning_first_paces_answers_at_their_budget() -> None:
+    policy = scheduler(strategy="reasoning_first", output_tpot_budget_ms=55.0)
+    made = table(*[answering()] * 10, *[thinking()] * 10)
+    assert share(policy, made, SLOW, Share()) == Share(output_per_step=5, max_skip_steps=1)
+    assert share(scheduler(strategy="reasoning_first"), made, SLOW, Share()) == Share()
+    assert share(policy, table(*[answering()] * 10), SLOW, Share()) == Share()
+
+
+def test_a_limit_that_is_about_the_same_stays() -> None:
+    policy = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
+    assert 12 * (1 + DEADBAND) >= 13
+    assert share(policy, TEN, SLOW, Share(think_per_step=12)).think_per_step == 12
+    assert share(policy, TEN, SLOW, Share(think_per_step=11)).think_per_step == 13
+
+
+@given(
+    st.integers(1, 20),
+    st.integers(1, 60),
+    st.floats(0.1, 10),
+    st.floats(50, 1000),
+    st.sampled_from(["output_first", "deadline"]),
+)
+def test_thinking_can_meet_its_own_budget(
+    answers: int, thinkers: int, multiplier: float, budget_ms: float, strategy: str
 ) -> None:
-    fields = SchedulerPolicy(think_batch_multiplier=multiplier, think_tpot_budget_ms=budget_ms)
-    found = share(fields, table(*[answering()] * answers, *[thinking()] * thinkers), step_time_ms, limited=False)
+    """Either so many join that taking turns meets the budget, or all do."""
+    policy = scheduler(think_batch_multiplier=multiplier, think_tpot_budget_ms=budget_ms, strategy=strategy)
+    found = share(policy, table(*[answering()] * answers, *[thinking()] * thinkers), SLOW, Share())
     if found.think_per_step is None:
-        assert thinkers <= multiplier * answers + 1
         assert found.max_skip_steps == 0
         return
+    a, b, _ = SLOW.coefficients
+    step_ms = a + b * (answers + found.think_per_step)
     assert 1 <= found.think_per_step < thinkers
-    assert found.think_per_step >= multiplier * answers
-    # Left out so many times in a row and then joined, or never left out at all.
-    longest_ms = (found.max_skip_steps + 1) * step_time_ms
-    assert longest_ms <= budget_ms * (1 + 1e-9) or found.max_skip_steps == 0
+    assert (found.max_skip_steps + 1) * step_ms <= max(budget_ms, step_ms) * (1 + 1e-9)

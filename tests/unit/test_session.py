@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_SENTENCE
+from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import InvalidRequest
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
 from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, outcome_name
@@ -179,7 +180,7 @@ def test_a_request_is_told_what_concerns_it_once() -> None:
     first = made.step()
     assert [(c.slot, c.max_think_tokens, c.shadow) for c in first.caps] == [(0, 32768, False)]
     assert [(t.slot, t.tier, t.shadow) for t in first.tiers] == [(0, agent_pb2.EVICTION_TIER_UNREACHABLE, False)]
-    assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [2])
+    assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [544])
     assert first.step == made.agent.engine.records[-1].step
     asked = made.step(20)
     assert {name.name for name, _ in asked.ListFields()} == {"step"}, "only that the probe's result was heard"
@@ -425,25 +426,37 @@ def test_thinking_is_limited_and_released() -> None:
     made.open("answer", prompt=[1, 2])
     for name in "abcd":
         made.open(name)
-    assert not made.step(3).plan.HasField("think_per_step")
-    made.agent.step_time_ms = 30.0
-    plan = made.step(20).plan
-    assert (plan.think_per_step, plan.max_skip_steps) == (3, 1)
-    made.agent.step_time_ms = 1.0
-    made.step(20)
-    assert made.agent.checker.plan == (None, 0, False, False, False)
-
-
-def test_one_slow_step_limits_nobody() -> None:
-    """Step times are smoothed: a prefill in between must not stop thinking."""
-    made = stream()
-    made.open("answer", prompt=[1, 2])
-    for name in "abcd":
+    made.agent.step_cost_ms = 4.0, 2.0
+    assert not made.step(WARM_STEPS).plan.HasField("think_per_step")
+    made.agent.step_cost_ms = 10.0, 4.0
+    for name in "efg":
         made.open(name)
+        made.step(10)
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert 1 <= plan[0] <= 4, "7 thinking and 1 answering take 42 ms, twice the answers' budget"
+    assert plan[1] >= 1
+    made.agent.step_cost_ms = 1.0, 0.1
+    made.step(400)
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert plan[:2] == (None, 0)
+
+
+@pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first", "stock"])
+def test_strategies_change_live(strategy: str) -> None:
+    made = stream()
+    made.open("a")
+    made.open("b", prompt=[1, 2])
     made.step(3)
-    made.agent.step_time_ms = 60.0
-    assert not made.step().plan.HasField("think_per_step")
-    assert made.step().plan.think_per_step == 3
+    made.apply(policy(scheduler={"strategy": strategy}))
+    made.step()
+    plan = made.agent.checker.plan
+    assert plan is not None
+    assert plan[4] is (strategy == "stock")
+    assert made.session.totals.decisions["plan"] > 1
+    a, b = (made.session.table.rank[slot] for slot in range(2))
+    assert {"output_first": a > b, "deadline": a > b, "reasoning_first": a < b, "stock": True}[strategy]
 
 
 def test_admission_is_held_while_an_answer_waits_for_memory() -> None:
@@ -773,7 +786,7 @@ def busy(seed: int) -> Stream:
         if number > 50 and rng.random() < 0.08:
             made.agent.refuse_settings = rng.choice(["", "", "bad"])
             made.apply(rng.choice(policies))
-        made.agent.step_time_ms = rng.choice([5.0, 40.0])
+        made.agent.step_cost_ms = rng.choice([(5.0, 0.0), (10.0, 8.0)])
         made.agent.eat_nats = rng.choice([0.01, 1.0])
         made.step(then_ms=rng.choice([5, 400]))
         assert made.balanced()

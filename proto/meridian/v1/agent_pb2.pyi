@@ -622,6 +622,7 @@ class StepReport(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report, and how many steps it merges. A report of 0 steps comes from an
     idle engine and carries outcomes only.
@@ -633,6 +634,8 @@ class StepReport(_message.Message):
     """Fraction of the KV cache in use, 0 to 1."""
     running: _builtins.int
     waiting: _builtins.int
+    prefill_tokens: _builtins.int
+    """Prompt tokens that the last step computed."""
     @_builtins.property
     def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]: ...
     @_builtins.property
@@ -668,10 +671,11 @@ class StepReport(_message.Message):
         closed: _abc.Iterable[Global___RequestClosed] | None = ...,
         outcomes: _abc.Iterable[Global___DecisionOutcome] | None = ...,
         counters: Global___AgentCounters | None = ...,
+        prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "probes", b"probes", "resumed", b"resumed", "running", b"running", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1009,16 +1013,22 @@ class DispatchPlan(_message.Message):
     HOLD_ADMISSION_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     STOCK_FIELD_NUMBER: _builtins.int
+    OUTPUT_PER_STEP_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     think_per_step: _builtins.int
     """Thinking sequences that may join a step while answers stream; absent for no limit."""
     max_skip_steps: _builtins.int
-    """Steps a thinking sequence may be left out in a row, so that its own budget holds."""
+    """Steps in a row that a sequence may be left out, so that its own budget holds."""
     hold_admission: _builtins.bool
     """Admit nothing new except preempted answers: thinking holds more KV than its share while answers wait."""
     shadow: _builtins.bool
     stock: _builtins.bool
     """Obey vLLM's own order; of the plan only hold_admission counts."""
+    output_per_step: _builtins.int
+    """Answering sequences that may join a step while others think; absent for no limit."""
+    prefill_tokens_per_step: _builtins.int
+    """Prompt tokens that may join a step while answers stream; absent for no limit."""
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots whose rank changed. Lower is more urgent and preempted later; equal ranks keep arrival order."""
@@ -1036,13 +1046,24 @@ class DispatchPlan(_message.Message):
         hold_admission: _builtins.bool = ...,
         shadow: _builtins.bool = ...,
         stock: _builtins.bool = ...,
+        output_per_step: _builtins.int | None = ...,
+        prefill_tokens_per_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step", "think_per_step", b"think_per_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_per_step", b"_output_per_step", "_prefill_tokens_per_step", b"_prefill_tokens_per_step", "_think_per_step", b"_think_per_step", "output_per_step", b"output_per_step", "prefill_tokens_per_step", b"prefill_tokens_per_step", "think_per_step", b"think_per_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step", "decision_id", b"decision_id", "hold_admission", b"hold_admission", "max_skip_steps", b"max_skip_steps", "rank", b"rank", "shadow", b"shadow", "slot", b"slot", "stock", b"stock", "think_per_step", b"think_per_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_per_step", b"_output_per_step", "_prefill_tokens_per_step", b"_prefill_tokens_per_step", "_think_per_step", b"_think_per_step", "decision_id", b"decision_id", "hold_admission", b"hold_admission", "max_skip_steps", b"max_skip_steps", "output_per_step", b"output_per_step", "prefill_tokens_per_step", b"prefill_tokens_per_step", "rank", b"rank", "shadow", b"shadow", "slot", b"slot", "stock", b"stock", "think_per_step", b"think_per_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_per_step: _TypeAlias = _typing.Literal["output_per_step"]  # noqa: Y015
+    _WhichOneofArgType__output_per_step: _TypeAlias = _typing.Literal["_output_per_step", b"_output_per_step"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_tokens_per_step: _TypeAlias = _typing.Literal["prefill_tokens_per_step"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_per_step: _TypeAlias = _typing.Literal["_prefill_tokens_per_step", b"_prefill_tokens_per_step"]  # noqa: Y015
     _WhichOneofReturnType__think_per_step: _TypeAlias = _typing.Literal["think_per_step"]  # noqa: Y015
     _WhichOneofArgType__think_per_step: _TypeAlias = _typing.Literal["_think_per_step", b"_think_per_step"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_per_step) -> _WhichOneofReturnType__output_per_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_step) -> _WhichOneofReturnType__prefill_tokens_per_step | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__think_per_step) -> _WhichOneofReturnType__think_per_step | None: ...
 
 Global___DispatchPlan: _TypeAlias = DispatchPlan  # noqa: Y015

@@ -320,6 +320,9 @@ class SchedulerPolicy(_message.Message):
     SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     think_tpot_budget_ms: _builtins.float
@@ -330,6 +333,9 @@ class SchedulerPolicy(_message.Message):
     soft_think_tokens: _builtins.int
     soft_close_rank: _builtins.int
     empty_answer_extension_tokens: _builtins.int
+    strategy: _builtins.str
+    min_prefill_tokens: _builtins.int
+    long_think_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -343,17 +349,24 @@ class SchedulerPolicy(_message.Message):
         soft_think_tokens: _builtins.int | None = ...,
         soft_close_rank: _builtins.int | None = ...,
         empty_answer_extension_tokens: _builtins.int | None = ...,
+        strategy: _builtins.str | None = ...,
+        min_prefill_tokens: _builtins.int | None = ...,
+        long_think_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__long_think_tokens: _TypeAlias = _typing.Literal["long_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__long_think_tokens: _TypeAlias = _typing.Literal["_long_think_tokens", b"_long_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_prefill_tokens: _TypeAlias = _typing.Literal["min_prefill_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_prefill_tokens: _TypeAlias = _typing.Literal["_min_prefill_tokens", b"_min_prefill_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__output_tpot_budget_ms: _TypeAlias = _typing.Literal["output_tpot_budget_ms"]  # noqa: Y015
@@ -364,6 +377,8 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__soft_close_rank: _TypeAlias = _typing.Literal["_soft_close_rank", b"_soft_close_rank"]  # noqa: Y015
     _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__strategy: _TypeAlias = _typing.Literal["strategy"]  # noqa: Y015
+    _WhichOneofArgType__strategy: _TypeAlias = _typing.Literal["_strategy", b"_strategy"]  # noqa: Y015
     _WhichOneofReturnType__think_batch_multiplier: _TypeAlias = _typing.Literal["think_batch_multiplier"]  # noqa: Y015
     _WhichOneofArgType__think_batch_multiplier: _TypeAlias = _typing.Literal["_think_batch_multiplier", b"_think_batch_multiplier"]  # noqa: Y015
     _WhichOneofReturnType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["think_tpot_budget_ms"]  # noqa: Y015
@@ -373,7 +388,11 @@ class SchedulerPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_think_tokens) -> _WhichOneofReturnType__long_think_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_prefill_tokens) -> _WhichOneofReturnType__min_prefill_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
     @_typing.overload
@@ -384,6 +403,8 @@ class SchedulerPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_close_rank) -> _WhichOneofReturnType__soft_close_rank | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strategy) -> _WhichOneofReturnType__strategy | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__think_batch_multiplier) -> _WhichOneofReturnType__think_batch_multiplier | None: ...
     @_typing.overload

@@ -1,0 +1,66 @@
+"""What the agent finds out about a chat template by rendering it, with a real tokenizer and templates of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meridian_agent.hooks import Template, template_of
+from meridian_agent.phases import Markers
+from tests.processes import MODEL
+
+# As Qwen3's: thinking stays after the last question, tool calls are tagged.
+TURN = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and '</think>' in content and not (KEEP) %}
+{%- set content = content.split('</think>')[-1] %}{%- endif %}{{ content }}TOOLS{{ '<|im_end|>' }}{%- endfor %}"""
+LAST_QUESTION = """{%- set ns = namespace(last=0) %}{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"""
+CALLS = """{%- if message.tool_calls %}{%- for call in message.tool_calls %}
+{{- 'TAG{"name": "' + call.function.name + '"}' }}{%- endfor %}{%- endif %}"""
+
+
+def template(keep: str, tag: str | None = None) -> str:
+    tools = CALLS.replace("TAG", tag) if tag is not None else ""
+    return LAST_QUESTION + TURN.replace("KEEP", keep).replace("TOOLS", tools)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(MODEL)
+    loaded.add_tokens(["<tool_call>"])
+    return loaded
+
+
+AFTER_QUESTION = "loop.index0 > ns.last"
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "strips", "tool_call"),
+    [
+        (template("false"), True, False),
+        (template("false", "<tool_call>"), True, False),
+        (template("true", "<tool_call>"), False, False),
+        (template(AFTER_QUESTION), True, False),
+        (template(AFTER_QUESTION, "<tool_call>"), True, True),
+        # Thinking stays in tool loops, and no token says that one begins.
+        (template(AFTER_QUESTION, ""), False, False),
+        ("{{ raise_exception('no') }}", False, False),
+        ("{{ messages[0].content }}", False, False),
+    ],
+    ids=["strips", "strips-all", "keeps", "no-tools", "qwen3", "untagged-tools", "raises", "first-turn-only"],
+)
+def test_template(tokenizer: Any, chat_template: str, strips: bool, tool_call: bool) -> None:
+    tokenizer.chat_template = chat_template
+    start, end = (tokenizer.encode(text, add_special_tokens=False) for text in ("<think>", "</think>"))
+    found = template_of(tokenizer, Markers((tuple(start),), (tuple(end),)))
+    assert found == Template(strips, tokenizer.convert_tokens_to_ids("<tool_call>") if tool_call else None)
+
+
+def test_no_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    assert template_of(tokenizer, Markers(((1,),), ((2,),))) == Template()
+    assert template_of(None, Markers(((1,),), ((2,),))) == Template()
