@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test bench-termination lint proto clean
+.PHONY: demo test bench-termination bench-scheduling bench-cache lint proto clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
@@ -38,7 +38,6 @@ proto: $(VENV)/ready
 clean:
 	rm -rf $(VENV) build dist
 
-.PHONY: bench-scheduling bench-cache
 
 # ARGS: see `python -m tests.bench.scheduling --help`, for example --quick, or --save to replace what is in results/.
 bench-scheduling: $(VENV)/ready

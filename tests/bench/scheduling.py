@@ -1,0 +1,219 @@
+"""Who goes first, and what it costs, on a real engine: `make bench-scheduling`, protocol in tests/bench/README.md.
+
+Owns the order of events. The last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.bench import random_model, scheduling_arms, scheduling_report, scheduling_runs
+from tests.bench.machine import Calm
+from tests.bench.scheduling_arms import DEFAULT, PLAIN, STOCK_FCFS, STOCK_PRIORITY
+from tests.bench.scheduling_metrics import Case
+from tests.bench.scheduling_runs import STOCK, Arm, Plan
+from tests.bench.streamed import PLACES, BenchError, Setup, engine
+from tests.processes import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.scheduling_metrics import Run
+    from tests.bench.scheduling_runs import Capacity, Costs
+    from tests.bench.streamed import StreamedEngine
+
+RESULTS = Path(__file__).parent / "results"
+# More than a full batch ever needs.
+AMPLE_BLOCKS = 1024
+# What is left of the blocks that the same load uses where they are ample.
+PRESSURE = 0.5
+OTHER_LOADS = (0.7, 1.3)
+CAPACITY_REQUESTS = 4 * PLACES
+WARM_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. counted: requests of a run whose latencies count."""
+
+    repetitions: int
+    counted: int
+    position: float
+    quick: bool
+    output: Path
+    save: bool
+    quiet_cores: float
+    patience_s: float
+
+
+class Benchmark:
+    """All runs, one engine after the other."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.model = random_model.make(options.output / "model")
+        self.runs: list[Run] = []
+        self.capacities: dict[str, Capacity] = {}
+        self.calm = Calm(options.quiet_cores, options.patience_s)
+        self.costs: Costs
+        self.plan: Plan
+        self.token_budget = 0
+
+    async def run(self) -> scheduling_report.Findings:
+        ample = Setup(self.model, AMPLE_BLOCKS)
+        with engine(ample, self.options.output / "ample") as running:
+            await self._measure(running)
+            arms = scheduling_arms.main(self.costs, self.options.position)
+            await self._runs(running, arms, self._cases(pressure=False))
+            await self._runs(running, self._frontier(), [Case("poisson", 1.0, False)])
+        blocks = math.ceil(PRESSURE * self.capacities["ample"].kv_peak_blocks) + 1
+        await self._under_pressure(Setup(self.model, blocks), arms)
+        priority = [Arm(STOCK_PRIORITY, STOCK)]
+        for pressure, size in (False, AMPLE_BLOCKS), (True, blocks):
+            setup = Setup(self.model, size, policy="priority")
+            with engine(setup, self.options.output / f"priority-{size}") as running:
+                await self._warm(running)
+                await self._runs(running, priority, self._cases(pressure=pressure))
+        if not self.options.quick:
+            with engine(Setup(self.model, blocks, governed=False), self.options.output / "plain") as running:
+                await self._warm(running)
+                await self._runs(running, [Arm(PLAIN, {})], [Case("poisson", 1.0, True)])
+        policies = {arm.name: arm.policy for arm in (*arms, *self._frontier())}
+        return scheduling_report.Findings(
+            runs=self.runs,
+            policies=policies,
+            costs=self.costs,
+            capacities=self.capacities,
+            plan=self.plan,
+            position=self.options.position,
+            repetitions=self.options.repetitions,
+            blocks={"ample": AMPLE_BLOCKS, "pressure": blocks},
+            token_budget=self.token_budget,
+        )
+
+    def _cases(self, *, pressure: bool) -> list[Case]:
+        both = [Case("poisson", 1.0, pressure), Case("gamma", 1.0, pressure)]
+        return both[:1] if self.options.quick else both
+
+    def _frontier(self) -> list[Arm]:
+        return scheduling_arms.frontier(self.costs, self.options.position)
+
+    async def _warm(self, running: StreamedEngine) -> None:
+        """The first requests of an engine are slower than all others."""
+        await scheduling_runs.warm(running, WARM_REQUESTS)
+
+    async def _measure(self, running: StreamedEngine) -> None:
+        await self._warm(running)
+        self.token_budget = running.token_budget
+        self.costs, _ = await self.calm.measure(partial(scheduling_runs.measure_costs, running))
+        self.capacities["ample"] = capacity = await self._capacity(running)
+        budget = scheduling_arms.budget_ms(self.costs, self.options.position)
+        self.plan = Plan(capacity.requests_per_s, self.options.counted, budget / 1e3)
+        say(f"{self.costs}, {capacity}, budget {budget:.1f} ms")
+
+    async def _capacity(self, running: StreamedEngine) -> Capacity:
+        measure = partial(scheduling_runs.measure_capacity, running, CAPACITY_REQUESTS)
+        capacity, _ = await self.calm.measure(measure)
+        return capacity
+
+    async def _under_pressure(self, setup: Setup, arms: Sequence[Arm]) -> None:
+        with engine(setup, self.options.output / "pressure") as running:
+            await self._warm(running)
+            self.capacities["pressure"] = await self._capacity(running)
+            await self._runs(running, arms, self._cases(pressure=True))
+            await self._runs(running, self._frontier(), [Case("poisson", 1.0, True)])
+            if not self.options.quick:
+                pair = [arm for arm in arms if arm.name in (STOCK_FCFS, DEFAULT)]
+                await self._runs(running, pair, [Case("poisson", load, True) for load in OTHER_LOADS])
+
+    async def _runs(self, running: StreamedEngine, arms: Sequence[Arm], cases: Sequence[Case]) -> None:
+        """All arms in all cases, in turns, so that a drift of the machine meets all of them."""
+        for seed in range(self.options.repetitions):
+            for case in cases:
+                for arm in (*arms[seed % len(arms) :], *arms[: seed % len(arms)]):
+                    one = partial(scheduling_runs.run, running, arm, case, self.plan, seed)
+                    found, others = await self.calm.measure(one)
+                    found.figures["others_cores"] = others
+                    self.runs.append(found)
+                    self._write(found)
+                    say(f"{arm.name}, {case}, seed {seed}: {scheduling_report.brief(found)}")
+
+    def _write(self, run: Run) -> None:
+        with (self.options.output / "runs.jsonl").open("a") as file:
+            file.write(json.dumps(scheduling_report.plain(run)) + "\n")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def run(options: Options) -> None:
+    """The whole benchmark. Raises BenchError."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "runs.jsonl").unlink(missing_ok=True)
+    found = asyncio.run(Benchmark(options).run())
+    paths = scheduling_report.write(found, options.output)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        for path in paths:
+            shutil.copy(path, RESULTS / path.name)
+    print(f"\n{scheduling_report.markdown(found)}\nwritten: {', '.join(map(str, paths))}")
+    print(json.dumps(scheduling_report.summary(found)))
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
+    add("--counted", type=int, default=64, help="requests of a run whose latencies count")
+    add(
+        "--position",
+        type=float,
+        default=scheduling_arms.POSITION,
+        help="of the answers' budget, from a small step (0) to a full one (1) and on",
+    )
+    add("--quick", action="store_true", help="one short repetition of the Poisson cases")
+    add("--output", type=Path, default=ROOT / "build" / "bench-scheduling")
+    add("--save", action="store_true", help="copy the results to tests/bench/results")
+    add("--quiet-cores", type=float, default=0.3, help="what other programs may use without a run being made again")
+    add("--patience-s", type=float, default=600.0, help="time spent on waiting for that and on such runs, in all")
+    given = parser.parse_args(arguments)
+    if given.quick:
+        given.repetitions, given.counted = 1, min(given.counted, 24)
+    return Options(**vars(given))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run(parse())
+    except BenchError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # vLLM's libraries print while a process that used them exits; the JSON is to stay the last line.
+    os._exit(status)

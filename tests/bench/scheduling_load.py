@@ -1,0 +1,83 @@
+"""What is asked of the engine, and when: seeded requests and open-loop arrivals. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from tests.bench.random_model import FIRST_WORD, LAST_WORD
+from tests.bench.streamed import Request
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from numpy.typing import NDArray
+
+Process = Literal["poisson", "gamma"]
+GAMMA_CV = 2.0
+# Log-normal lengths: median and the standard deviation of the logarithm, then limits.
+THINK, ANSWER = (100.0, 0.5, 20, 400), (40.0, 0.4, 12, 120)
+PROMPT = 50, 300
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request and when it comes, in seconds from the start of the run. counted: not one of those that are there
+    when the run begins."""
+
+    request: Request
+    at_s: float
+    counted: bool
+
+
+def _lengths(rng: Generator, count: int, shape: tuple[float, float, int, int]) -> NDArray[np.int64]:
+    median, sigma, low, high = shape
+    return np.clip(rng.lognormal(np.log(median), sigma, count), low, high).round().astype(np.int64)
+
+
+def requests(seed: int, count: int) -> list[Request]:
+    """Requests with prompts that have nothing in common; the same seed always gives the same."""
+    rng = np.random.default_rng(seed)
+    thinks, answers = _lengths(rng, count, THINK), _lengths(rng, count, ANSWER)
+    prompts = rng.integers(*PROMPT, count, endpoint=True)
+    return [
+        Request(f"{seed}-{i}", prompt(rng, int(size)), int(think), int(answer))
+        for i, (size, think, answer) in enumerate(zip(prompts, thinks, answers, strict=True))
+    ]
+
+
+def prompt(rng: Generator, tokens: int) -> tuple[int, ...]:
+    """Random words of which the last one opens thinking, as a chat template would."""
+    words = rng.integers(FIRST_WORD, LAST_WORD, tokens - 1, endpoint=True).tolist()
+    return (*words, 4)
+
+
+def uniform(count: int, prompt_tokens: int, think_tokens: int, seed: int = 0) -> list[Request]:
+    """Requests of one length that all but think."""
+    rng = np.random.default_rng(seed)
+    return [Request(f"u{seed}-{count}-{i}", prompt(rng, prompt_tokens), think_tokens, 1) for i in range(count)]
+
+
+def gaps(process: Process, rate: float, count: int, seed: int) -> NDArray[np.float64]:
+    """Seconds between arrivals, scaled so that their mean is exactly 1 / rate."""
+    rng = np.random.default_rng([seed, 1])
+    shape = 1.0 if process == "poisson" else 1 / GAMMA_CV**2
+    drawn = rng.gamma(shape, 1 / shape, count)
+    scaled: NDArray[np.float64] = drawn / drawn.mean() / rate
+    return scaled
+
+
+def open_loop(process: Process, rate: float, seed: int, present: int, counted: int) -> list[Arrival]:
+    """A run: `present` requests that are there at its beginning, each part of the way through, then arrivals.
+
+    Those present have a uniformly drawn part of their thinking left, so that the run begins near its steady state.
+    """
+    drawn = requests(seed, present + counted)
+    left = np.random.default_rng([seed, 2]).uniform(0, 1, present)
+    first = [
+        Arrival(Request(r.name, r.prompt, max(1, int(r.think_tokens * part)), r.answer_tokens), 0.0, False)
+        for r, part in zip(drawn[:present], left, strict=True)
+    ]
+    at_s = np.cumsum(gaps(process, rate, counted, seed))
+    return first + [Arrival(r, float(t), True) for r, t in zip(drawn[present:], at_s, strict=True)]

@@ -1,0 +1,141 @@
+"""Measuring one engine: what its steps cost, how much it can do, and one run under one policy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tests.bench import scheduling_load as load
+from tests.bench.scheduling_metrics import Case, Run, figures
+from tests.bench.streamed import PLACES, BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.streamed import Request, StreamedEngine, Timeline
+
+QUIET: dict[str, Any] = {"entropy": {"enabled": False}}
+STOCK: dict[str, Any] = {**QUIET, "scheduler": {"strategy": "stock"}, "kv_memory": {"enabled": False}}
+# Sequences of which the decode steps are timed: about as many as answer at capacity, and a full batch.
+FEW, TIMED_TOKENS = 8, 60
+# Requests that are there when a run begins.
+PRESENT = 24
+CAPACITY_SEED = 1_000_000
+COUNTERS = {"think_preempted": "preempted_think", "answers_preempted": "output_critical", "think_skips": "think_skips"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Decode step times with FEW sequences and with a full batch, and of one more prompt token, in milliseconds."""
+
+    few_ms: float
+    full_ms: float
+    prompt_token_ms: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the engine does with every place always taken. kv_peak_blocks: the most blocks in use."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    kv_peak_blocks: int
+    preempted: int
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A policy under a name."""
+
+    name: str
+    policy: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs share. rate: capacity, requests per second. pace_s: of the reader, see `qoe`."""
+
+    rate: float
+    counted: int
+    pace_s: float
+
+
+async def warm(engine: StreamedEngine, count: int) -> None:
+    """The first steps of an engine are slower than all others."""
+    await engine.begin(STOCK)
+    await _together(engine, load.uniform(count, load.PROMPT[1], TIMED_TOKENS, seed=CAPACITY_SEED))
+
+
+async def measure_costs(engine: StreamedEngine) -> Costs:
+    """Step times of an otherwise idle engine. Raises BenchError."""
+    await engine.begin(STOCK)
+    decode_ms = []
+    for count in (FEW, PLACES):
+        found = await _together(engine, load.uniform(count, load.PROMPT[0], TIMED_TOKENS, seed=count))
+        gaps = [np.diff(t.times_s[10:-10]) for t in found]
+        decode_ms.append(float(np.median(np.concatenate(gaps))) * 1e3)
+    if decode_ms[1] <= decode_ms[0]:
+        raise BenchError(f"a step took no longer with {PLACES} sequences than with {FEW}: the machine is busy")
+    low, high = load.PROMPT
+    first_ms = []
+    for size in (low, high):
+        alone = [await engine.stream(r) for r in load.uniform(5, size, 2, seed=size)]
+        first_ms.append(float(np.median([t.times_s[0] - t.due_s for t in alone])) * 1e3)
+    return Costs(decode_ms[0], decode_ms[1], (first_ms[1] - first_ms[0]) / (high - low))
+
+
+async def _together(engine: StreamedEngine, requests: Sequence[Request]) -> list[Timeline]:
+    return list(await asyncio.gather(*(engine.stream(request) for request in requests)))
+
+
+async def measure_capacity(engine: StreamedEngine, count: int) -> Capacity:
+    """Closed loop under stock scheduling, a request submitted whenever one is done; the first and the last of them,
+    when not every place was taken, are left out."""
+    await engine.begin(STOCK)
+    waiting = iter(load.requests(CAPACITY_SEED, count))
+    done: list[Timeline] = []
+
+    async def place() -> None:
+        for request in waiting:
+            done.append(await engine.stream(request))
+
+    await asyncio.gather(*(place() for _ in range(PLACES)))
+    finished_s = [t.times_s[-1] for t in done]
+    began_s, ended_s = finished_s[PLACES - 1], finished_s[-PLACES]
+    stamps = np.concatenate([t.times_s for t in done])
+    tokens = int(((stamps > began_s) & (stamps <= ended_s)).sum())
+    rate = tokens / (ended_s - began_s)
+    blocks = round(engine.meter.kv_peak * (engine.setup.blocks - 1))
+    return Capacity(rate * len(done) / len(stamps), rate, blocks, engine.meter.preempted)
+
+
+async def run(engine: StreamedEngine, arm: Arm, case: Case, plan: Plan, seed: int) -> Run:
+    """One open-loop run."""
+    await engine.begin(arm.policy)
+    before = engine.counters()
+    began_s = time.perf_counter()
+
+    async def arrive(arrival: load.Arrival) -> Timeline:
+        due_s = began_s + arrival.at_s
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        return await engine.stream(arrival.request, due_s)
+
+    arrivals = load.open_loop(case.process, plan.rate * case.load, seed, PRESENT, plan.counted)
+    timelines = list(await asyncio.gather(*map(arrive, arrivals)))
+    chosen = [t for t, arrival in zip(timelines, arrivals, strict=True) if arrival.counted]
+    meter, found = engine.meter, figures(chosen, timelines, began_s, plan.pace_s)
+    found |= {
+        "preempted": meter.preempted,
+        "kv_peak": meter.kv_peak,
+        "kv_mean": meter.kv_sum / meter.steps,
+        "waiting_peak": meter.waiting_peak,
+        "waiting_mean": meter.waiting_sum / meter.steps,
+    }
+    after = engine.counters()
+    if before is not None and after is not None:
+        found |= {name: getattr(after, field) - getattr(before, field) for name, field in COUNTERS.items()}
+    return Run(arm.name, case, seed, found)

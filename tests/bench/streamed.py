@@ -1,0 +1,280 @@
+"""One vLLM engine behind vLLM's asynchronous client, and what is seen of each request: when its tokens came.
+
+Owns the engine's processes, the control plane that governs it if one does, and the meter on vLLM's own statistics.
+Knows no policy and no load. The engine core and the worker are processes of their own; this one is the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.processes import ENGINE_ENV, ROOT, Control
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from meridian.v1 import agent_pb2
+
+PLACES = 32
+BLOCK_TOKENS = 32
+MAX_MODEL_LEN = 2048
+MODEL_NAME = "random"
+THINK_ID, END_ID = 4, 5
+STOP_S = 20.0
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on; the message is all its user sees."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: think_tokens of thinking, the end marker, answer_tokens of answer. ends_with: a token that the
+    answer ends with, one more than answer_tokens."""
+
+    name: str
+    prompt: tuple[int, ...]
+    think_tokens: int
+    answer_tokens: int
+    ends_with: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One request: when it was due and when each of its tokens arrived, in seconds of one clock."""
+
+    request: Request
+    due_s: float
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+    @property
+    def answer_s(self) -> tuple[float, ...]:
+        """When each answer token arrived."""
+        return self.times_s[self.request.think_tokens + 1 :]
+
+    @property
+    def end_s(self) -> float:
+        """When the end marker arrived."""
+        return self.times_s[self.request.think_tokens]
+
+
+@dataclass
+class Meter:
+    """vLLM's own statistics of the steps since `reset`. kv_peak: a fraction; queries and hits: prompt tokens looked up
+    in the prefix cache and found there, preempted requests left out."""
+
+    steps: int = 0
+    kv_peak: float = 0.0
+    kv_sum: float = 0.0
+    waiting_peak: int = 0
+    waiting_sum: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted: int = 0
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        if scheduler is not None:
+            self.steps += 1
+            self.kv_peak = max(self.kv_peak, scheduler.kv_cache_usage)
+            self.kv_sum += scheduler.kv_cache_usage
+            self.waiting_peak = max(self.waiting_peak, scheduler.num_waiting_reqs)
+            self.waiting_sum += scheduler.num_waiting_reqs
+            self.queries += scheduler.prefix_cache_stats.queries
+            self.hits += scheduler.prefix_cache_stats.hits
+        if iteration is not None:
+            self.preempted += iteration.num_preempted_reqs
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the engine is started. governed: with the agent and a control plane. scheduler: another scheduler class."""
+
+    model: Path
+    blocks: int
+    policy: str = "fcfs"
+    governed: bool = True
+    scheduler: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class StreamedEngine:
+    """The engine, its client and its control plane. To be made inside a running event loop."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "meridian.db").unlink(missing_ok=True)
+        self.setup, self.meter = setup, Meter()
+        self.control = Control(folder) if setup.governed else None
+        try:
+            with _output_into(folder / "engine.log"):
+                self._llm = self._start()
+            if self.control is not None:
+                self.control.engine()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> Any:
+        os.environ.pop("MERIDIAN_CONTROL", None)
+        os.environ.update(ENGINE_ENV)
+        os.environ.update(
+            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            # This process has gRPC threads, which a fork does not survive.
+            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
+            VLLM_LOGGING_LEVEL="WARNING",
+            VLLM_NO_USAGE_STATS="1",
+        )
+        if self.control is not None:
+            os.environ["MERIDIAN_CONTROL"] = self.control.target
+        import torch
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        torch.set_num_threads(1)
+        arguments = AsyncEngineArgs(
+            model=str(self.setup.model),
+            served_model_name=MODEL_NAME,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=PLACES,
+            num_gpu_blocks_override=self.setup.blocks,
+            reasoning_parser="qwen3",
+            scheduling_policy=self.setup.policy,
+            scheduler_cls=self.setup.scheduler,
+            disable_log_stats=True,
+            seed=0,
+            **self.setup.extra,
+        )
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[_logger_of(self.meter)])
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that vLLM computes in a step at most."""
+        return int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def close(self) -> None:
+        """Stop all processes."""
+        llm = self.__dict__.pop("_llm", None)
+        try:
+            if llm is not None:
+                llm.shutdown(timeout=STOP_S)
+        finally:
+            if self.control is not None:
+                self.control.process.stop()
+
+    async def begin(self, policy: dict[str, Any]) -> None:
+        """Put a policy in force on an idle engine, and empty its prefix cache. Raises BenchError."""
+        if self.control is not None:
+            self.control.apply(policy)
+        if not await self._llm.reset_prefix_cache():
+            raise BenchError("the engine still held KV when a run was to begin")
+        self.meter.reset()
+
+    def counters(self) -> agent_pb2.AgentCounters | None:
+        """The agent's counters once all decisions have had their outcome. Raises BenchError."""
+        if self.control is None:
+            return None
+        engine = self.control.settled()
+        if engine.fault or engine.nack_error:
+            raise BenchError(f"the agent is off: {engine.fault or engine.nack_error}")
+        return engine.counters
+
+    async def stream(self, request: Request, due_s: float | None = None) -> Timeline:
+        """Run one request to its end. due_s: when it was to be submitted, now if not given. Raises BenchError."""
+        submitted_s = time.perf_counter()
+        tokens: list[int] = []
+        times_s: list[float] = []
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt)}
+        async for output in self._llm.generate(prompt, _params(request), request.name):
+            new = output.outputs[0].token_ids
+            tokens += new
+            times_s += [time.perf_counter()] * len(new)
+        self._check(request, tokens)
+        return Timeline(request, submitted_s if due_s is None else due_s, tuple(tokens), tuple(times_s))
+
+    def _check(self, request: Request, tokens: list[int]) -> None:
+        """All arms have the same phases: the end marker stands where the request's cap put it, and nowhere else."""
+        expected = request.think_tokens + 1 + request.answer_tokens + (request.ends_with is not None)
+        if len(tokens) != expected:
+            raise BenchError(f"{request.name}: {len(tokens)} tokens came, {expected} were asked for")
+        ends = [i for i, token in enumerate(tokens) if token == END_ID]
+        if self.control is not None and ends != [request.think_tokens]:
+            raise BenchError(f"{request.name}: thinking ended at {ends}, not at {request.think_tokens}")
+
+
+def _params(request: Request) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    length = request.think_tokens + 1 + request.answer_tokens
+    last: dict[str, Any] = {}
+    if request.ends_with is not None:
+        # Masked up to the length, the likeliest token after it, and the end.
+        last = {"stop_token_ids": [request.ends_with], "min_tokens": length, "logit_bias": {request.ends_with: 100.0}}
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=length + (request.ends_with is not None),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"meridian_max_think_tokens": request.think_tokens},
+        **last,
+    )
+
+
+def _logger_of(meter: Meter) -> Any:
+    """A vLLM stat logger that feeds the meter."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            meter.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Logger
+
+
+@contextlib.contextmanager
+def engine(setup: Setup, folder: Path) -> Iterator[StreamedEngine]:
+    """An engine that is stopped whatever happens."""
+    started = StreamedEngine(setup, folder)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@contextlib.contextmanager
+def _output_into(log: Path) -> Iterator[None]:
+    """What this process and those it starts print goes into a file: vLLM says a lot."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, old in enumerate(kept, 1):
+            os.dup2(old, number)
+            os.close(old)
