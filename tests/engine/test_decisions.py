@@ -133,7 +133,7 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
     run.until(lambda: len(run.tokens["r"]) >= 30)
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
     end = agent.tracker.markers.end[0]
-    run.until(lambda: end in run.tokens["r"])
+    run.until(lambda: end in run.tokens["r"], pause_s=0.003)
     assert run.tokens["r"].index(end) >= 30
     assert control.engine().acked_revision == revision
     run.until()
@@ -193,7 +193,10 @@ def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, 
     closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
     policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED
     control.apply({**policy, "model": {"maze": {"closing_text": text}}})
-    (tokens,) = chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=500))
+    run = Run(llm)
+    run.add("closed", opened(), SamplingParams(temperature=0.0, max_tokens=500))
+    run.until(pause_s=0.003)
+    tokens = run.tokens["closed"]
     at = tokens.index(agent.tracker.markers.end[0])
     assert len(closing) == 2
     assert tokens[at - len(closing) : at] == closing
