@@ -406,7 +406,7 @@ async def test_watch_until_interrupted(control: Control) -> None:
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             for _ in range(3):
                 await process.stdout.readuntil(b"engine-7")
             process.send_signal(signal.SIGINT)

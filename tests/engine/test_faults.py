@@ -60,7 +60,7 @@ def test_a_hook_that_raises(  # noqa: PLR0917
 def test_preemption_hook_that_raises(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
     from tests.engine.test_pressure import pressure
 
-    def fails(_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("injected into preempted")
 
     agent.preempted = fails
