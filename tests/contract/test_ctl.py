@@ -399,14 +399,21 @@ async def test_requests(control: Control) -> None:
     assert second.strip().endswith("force eat applied")
 
 
+def heeds_interrupts() -> None:
+    """In the child: a shell makes what it starts in the background ignore them, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 async def test_watch_until_interrupted(control: Control) -> None:
     control.fleet.engines = [engine("engine-7", 1)]
     command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "watch", "--interval-ms", "50"]
     environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts
+    )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(30):
             for _ in range(3):
                 await process.stdout.readuntil(b"engine-7")
             process.send_signal(signal.SIGINT)
