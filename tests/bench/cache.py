@@ -9,10 +9,7 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import shutil
-import signal
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.bench import cache_load, cache_report, random_model, scheduling_runs
+from tests.bench import cache_load, cache_report, program, random_model, scheduling_runs
 from tests.bench.cache_report import LRU, NEVER_HIT, TIERS, ChatRun
 from tests.bench.machine import Calm
 from tests.bench.scheduling_runs import STOCK, Arm
-from tests.bench.streamed import BenchError, Setup, engine
+from tests.bench.streamed import Setup, engine
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -159,26 +156,5 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(**vars(given))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run(parse())
-    except BenchError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # vLLM's libraries print while a process that used them exits; the JSON is to stay the last line.
-    os._exit(status)
+    program.main(lambda: run(parse()))

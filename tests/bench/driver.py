@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.bench.program import BenchError, output_into
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 IN_FLIGHT, PLACES = 32, 48
 STOP_S = 20.0
 FINISHED = ("stop", "length")
-
-
-class BenchError(Exception):
-    """The benchmark cannot go on; the message is all its user sees."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Engine:
         self.task, self.control = task, Control(folder)
         log = folder / "engine.log"
         try:
-            with _output_into(log):
+            with output_into(log):
                 self._llm = self._start(step_ms)
             self.control.engine()
         except BaseException:
@@ -236,22 +232,3 @@ def engine(task: Task, folder: Path, step_ms: float) -> Iterator[Engine]:
         yield started
     finally:
         started.close()
-
-
-@contextlib.contextmanager
-def _output_into(log: Path) -> Iterator[None]:
-    """What this process and those it starts print goes into a file: vLLM says a lot."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, old in enumerate(kept, 1):
-            os.dup2(old, number)
-            os.close(old)

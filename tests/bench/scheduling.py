@@ -9,21 +9,18 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import shutil
-import signal
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench import random_model, scheduling_arms, scheduling_report, scheduling_runs
+from tests.bench import program, random_model, scheduling_arms, scheduling_report, scheduling_runs
 from tests.bench.machine import Calm
 from tests.bench.scheduling_arms import DEFAULT, PLAIN, STOCK_FCFS, STOCK_PRIORITY
 from tests.bench.scheduling_metrics import Case
 from tests.bench.scheduling_runs import STOCK, Arm, Plan
-from tests.bench.streamed import PLACES, BenchError, Setup, engine
+from tests.bench.streamed import PLACES, Setup, engine
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -194,26 +191,5 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(**vars(given))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run(parse())
-    except BenchError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # vLLM's libraries print while a process that used them exits; the JSON is to stay the last line.
-    os._exit(status)
+    program.main(lambda: run(parse()))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.bench import scheduling_load as load
+from tests.bench.program import BenchError
 from tests.bench.scheduling_metrics import Case, Run, figures
-from tests.bench.streamed import PLACES, BenchError
+from tests.bench.streamed import PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

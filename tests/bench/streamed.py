@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.bench.program import BenchError, output_into
 from tests.processes import ENGINE_ENV, ROOT, Control
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ MAX_MODEL_LEN = 2048
 MODEL_NAME = "random"
 THINK_ID, END_ID = 4, 5
 STOP_S = 20.0
-
-
-class BenchError(Exception):
-    """The benchmark cannot go on; the message is all its user sees."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class StreamedEngine:
         self.setup, self.meter = setup, Meter()
         self.control = Control(folder) if setup.governed else None
         try:
-            with _output_into(folder / "engine.log"):
+            with output_into(folder / "engine.log"):
                 self._llm = self._start()
             if self.control is not None:
                 self.control.engine()
@@ -259,22 +255,3 @@ def engine(setup: Setup, folder: Path) -> Iterator[StreamedEngine]:
         yield started
     finally:
         started.close()
-
-
-@contextlib.contextmanager
-def _output_into(log: Path) -> Iterator[None]:
-    """What this process and those it starts print goes into a file: vLLM says a lot."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, old in enumerate(kept, 1):
-            os.dup2(old, number)
-            os.close(old)

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench import arms, probe_cost, report, results
+from tests.bench import arms, probe_cost, program, report, results
 from tests.bench.arms import Arm
 from tests.bench.calibrate import Calibrated, calibrate
 from tests.bench.cuts import Reference, oracle
-from tests.bench.driver import BenchError, engine
+from tests.bench.driver import engine
 from tests.bench.report import CALIBRATED, EQUAL, NATURAL, ORACLE, ORACLE_TOKEN, PREFIXED, RECOMMENDED
 from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE
 from tests.processes import ROOT
@@ -236,26 +233,5 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        run(parse())
-    except BenchError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # vLLM's libraries print while a process that used them exits; the JSON is to stay the last line.
-    os._exit(status)
+    program.main(lambda: run(parse()))
