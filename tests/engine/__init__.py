@@ -48,6 +48,15 @@ def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
+def paced(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]:
+    """As `chat`, in steps as slow as a large model's: decisions are as late as there."""
+    run = Run(llm)
+    for i, case in enumerate(chosen):
+        run.add(f"paced-{i}", case, copy.deepcopy(params))
+    run.until(pause_s=0.003)
+    return [run.tokens[f"paced-{i}"] for i in range(len(chosen))]
+
+
 class Run:
     """Requests driven step by step, so that a test can act between two engine steps."""
 

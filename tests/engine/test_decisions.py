@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.data import maze
-from tests.engine import Run, cases, chat
+from tests.engine import Run, cases, chat, paced
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.processes import wait_for
 
@@ -193,10 +193,7 @@ def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, 
     closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
     policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED
     control.apply({**policy, "model": {"maze": {"closing_text": text}}})
-    run = Run(llm)
-    run.add("closed", opened(), SamplingParams(temperature=0.0, max_tokens=500))
-    run.until(pause_s=0.003)
-    tokens = run.tokens["closed"]
+    (tokens,) = paced(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=500))
     at = tokens.index(agent.tracker.markers.end[0])
     assert len(closing) == 2
     assert tokens[at - len(closing) : at] == closing

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from tests.data import maze
-from tests.engine import Run, chat
+from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED
 from tests.engine.recording import records, rows
 
@@ -45,15 +45,6 @@ def test_probes_wait_for_a_boundary(llm: Any, agent: Any, control: Control, plac
     control.settled()
 
 
-def paced(llm: Any, chosen: list[dict[str, Any]]) -> list[list[int]]:
-    """Greedy tokens of the cases, in steps as slow as a large model's: decisions are as late as there."""
-    run = Run(llm)
-    for i, case in enumerate(chosen):
-        run.add(f"r{i}", case, GREEDY)
-    run.until(pause_s=0.003)
-    return [run.tokens[f"r{i}"] for i in range(len(chosen))]
-
-
 def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -> int:
     """Thinking tokens at the first sentence end after which the end marker ranks at most `max_rank`."""
     for n in range(max(1, from_tokens), len(measured)):
@@ -75,7 +66,7 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(llm: Any, agent: Any
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
     before = dict(control.settled().ends)
     control.apply(rank if rule == "rank" else soft)
-    governed = paced(llm, CASES)
+    governed = paced(llm, CASES, GREEDY)
     ended = control.settled().ends[rule] - before.get(rule, 0)
     assert ended > 0
     for f, g, bound in zip(free, governed, expected, strict=True):
@@ -90,7 +81,7 @@ def test_answers_stay_right_when_the_rules_end_thinking(llm: Any, agent: Any, co
     chosen = CASES
     free = chat(llm, chosen, GREEDY)
     control.apply(CONVERGED)
-    governed = paced(llm, chosen)
+    governed = paced(llm, chosen, GREEDY)
     tokenizer = llm.get_tokenizer()
     end = agent.tracker.markers.end[0]
 

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_END, Phase
-from tests.engine import Run, cases, chat, prompt_ids
+from tests.engine import cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE
 from tests.engine.recording import probes, records, rows
@@ -60,11 +60,9 @@ def test_eat_probe(llm: Any, agent: Any, control: Control, offline: Any, prefix:
     control.apply({**DENSE, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
-        run = Run(llm)
-        run.add("probed", case, SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
-        run.until(pause_s=0.003)
+        (tokens,) = paced(llm, [case], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
     prompt = prompt_ids(llm, case)
-    (measured,), tokens = probes(seen).values(), run.tokens["probed"]
+    (measured,) = probes(seen).values()
     appended = [agent.tracker.markers.end[0], *llm.get_tokenizer().encode(prefix, add_special_tokens=False)]
     assert measured
     assert len(appended) == 1 + len(prefix.split())
