@@ -20,7 +20,7 @@ from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.reclaim import unreachable_blocks
-from meridian_agent.tracker import RequestInfo, Tracked, Tracker
+from meridian_agent.tracker import PHASE_RANK, RequestInfo, Tracked, Tracker
 
 if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
@@ -31,8 +31,6 @@ logger = logging.getLogger("vllm.meridian")
 
 # vLLM's finish reasons, by name, as meridian.v1.FinishReason.
 FINISH_REASON = {"stop": 1, "length": 2, "abort": 3, "error": 4}
-# Rank of a running request that is not tracked: a prompt's.
-UNTRACKED_RANK = 256
 # Under vLLM's priority policy a rank is this fraction of a priority.
 MAX_RANK, RANK_SCALE = 1023, 1024
 # Between updates further apart than this the engine was idle.
@@ -138,13 +136,6 @@ class Agent:
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None:
             return
-        if tr.state.phase is not Phase.OUTPUT:
-            # Its blocks went behind those of preempted answers in the order of reuse, which come first again.
-            pool = scheduler.kv_cache_manager.block_pool
-            for other in self.tracker.preempted:
-                kept = [block for block, known in other.kept if block.block_hash == known and block.ref_cnt == 0]
-                pool.touch(kept)
-                pool.free_blocks(reversed(kept))
         tr.preempted = True
         # A mask of the step that is thrown away with it is not written.
         tr.expected.clear()
@@ -155,6 +146,15 @@ class Agent:
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
         else:
             self.preempted_think += 1
+            self._reuse_answers_last(scheduler)
+
+    def _reuse_answers_last(self, scheduler: Any) -> None:
+        """Thinking's blocks went behind those of preempted answers in the order of reuse: put these last again."""
+        pool = scheduler.kv_cache_manager.block_pool
+        for tr in self.tracker.preempted:
+            kept = [block for block, known in tr.kept if block.block_hash == known and block.ref_cnt == 0]
+            pool.touch(kept)
+            pool.free_blocks(reversed(kept))
 
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
@@ -268,7 +268,7 @@ class Agent:
             if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:
                 self.held.discard(tr)
             else:
-                tr.ref.next_decode_eligible_step = scheduler.current_step + 2
+                _skip_step(scheduler, tr)
 
     def _order(self, scheduler: Any) -> None:
         """Running: most urgent first, for vLLM preempts from the end, and prompts last. Waiting: preempted answers
@@ -284,7 +284,7 @@ class Agent:
 
             def rank(request: Any) -> int:
                 tr = by_id.get(request.request_id)
-                own = tr.effective_rank if tr is not None else UNTRACKED_RANK
+                own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
                 # The step's tokens are given out in this order: a long prompt would leave none to those after it.
                 return own + MAX_RANK if request.is_prefill_chunk else own
 
@@ -315,7 +315,7 @@ class Agent:
         for tr in sequences:
             if tr in skipped:
                 tr.skipped_steps += 1
-                tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, step + 1)
+                _skip_step(scheduler, tr)
             else:
                 tr.joined_step, tr.skipped_steps = step, 0
         if phase is Phase.THINK:
@@ -536,3 +536,8 @@ class Agent:
             ("scheduler_seconds", self.scheduler_seconds),
             ("round_trip_ms", self.link.round_trip_ms),
         )
+
+
+def _skip_step(scheduler: Any, tr: Tracked) -> None:
+    """Leave a running request out of the coming step; what vLLM itself put off longer stays so."""
+    tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, scheduler.current_step + 2)

@@ -335,22 +335,22 @@ class Session:
             self._decide(self.policy, self.table, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = step
-        idle = (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
+        recent = (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
         # Requests may be held for what is decided from their probes, if only that nothing is.
-        if not decided and not awaited and idle:
+        if not decided and not awaited and recent:
             return []
         self._answered_at = now
         return [agent_pb2.ConnectResponse(directives=directives)]
 
     def _decide(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, now_ms: float) -> None:
-        can, review = self.hello.capabilities, self._review
+        can, review, groups = self.hello.capabilities, self._review, list(self._groups())
         self._review = False
         if can.force_end:
             self._decide_caps(policy, table, out, review)
-            for own, among in self._groups():
+            for own, among in groups:
                 self._decide_ends(own, table, out, among)
         if can.eat_probe:
-            for own, among in self._groups():
+            for own, among in groups:
                 self._decide_probes(own, table, out, among)
         if can.dispatch:
             self._decide_plan(policy, table, out, review, now_ms)
