@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, start_http_server
 
 from meridian_control import __version__, policy
+from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, MeridianError
 from meridian_control.fleet import Fleet
 from meridian_control.metrics import FleetCollector
@@ -93,7 +94,8 @@ async def serve(args: argparse.Namespace) -> None:
 
     host, port = split_address(args.listen)
     shared = "://" in args.store
-    store = await PolicyStore.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
+    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
+    store = PolicyStore(database)
     try:
         fleet = Fleet(clock)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
@@ -117,7 +119,7 @@ async def serve(args: argparse.Namespace) -> None:
         logger.info("draining")
         await server.stop(STOP_GRACE_S)
     finally:
-        await store.close()
+        await database.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,31 +7,24 @@ Appending reads the newest revision and inserts the next number. The primary key
 took the number first, the insert fails and the append starts over with what is newest then.
 """
 
-import asyncio
 import hashlib
 import logging
-import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any
 
-import asyncpg  # type: ignore[import-untyped]
-from sqlalchemy import Column, DateTime, Integer, MetaData, Row, String, Table, Text, event, insert, select, text
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy import Column, DateTime, Integer, MetaData, Row, String, Table, Text, func, insert, select
+from sqlalchemy.exc import IntegrityError
 
-from meridian_control import postgres
+from meridian_control.database import Database, utc
 from meridian_control.errors import (
     EtagMismatch,
     InvalidRequest,
     NotFound,
     PolicyError,
     StoredPolicyUnreadable,
-    StoreUnavailable,
 )
-from meridian_control.migrations import migrate
 from meridian_control.policy import Policy, parse_toml, to_toml
 
 logger = logging.getLogger(__name__)
@@ -40,8 +33,6 @@ logger = logging.getLogger(__name__)
 EMPTY_ETAG = "none"
 MAX_REQUEST_ID_CHARS = 128
 MAX_REVISION = 2**31 - 1
-# Between two attempts to hear of changes again.
-RETRY_S = 1.0
 
 _revisions = Table(
     "policy_revisions",
@@ -82,39 +73,10 @@ class StoredRevision:
 
 
 class PolicyStore:
-    """Open with `PolicyStore.open`, close with `close`. Several stores, in several processes, may share a database; on
-    PostgreSQL they hear of each other's changes."""
+    """The policy's revisions in a database."""
 
-    def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
-        self._engine = engine
-        self._postgres_url = postgres_url
-
-    @classmethod
-    async def open(cls, url: str) -> Self:
-        """Connect to a postgresql:// address or a SQLAlchemy URL of SQLite, and bring the schema up to date.
-
-        Raises StoreUnavailable.
-        """
-        with _unavailable():
-            if url.startswith(postgres.SCHEMES):
-                store = cls(postgres.create_engine(url), url)
-            elif not url.startswith("sqlite+aiosqlite:"):
-                scheme = url.partition("://")[0]
-                raise StoreUnavailable(f'policy store: must be a SQLite file or postgresql://…; got "{scheme}://…"')
-            else:
-                store = cls(create_async_engine(url, hide_parameters=True))
-                # aiosqlite leaves a failing thread behind when it cannot open the file, so find that out here.
-                sqlite3.connect(store._engine.url.database or ":memory:", uri=True).close()
-                event.listen(store._engine.sync_engine, "connect", _make_durable)
-            try:
-                async with store._engine.begin() as connection:
-                    await migrate(connection)
-            except ValueError as error:
-                raise StoreUnavailable(f"policy store: its address cannot be read: {error}") from error
-            except BaseException:
-                await store.close()
-                raise
-        return store
+    def __init__(self, database: Database) -> None:
+        self.database = database
 
     async def current(self) -> StoredRevision | None:
         """The newest revision, None in an empty store. Raises StoreUnavailable, StoredPolicyUnreadable."""
@@ -134,9 +96,8 @@ class PolicyStore:
         query = select(*_HEADER).order_by(_revisions.c.revision.desc()).limit(limit)
         if before is not None:
             query = query.where(_revisions.c.revision < before)
-        with _unavailable():
-            async with self._engine.connect() as connection:
-                return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
+        async with self.database.reading() as connection:
+            return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
 
     async def check(self, etag: str) -> int:
         """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty."""
@@ -183,43 +144,37 @@ class PolicyStore:
 
         Returns at once on SQLite, which is for one replica.
         """
-        url, known = self._postgres_url, 0
-        while url is not None:
+        known = 0
+
+        async def look() -> None:
+            nonlocal known
+            async with self.database.reading() as connection:
+                newest = await connection.scalar(select(func.max(_revisions.c.revision))) or 0
+            if newest <= known:
+                return
             try:
-                with _unavailable():
-                    async with aclosing(postgres.newest_revisions(url)) as newest:
-                        async for revision in newest:
-                            if revision > known:
-                                known = revision
-                                on_change(await self.get(revision))
+                on_change(await self.get(newest))
             except StoredPolicyUnreadable as error:
                 # A newer version wrote it; the policy that is known stays in force.
                 logger.error("%s", error)
-            except StoreUnavailable as error:
-                logger.warning("%s: changes of other replicas are not seen", error)
-            await asyncio.sleep(RETRY_S)
+            known = newest
 
-    async def close(self) -> None:
-        await self._engine.dispose()
+        await self.database.follow(look)
 
     async def _newest(self) -> Row[Any] | None:
         return await self._one(select(_revisions).order_by(_revisions.c.revision.desc()).limit(1))
 
     async def _one(self, query: Any) -> Row[Any] | None:
-        with _unavailable():
-            async with self._engine.connect() as connection:
-                return (await connection.execute(query)).one_or_none()
+        async with self.database.reading() as connection:
+            return (await connection.execute(query)).one_or_none()
 
     async def _insert(self, row: dict[str, Any]) -> bool:
         """False when the revision number or the request id is already taken."""
-        with _unavailable():
-            try:
-                async with self._engine.begin() as connection:
-                    await connection.execute(insert(_revisions).values(row))
-                    if self._postgres_url is not None:
-                        await connection.execute(text(postgres.NOTIFY))
-            except IntegrityError:
-                return False
+        try:
+            async with self.database.writing() as connection:
+                await connection.execute(insert(_revisions).values(row))
+        except IntegrityError:
+            return False
         return True
 
 
@@ -238,30 +193,4 @@ def _stored(row: Row[Any]) -> StoredRevision:
 
 
 def _values(row: Row[Any]) -> dict[str, Any]:
-    # SQLite drops the zone of what was stored as UTC.
-    created_at = row.created_at.replace(tzinfo=row.created_at.tzinfo or UTC).astimezone(UTC)
-    return {**row._mapping, "created_at": created_at}
-
-
-def _make_durable(connection: Any, _record: Any) -> None:
-    """WAL keeps readers and writers apart; FULL syncs each commit, so an acknowledged append outlives a crash."""
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-@contextmanager
-def _unavailable() -> Iterator[None]:
-    """Turn what drivers raise into StoreUnavailable; the driver's own text carries neither statement nor password."""
-    try:
-        yield
-    except (
-        SQLAlchemyError,
-        sqlite3.Error,
-        asyncpg.PostgresError,
-        asyncpg.InterfaceError,
-        OSError,
-        ImportError,
-    ) as error:
-        raise StoreUnavailable(f"policy store: {getattr(error, 'orig', None) or error}") from error
+    return {**row._mapping, "created_at": utc(row.created_at)}

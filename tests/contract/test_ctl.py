@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from meridian_control.console import error_lines
 from meridian_control.ctl import app
+from meridian_control.database import Database
 from meridian_control.errors import NotFound
 from meridian_control.fields import Subject
 from meridian_control.policy import Who, parse_toml
@@ -101,7 +102,7 @@ def subject(engine_id: str, request_id: str) -> Subject:
 
 @pytest.fixture
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    store = await PolicyStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
+    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     fleet = FakeFleet()
     server = grpc.aio.server()
     service = PolicyService(store, lambda: NOW, lambda _: None, subject)
@@ -111,7 +112,7 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
     await server.start()
     yield Control(f"127.0.0.1:{port}", fleet)
     await server.stop(0)
-    await store.close()
+    await store.database.close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from meridian_control.database import Database
 from meridian_control.errors import PolicyError
 from meridian_control.policy import Policy, parse_toml
 from meridian_control.policy_dir import AUTHOR, PolicyDirectory
@@ -49,9 +50,9 @@ def mounted(tmp_path: Path) -> ConfigMap:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
-    opened = await PolicyStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
+    opened = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     yield opened
-    await opened.close()
+    await opened.database.close()
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
+from meridian_control.database import Database
 from meridian_control.errors import MAX_MESSAGE_CHARS, NotFound
 from meridian_control.fields import Subject
 from meridian_control.policy import Policy, Who, parse_toml, to_proto
@@ -55,7 +56,7 @@ def subject(engine_id: str, request_id: str) -> Subject:
 
 @asynccontextmanager
 async def serving(path: Path) -> AsyncIterator[Service]:
-    store = await PolicyStore.open(f"sqlite+aiosqlite:///{path}")
+    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
     changes: list[StoredRevision] = []
     server = grpc.aio.server()
     servicer = PolicyService(store, lambda: NOW, changes.append, subject)
@@ -67,7 +68,7 @@ async def serving(path: Path) -> AsyncIterator[Service]:
             yield Service(policy_pb2_grpc.PolicyServiceStub(channel), changes)
     finally:
         await server.stop(0)
-        await store.close()
+        await store.database.close()
 
 
 @pytest.fixture
@@ -370,7 +371,7 @@ class PausingStore(PolicyStore):
 
 
 async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -> None:
-    store = await PausingStore.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}")
+    store = PausingStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     store.committed, store.go_on = asyncio.Event(), asyncio.Event()
     changed: asyncio.Future[StoredRevision] = asyncio.Future()
     service = PolicyService(store, lambda: NOW, changed.set_result, subject)
@@ -384,7 +385,7 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
     store.go_on.set()
     async with asyncio.timeout(10):
         assert await changed == await store.current()
-    await store.close()
+    await store.database.close()
 
 
 async def test_restart_keeps_the_policy(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
 from meridian_agent.tracker import StepRecord
 from meridian_control import fleet
+from meridian_control.database import Database
 from meridian_control.fleet import QUEUE_MESSAGES, Fleet
 from meridian_control.requests import MAX_SLOTS
 from meridian_control.server import ControlServer
@@ -72,14 +73,14 @@ class Control:
 
 @asynccontextmanager
 async def controlling(path: Path) -> AsyncIterator[Control]:
-    store = await PolicyStore.open(f"sqlite+aiosqlite:///{path}")
+    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
     control = Control(store)
     await control.start()
     try:
         yield control
     finally:
         await control.kill()
-        await store.close()
+        await store.database.close()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 
 from meridian_control import migrations
 from meridian_control import store as store_module
+from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.policy import Policy, parse_toml
 from meridian_control.postgres import NOTIFY
@@ -26,11 +27,11 @@ POLICY = parse_toml('fallback.lease_ms = 500\nmodel."a.b".think_end_token_ids = 
 
 @asynccontextmanager
 async def opened(address: str) -> AsyncIterator[PolicyStore]:
-    store = await PolicyStore.open(address)
+    store = PolicyStore(await Database.open(address))
     try:
         yield store
     finally:
-        await store.close()
+        await store.database.close()
 
 
 @pytest.fixture
@@ -122,10 +123,11 @@ WRITER = """
 import asyncio, sys
 from datetime import UTC, datetime
 from meridian_control.policy import Policy
+from meridian_control.database import Database
 from meridian_control.store import PolicyStore
 
 async def main():
-    store = await PolicyStore.open(sys.argv[1])
+    store = PolicyStore(await Database.open(sys.argv[1]))
     while True:
         stored = await store.append(Policy(), etag="", author="", reason="", now=datetime.now(UTC))
         print(stored.revision, stored.etag, flush=True)
@@ -225,7 +227,7 @@ async def test_a_migration_that_fails_leaves_nothing(path: Path, file: str, monk
     with monkeypatch.context() as broken:
         broken.setattr(migrations, "STEPS", (*migrations.STEPS, ("ALTER TABLE missing ADD COLUMN more TEXT",)))
         with pytest.raises(StoreUnavailable, match="no such table: missing"):
-            await PolicyStore.open(file)
+            await Database.open(file)
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == []
     async with opened(file) as store:
@@ -233,10 +235,10 @@ async def test_a_migration_that_fails_leaves_nothing(path: Path, file: str, monk
 
 
 async def test_replicas_that_start_at_once(address: str) -> None:
-    stores = await asyncio.gather(*(PolicyStore.open(address) for _ in range(6)))
-    assert sorted([(await append(store)).revision for store in stores]) == [1, 2, 3, 4, 5, 6]
-    for store in stores:
-        await store.close()
+    databases = await asyncio.gather(*(Database.open(address) for _ in range(6)))
+    assert sorted([(await append(PolicyStore(database))).revision for database in databases]) == [1, 2, 3, 4, 5, 6]
+    for database in databases:
+        await database.close()
 
 
 # ---------------------------------------------------------------------------------------------------- hearing of it
@@ -332,13 +334,13 @@ async def test_unreadable_revision_can_be_replaced(path: Path, file: str) -> Non
 )
 async def test_unavailable(address: str, message: str) -> None:
     with pytest.raises(StoreUnavailable, match=message):
-        await PolicyStore.open(address)
+        await Database.open(address)
 
 
 async def test_not_a_database(path: Path, file: str) -> None:
     path.write_text("text" * 1000)
     with pytest.raises(StoreUnavailable, match=r"^policy store: file is not a database$"):
-        await PolicyStore.open(file)
+        await Database.open(file)
 
 
 async def test_unavailable_later(path: Path, file: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, InvalidRequest, StoreUnavailable
 from meridian_control.policy import Policy
 from meridian_control.store import PolicyStore, StoredRevision
@@ -39,7 +40,7 @@ class StoreMachine(RuleBasedStateMachine):
         # Acknowledged revisions by number; the policy each request id was acknowledged for.
         self.known: dict[int, StoredRevision] = {}
         self.by_request: dict[str, StoredRevision] = {}
-        self.stores = [self.run(PolicyStore.open(self.address)) for _ in range(2)]
+        self.stores = [PolicyStore(self.run(Database.open(self.address))) for _ in range(2)]
         self.newest = 0
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -81,8 +82,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def replica_restarts(self, which: int) -> None:
-        self.run(self.stores[which].close())
-        self.stores[which] = self.run(PolicyStore.open(self.address))
+        self.run(self.stores[which].database.close())
+        self.stores[which] = PolicyStore(self.run(Database.open(self.address)))
 
     @rule(which=st.integers(0, 1), page=st.integers(1, 3))
     def pages(self, which: int, page: int) -> None:
@@ -106,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for store in self.stores:
-            self.run(store.close())
+            self.run(store.database.close())
         self.runner.close()
 
 

@@ -1,0 +1,141 @@
+"""The control plane's database, SQLite or PostgreSQL: its connection, its schema's age, and hearing of changes.
+
+Owns what all stores on it share and knows nothing of what they keep. Runs on the control plane's event loop; the driver
+does the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Self
+
+import asyncpg  # type: ignore[import-untyped]
+from sqlalchemy import event, text
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from meridian_control import postgres
+from meridian_control.errors import StoreUnavailable
+from meridian_control.migrations import migrate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+# Between two attempts to hear of changes again.
+RETRY_S = 1.0
+
+
+class Database:
+    """Open with `Database.open`, close with `close`. Several, in several processes, may be open on the same data; on
+    PostgreSQL they hear of each other's changes."""
+
+    def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
+        self._engine = engine
+        self._postgres_url = postgres_url
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        """Connect to a postgresql:// address or a SQLAlchemy URL of SQLite, and bring the schema up to date.
+
+        Raises StoreUnavailable.
+        """
+        with _unavailable():
+            if url.startswith(postgres.SCHEMES):
+                database = cls(postgres.create_engine(url), url)
+            elif not url.startswith("sqlite+aiosqlite:"):
+                scheme = url.partition("://")[0]
+                raise StoreUnavailable(f'policy store: must be a SQLite file or postgresql://…; got "{scheme}://…"')
+            else:
+                database = cls(create_async_engine(url, hide_parameters=True))
+                # aiosqlite leaves a failing thread behind when it cannot open the file, so find that out here.
+                sqlite3.connect(database._engine.url.database or ":memory:", uri=True).close()
+                event.listen(database._engine.sync_engine, "connect", _make_durable)
+            try:
+                async with database._engine.begin() as connection:
+                    await migrate(connection)
+            except ValueError as error:
+                raise StoreUnavailable(f"policy store: its address cannot be read: {error}") from error
+            except BaseException:
+                await database.close()
+                raise
+        return database
+
+    @property
+    def shared(self) -> bool:
+        """Whether several replicas may use it."""
+        return self._postgres_url is not None
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """A connection to read with. Raises StoreUnavailable, from what is done with it too."""
+        with _unavailable():
+            async with self._engine.connect() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction, on disk once it is left, which other replicas are told of.
+
+        Raises StoreUnavailable and SQLAlchemy's IntegrityError, from what is done with it too.
+        """
+        with _unavailable():
+            async with self._engine.begin() as connection:
+                yield connection
+                if self.shared:
+                    await connection.execute(text(postgres.NOTIFY))
+
+    async def follow(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Call `look` now and whenever another replica may have changed something, until cancelled.
+
+        Returns at once on SQLite, which is for one replica. Where `look` raises StoreUnavailable it is called again.
+        """
+        url = self._postgres_url
+        while url is not None:
+            try:
+                with _unavailable():
+                    async with aclosing(postgres.changes(url)) as changes:
+                        async for _ in changes:
+                            await look()
+            except StoreUnavailable as error:
+                logger.warning("%s: changes of other replicas are not seen", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+def utc(stored: datetime) -> datetime:
+    """A time as it was stored: SQLite drops the zone of what was stored as UTC."""
+    return stored.replace(tzinfo=stored.tzinfo or UTC).astimezone(UTC)
+
+
+def _make_durable(connection: Any, _record: Any) -> None:
+    """WAL keeps readers and writers apart; FULL syncs each commit, so an acknowledged one outlives a crash."""
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    """Turn what drivers raise into StoreUnavailable; the driver's own text carries neither statement nor password."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except (
+        SQLAlchemyError,
+        sqlite3.Error,
+        asyncpg.PostgresError,
+        asyncpg.InterfaceError,
+        OSError,
+        ImportError,
+    ) as error:
+        raise StoreUnavailable(f"policy store: {getattr(error, 'orig', None) or error}") from error
