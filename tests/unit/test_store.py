@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from meridian_control import database as database_module
 from meridian_control import migrations
-from meridian_control import store as store_module
 from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.policy import Policy, parse_toml
-from meridian_control.postgres import NOTIFY
 from meridian_control.store import PolicyStore, StoredRevision
 from tests.postgres import Postgres
 
@@ -267,7 +266,7 @@ async def test_other_replicas_hear_of_a_change(postgres_address: str) -> None:
 async def test_replicas_hear_again_after_postgresql_was_killed(
     postgres: Postgres, postgres_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(database_module, "RETRY_S", 0.05)
     async with opened(postgres_address) as one, opened(postgres_address) as two, following(two) as heard:
         first = await append(one)
         async with asyncio.timeout(30):
@@ -283,14 +282,13 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
 async def test_a_revision_of_a_newer_version_is_passed_over(
     postgres_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(database_module, "RETRY_S", 0.05)
     async with opened(postgres_address) as store, following(store) as heard, asyncio.timeout(30):
         await append(store)
         await heard.get()
-        async with store._engine.begin() as connection:
+        async with store.database.writing() as connection:
             query = "INSERT INTO policy_revisions SELECT 2, 'e', 'later = 1', '', '', created_at FROM policy_revisions"
             await connection.exec_driver_sql(query)
-            await connection.exec_driver_sql(NOTIFY)
         stored = await append(store)
         assert (stored.revision, await heard.get()) == (3, stored)
 
@@ -304,7 +302,7 @@ async def test_a_file_has_nobody_else_to_hear_of(file: str) -> None:
 
 
 async def test_durability_settings(file: str) -> None:
-    async with opened(file) as store, store._engine.connect() as connection:
+    async with opened(file) as store, store.database.reading() as connection:
         mode = (await connection.exec_driver_sql("PRAGMA journal_mode")).scalar_one()
         synchronous = (await connection.exec_driver_sql("PRAGMA synchronous")).scalar_one()
     assert (mode, synchronous) == ("wal", 2)
