@@ -27,6 +27,9 @@ RANK_HISTORY = 8
 # Slots are dense by contract; one beyond this is a broken or hostile agent.
 MAX_SLOTS = 1 << 16
 
+# A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
+NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
+
 # What the agent was told of a request: nothing yet, or that it has no cap.
 UNTOLD, NO_CAP = -1, -2
 
@@ -44,6 +47,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "preempted": (bool, False),
     # When its newest token was reported, or it was opened: milliseconds on the session's clock.
     "token_ms": (np.float64, 0.0),
+    "newest_token": (np.uint8, NO_TOKEN),
     # Newest token's signals.
     "entropy_nats": (np.float32, np.nan),
     "end_rank": (np.uint32, 0),
@@ -93,6 +97,7 @@ class RequestTable:
     output_tokens: NDArray[np.int64]
     preempted: NDArray[np.bool_]
     token_ms: NDArray[np.float64]
+    newest_token: NDArray[np.uint8]
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.uint32]
     end_logprob_nats: NDArray[np.float32]
@@ -123,6 +128,8 @@ class RequestTable:
         self.window = np.zeros((0, window_tokens), np.float32)
         # End-marker ranks at the sentence ends of the thinking, newest first.
         self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
+        # Of the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
+        self.output_itl_ms = self.ttot_ms = np.zeros(0)
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._resize(capacity)
 
@@ -195,6 +202,7 @@ class RequestTable:
             slot, phase, flags = slot[known], phase[known], flags[known]
             entropy, end_rank, end_logprob = entropy[known], end_rank[known], end_logprob[known]
         self.boundary_now[:] = False
+        self._intervals(slot, phase, flags, now_ms)
         self.token_ms[slot] = now_ms
         for at in _without_repeats(slot):
             s = slot[at]
@@ -207,6 +215,23 @@ class RequestTable:
                 end_logprob[at],
             )
         return len(slot)
+
+    def _intervals(self, slot: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], now_ms: float) -> None:
+        """Tokens of one request are taken to have come evenly spread since its report before. What came before its
+        first token is not known to be a token's time, so the report with that one gives no interval."""
+        order = np.argsort(slot, kind="stable")
+        slot, phase, flags = slot[order], phase[order], flags[order]
+        answer = (phase == OUTPUT) & ((flags & FLAG_MARKER) == 0)
+        kind = np.where(flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
+        first = np.flatnonzero(np.diff(slot, prepend=-1))
+        count, s = np.diff(first, append=len(slot)), slot[first]
+        before = np.roll(kind, 1)
+        before[first] = self.newest_token[s]
+        interval_ms = np.repeat((now_ms - self.token_ms[s]) / count, count)
+        answer &= np.repeat(self.newest_token[s] != NO_TOKEN, count)
+        self.output_itl_ms = interval_ms[answer & (before == ANSWER_TOKEN)]
+        self.ttot_ms = interval_ms[answer & (before == THINK_END)]
+        self.newest_token[s] = kind[first + count - 1]
 
     def _count(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any]) -> None:
         text = (flags & FLAG_MARKER) == 0

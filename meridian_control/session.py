@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
+from meridian_control.histogram import Histogram, time_histogram, token_histogram
 from meridian_control.policy import ModelPolicy, Who
 from meridian_control.requests import FLAG_BY_CAP, FLAG_END, FLAG_FORCED, NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
 from meridian_control.signals import add_eat_sample, rpdi
@@ -67,6 +68,10 @@ class Totals:
     outcomes: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
+    # Seconds, seconds, tokens; what they measure is said in fleet.proto.
+    output_itl: Histogram = field(default_factory=time_histogram)
+    ttot: Histogram = field(default_factory=time_histogram)
+    think_tokens: Histogram = field(default_factory=token_histogram)
     token_events: int = 0
     reports: int = 0
     requests: int = 0
@@ -78,6 +83,9 @@ class Totals:
         self.outcomes += other.outcomes
         self.ends += other.ends
         self.answers += other.answers
+        self.output_itl += other.output_itl
+        self.ttot += other.ttot
+        self.think_tokens += other.think_tokens
         for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -208,6 +216,8 @@ class Session:
             table.open(opened, now_ms)
             self._assign(opened.slot, opened)
         self.totals.token_events += table.add_tokens(report.tokens, now_ms)
+        self.totals.output_itl.add(table.output_itl_ms / 1e3)
+        self.totals.ttot.add(table.ttot_ms / 1e3)
         self._count_ends(report.tokens)
         self._add_probes(report.probes)
         for slot in report.preempted:
@@ -293,6 +303,8 @@ class Session:
         slot = closed.slot
         if not table.holds(slot) or closed.reason not in FINISHED:
             return
+        if think_tokens := int(table.think_tokens[slot]):
+            self.totals.think_tokens.add(np.array([think_tokens]))
         if table.phase[slot] == THINK:
             self.totals.answers["unended"] += 1
         elif table.ended[slot]:
@@ -471,6 +483,9 @@ class Session:
             outcomes=self.totals.outcomes,
             ends=self.totals.ends,
             answers=self.totals.answers,
+            output_itl=self.totals.output_itl.message(),
+            ttot=self.totals.ttot.message(),
+            think_tokens=self.totals.think_tokens.message(),
             open_decisions=len(self.open_decisions),
             capabilities=hello.capabilities,
         )

@@ -157,3 +157,58 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], si
         assert whole.output_tokens[slot] == sum(phase == OUTPUT and flags == 0 for _, phase, flags, _ in own)
         if own:
             assert whole.phase[slot] == (OUTPUT if own[-1][2] & phases.FLAG_END else own[-1][1])
+
+
+# ------------------------------------------------------------------------------------------------------- intervals
+
+
+def reported(made: RequestTable, now_ms: float, *rows: tuple[int, int, int]) -> tuple[list[float], list[float]]:
+    """Output ITL and TTOT that a report gives, milliseconds."""
+    made.add_tokens(tokens([(*row, 0.0) for row in rows]), now_ms)
+    return made.output_itl_ms.tolist(), made.ttot_ms.tolist()
+
+
+ENDED = phases.FLAG_MARKER | phases.FLAG_END
+
+
+def test_times_from_token_to_token() -> None:
+    made = table(thinking())
+    assert reported(made, 10, (0, THINK, 0)) == ([], [])
+    assert reported(made, 30, (0, THINK, ENDED)) == ([], [])
+    assert reported(made, 35, (0, OUTPUT, 0)) == ([], [5])
+    assert reported(made, 42, (0, OUTPUT, 0)) == ([7], [])
+    assert reported(made, 50) == ([], [])
+    assert reported(made, 52, (0, OUTPUT, 0)) == ([10], []), "a step without it, left out or preempted"
+    assert reported(made, 60, (0, THINK, phases.FLAG_MARKER)) == ([], [])
+    assert reported(made, 64, (0, THINK, ENDED)) == ([], [])
+    assert reported(made, 67, (0, OUTPUT, 0)) == ([], [3]), "thinking was taken up again"
+
+
+def test_several_tokens_of_a_report_came_evenly_spread() -> None:
+    """From merged steps or drafted: each counts once, and together they take as long as they took."""
+    made = table({"phase": OUTPUT}, thinking())
+    reported(made, 10, (0, OUTPUT, 0), (1, THINK, 0))
+    rows = [(0, OUTPUT, 0), (1, THINK, 0), (0, OUTPUT, 0), (1, THINK, ENDED), (1, OUTPUT, 0), (1, OUTPUT, 0)]
+    assert reported(made, 30, *rows) == ([10, 10, 5], [5])
+
+
+def test_the_report_with_a_requests_first_tokens_gives_no_interval() -> None:
+    """It was opened, or told of in a snapshot, at another time than its token before was made."""
+    made = table({"phase": OUTPUT}, thinking())
+    assert reported(made, 90, (0, OUTPUT, 0), (0, OUTPUT, 0), (1, THINK, ENDED), (1, OUTPUT, 0)) == ([], [])
+    assert reported(made, 95, (0, OUTPUT, 0), (1, OUTPUT, 0)) == ([5, 5], [])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([(THINK, 0), (THINK, ENDED), (OUTPUT, 0)])), max_size=40),
+    st.integers(1, 10),
+)
+def test_intervals_are_those_of_each_request_alone(rows: list[tuple[int, tuple[int, int]]], size: int) -> None:
+    together, alone = table(*[thinking()] * 4), [table(*[thinking()] * 4) for _ in range(4)]
+    for number, at in enumerate(range(0, len(rows), size)):
+        now_ms = 7.0 * (number + 1)
+        report = [(slot, *token) for slot, token in rows[at : at + size]]
+        itl, ttot = reported(together, now_ms, *report)
+        parts = [reported(one, now_ms, *(row for row in report if row[0] == slot)) for slot, one in enumerate(alone)]
+        assert itl == [value for part, _ in parts for value in part]
+        assert ttot == [value for _, part in parts for value in part]

@@ -17,8 +17,9 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import InvalidRequest
+from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
-from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, outcome_name
+from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, Totals, outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
@@ -247,6 +248,36 @@ def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
     made.step(60)
     answers = made.session.totals.answers
     assert answers == {"answered_after_forced": 2, "answered_after_natural": MIN_ANSWERS, "long_after_forced": 1}
+
+
+def test_latencies_and_thinking_are_counted_per_engine() -> None:
+    """What the engine shows and what its totals come to: one interval less than tokens, one start of an answer."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", think=40, answer=11)
+    made.step(60, then_ms=20.0)
+    engine = made.session.engine(connected=True)
+    bucket = TIME_BOUNDS_S.index(0.02)
+    assert (sum(engine.output_itl.counts), engine.output_itl.counts[bucket]) == (10, 10)
+    assert (sum(engine.ttot.counts), engine.ttot.counts[bucket]) == (1, 1)
+    assert engine.output_itl.sum == pytest.approx(0.2)
+    assert engine.ttot.sum == pytest.approx(0.02)
+    assert list(engine.output_itl.bounds) == list(TIME_BOUNDS_S)
+    assert (sum(engine.think_tokens.counts), engine.think_tokens.sum) == (1, 40)
+    total = Totals()
+    for _ in range(2):
+        total.add(made.session.totals)
+    assert (total.output_itl.counts.sum(), total.ttot.counts.sum(), total.think_tokens.sum) == (20, 2, 80)
+
+
+def test_thinking_that_was_aborted_or_never_began_is_not_counted() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("aborted")
+    made.step(5)
+    made.agent.abort("aborted")
+    made.open("none", prompt=(TEXT,), answer=3)
+    made.step(5)
+    assert made.session.totals.requests == 2
+    assert made.session.totals.think_tokens.counts.sum() == 0
 
 
 # ------------------------------------------------------------------------------------------------------- who gets what

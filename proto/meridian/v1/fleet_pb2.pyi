@@ -150,6 +150,9 @@ class Engine(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
+    OUTPUT_ITL_FIELD_NUMBER: _builtins.int
+    TTOT_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.str
     model: _builtins.str
@@ -198,6 +201,22 @@ class Engine(_message.Message):
         of at most one token), answered_after_<…> (all others), and unended (finished while thinking).
         """
 
+    @_builtins.property
+    def output_itl(self) -> Global___Histogram:
+        """Times in seconds as reports arrive here, since the engine connected. A request's tokens of one report, from several
+        steps or drafted, are taken to have come evenly spread since its report before; the first report with tokens of a
+        request gives none, and neither do markers.
+        From an answer token to the next one.
+        """
+
+    @_builtins.property
+    def ttot(self) -> Global___Histogram:
+        """From the end of thinking to the first answer token."""
+
+    @_builtins.property
+    def think_tokens(self) -> Global___Histogram:
+        """Thinking tokens of the requests that finished after any."""
+
     def __init__(
         self,
         *,
@@ -228,14 +247,50 @@ class Engine(_message.Message):
         counters: _agent_pb2.AgentCounters | None = ...,
         capabilities: _agent_pb2.Capabilities | None = ...,
         answers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        output_itl: Global___Histogram | None = ...,
+        ttot: Global___Histogram | None = ...,
+        think_tokens: Global___Histogram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "report_time", b"report_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "thinking", b"thinking", "token_events", b"token_events", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    """Observations by size, in the unit of the field that carries it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of the buckets, included in them, ascending; what is above the last one is in a bucket of its own."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Observations per bucket, not cumulative: one more than there are bounds."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
 
 @_typing.final
 class LastDecision(_message.Message):

@@ -1,0 +1,54 @@
+"""Histograms with fixed buckets, so that those of engines, replicas and versions can be added up.
+
+Knows nothing of what is measured. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from meridian.v1 import fleet_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+# ISO 3's R10 series from 1 ms to 10 s: each bound about a quarter above the one before, which is how well a quantile
+# can be told.
+_R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
+TIME_BOUNDS_S = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
+TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
+
+
+class Histogram:
+    """Counts of observations by bucket, and their sum. A bound belongs to the bucket below it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array(bounds)
+        self.counts = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+
+    def add(self, values: NDArray[np.float64] | NDArray[np.int64]) -> None:
+        if len(values):
+            self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+            self.sum += float(values.sum())
+
+    def __iadd__(self, other: Histogram) -> Histogram:
+        """Adds what another with the same bounds counted."""
+        self.counts += other.counts
+        self.sum += other.sum
+        return self
+
+    def message(self) -> fleet_pb2.Histogram:
+        return fleet_pb2.Histogram(bounds=self.bounds.tolist(), counts=self.counts.tolist(), sum=self.sum)
+
+
+def time_histogram() -> Histogram:
+    """For times in seconds."""
+    return Histogram(TIME_BOUNDS_S)
+
+
+def token_histogram() -> Histogram:
+    return Histogram(TOKEN_BOUNDS)
