@@ -117,12 +117,14 @@ def changed_ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -
 def share(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, in_force: Share) -> Share:
     """What may join a step: as much as the answers' budget leaves room for, by the measured cost of steps.
 
-    No limit while no answer streams, and none where it would not make steps shorter. in_force: the share told last.
+    No limit where it would not make steps shorter. While no answer streams it is the share for a single one: the agent
+    limits nothing until that one is there, and the step of its first token is then short too. in_force: the share told
+    last.
     """
     running = table.live & ~table.preempted
-    answering = int(np.count_nonzero(running & (table.phase == OUTPUT)))
+    answering = max(1, int(np.count_nonzero(running & (table.phase == OUTPUT))))
     thinking = int(np.count_nonzero(running & (table.phase == THINK)))
-    if policy.strategy == "stock" or not answering or cost.steps < WARM_STEPS:
+    if policy.strategy == "stock" or cost.steps < WARM_STEPS:
         return Share()
     a, b, c = cost.coefficients
     budget = policy.output_tpot_budget_ms

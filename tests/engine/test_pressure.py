@@ -109,6 +109,16 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
     control.settled()
 
 
+def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Control) -> None:
+    """The share that waits for the first answer costs nothing before."""
+    tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
+    control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
+    before = priced.think_skips
+    chat(llm, SEVEN[:6], endless(priced, max_tokens=200))
+    assert priced.directives.active_plan().think_per_step is not None
+    assert priced.think_skips == before
+
+
 @pytest.mark.parametrize("budget_ms", [6.0, 10_000.0])
 def test_think_tpot_budget_bounds_the_wait(llm: Any, priced: Any, control: Control, budget_ms: float) -> None:
     """A budget below the step time allows no skip at all."""

@@ -170,10 +170,13 @@ def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
     assert share(POLICY, TEN, flat, Share()).think_per_step is None
 
 
-def test_no_answer_no_limit() -> None:
-    assert share(POLICY, table(*[thinking()] * 30), SLOW, Share()) == Share()
-    assert share(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == Share()
-    assert share(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == Share()
+def test_the_first_answer_finds_its_share_ready() -> None:
+    """The agent limits nothing while no answer streams."""
+    ready = share(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
+    assert ready.think_per_step is not None
+    assert share(POLICY, table(*[thinking()] * 30), SLOW, Share()) == ready
+    assert share(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == ready
+    assert share(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == ready
 
 
 def test_nothing_is_limited_before_the_cost_is_known_or_in_stock_order() -> None:
