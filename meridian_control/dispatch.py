@@ -36,6 +36,13 @@ MAX_PREFILL_TOKENS = 1 << 20
 NEXT_TO_NOTHING_MS = 1.0
 # Steps before the cost of a step is known well enough to be used.
 WARM_STEPS = 32
+# Budgets that the policy leaves to the engine: a step with prompts takes at most so many times what one without takes,
+# thinking gets a token in so many budgets of an answer, and paced answers go at a reader's pace.
+STRETCH, THINK_BUDGETS, READING_MS = 1.75, 4.0, 100.0
+# An answer's budget before the cost of a step is known.
+USUAL_MS = 20.0
+# Prompt tokens that may join a step at least, where the policy leaves it to the engine: so many times those of late.
+HEADROOM, LEAST_PREFILL_TOKENS = 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +58,19 @@ class Share:
     prefill_tokens_per_step: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Milliseconds from one token to the next."""
+
+    output_ms: float
+    think_ms: float
+
+
 class StepCost:
     """What a step takes: a + b * sequences + c * prefill tokens, in milliseconds.
 
     Recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients are never taken below 0.
+    prefill_tokens: mean of late, per step.
     """
 
     LAMBDA = 0.995
@@ -63,6 +79,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.prefill_tokens = 0.0
         self._weights = np.zeros(3)
         self._covariance = np.eye(3) * 1e3
 
@@ -77,6 +94,7 @@ class StepCost:
         if np.trace(covariance) < 1e6:
             self._covariance = (covariance + covariance.T) / 2
         self.steps += 1
+        self.prefill_tokens += (1 - self.LAMBDA) * (prefill_tokens - self.prefill_tokens)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -85,13 +103,25 @@ class StepCost:
         return float(a), float(b), float(c)
 
 
-def ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -> NDArray[np.int64]:
+def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Budgets:
+    """The policy's budgets; where it names none, what suits the engine's own steps."""
+    output_ms = policy.output_tpot_budget_ms
+    if not output_ms and policy.strategy == "reasoning_first":
+        output_ms = READING_MS
+    elif not output_ms:
+        a, b, _ = cost.coefficients
+        running = int(np.count_nonzero(table.live & ~table.preempted & (table.phase >= THINK)))
+        output_ms = STRETCH * (a + b * running) if cost.steps >= WARM_STEPS else USUAL_MS
+    return Budgets(output_ms, policy.think_tpot_budget_ms or THINK_BUDGETS * output_ms)
+
+
+def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float) -> NDArray[np.int64]:
     """Every slot's rank, [slots]. now_ms: time on the table's clock."""
     phase = np.minimum(table.phase, OUTPUT)
     total = table.prompt_tokens + table.think_tokens + table.output_tokens
     if policy.strategy == "deadline":
-        budget = np.where(phase == OUTPUT, policy.output_tpot_budget_ms, policy.think_tpot_budget_ms)
-        slack = np.clip(table.token_ms + budget - now_ms, 0, MAX_SLACK_MS).astype(np.int64)
+        allowed = np.where(phase == OUTPUT, budget.output_ms, budget.think_ms)
+        slack = np.clip(table.token_ms + allowed - now_ms, 0, MAX_SLACK_MS).astype(np.int64)
         first_answer_token = (phase == OUTPUT) & (table.output_tokens == 0)
         by_deadline: NDArray[np.int64] = np.where(first_answer_token, 0, 1 + slack)
         return by_deadline
@@ -104,17 +134,19 @@ def ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -> NDArra
     return rank
 
 
-def changed_ranks(policy: SchedulerPolicy, table: RequestTable, now_ms: float) -> tuple[NDArray[np.intp], list[int]]:
+def changed_ranks(
+    policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float
+) -> tuple[NDArray[np.intp], list[int]]:
     """Slots whose rank differs from what the agent was told, and their new ranks; updates the table."""
     if policy.strategy == "stock":
         return np.zeros(0, np.intp), []
-    rank = ranks(policy, table, now_ms)
+    rank = ranks(policy, table, budget, now_ms)
     slots = np.flatnonzero(table.live & (rank != table.rank))
     table.rank[slots] = rank[slots]
     return slots, rank[slots].tolist()
 
 
-def share(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, in_force: Share) -> Share:
+def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: StepCost, in_force: Share) -> Share:
     """What may join a step: as much as the answers' budget leaves room for, by the measured cost of steps.
 
     No limit where it would not make steps shorter. While no answer streams it is the share for a single one: the agent
@@ -127,25 +159,25 @@ def share(policy: SchedulerPolicy, table: RequestTable, cost: StepCost, in_force
     if policy.strategy == "stock" or cost.steps < WARM_STEPS:
         return Share()
     a, b, c = cost.coefficients
-    budget = policy.output_tpot_budget_ms
     if policy.strategy == "reasoning_first":
-        return _paced_answers(answering, thinking, a + b * (answering + thinking), budget)
+        return _paced_answers(answering, thinking, a + b * (answering + thinking), budget.output_ms)
     joining, limit, max_skip = thinking, None, 0
     whole = a + b * (answering + thinking)
-    if thinking and whole > budget:
-        room = math.floor((budget - a) / b) - answering if b else thinking
+    if thinking and whole > budget.output_ms:
+        room = math.floor((budget.output_ms - a) / b) - answering if b else thinking
         if policy.strategy == "output_first":
             room = min(room, math.ceil(policy.think_batch_multiplier * answering))
         # As many as it takes for each to have its token within its own budget.
-        fair = math.ceil(thinking * max(budget, a + b * answering) / policy.think_tpot_budget_ms)
+        fair = math.ceil(thinking * max(budget.output_ms, a + b * answering) / budget.think_ms)
         wanted = min(thinking, max(room, fair, 1))
         if a + b * (answering + wanted) <= (1 - MIN_GAIN) * whole:
             joining = limit = _settled(wanted, in_force.think_per_step)
-            max_skip = max(0, int(policy.think_tpot_budget_ms / (a + b * (answering + joining))) - 1)
-    spare = budget - a - b * (answering + joining)
+            max_skip = max(0, int(budget.think_ms / (a + b * (answering + joining))) - 1)
+    spare = budget.output_ms - a - b * (answering + joining)
     prefill = None
     if c * MAX_PREFILL_TOKENS > max(spare, NEXT_TO_NOTHING_MS):
-        prefill = _settled(max(policy.min_prefill_tokens, math.floor(spare / c)), in_force.prefill_tokens_per_step)
+        least = policy.min_prefill_tokens or max(LEAST_PREFILL_TOKENS, math.ceil(HEADROOM * cost.prefill_tokens))
+        prefill = _settled(max(least, math.floor(spare / c)), in_force.prefill_tokens_per_step)
     return Share(limit, None, max_skip, prefill)
 
 

@@ -54,13 +54,17 @@ class SchedulerPolicy(Section):
         "paced at their budget; stock leaves vLLM's own order.",
     )
     think_tpot_budget_ms: float = Field(
-        80.0, gt=0, description="Milliseconds a thinking sequence may go without a token while it is left out of steps."
+        0.0,
+        ge=0,
+        description="Milliseconds a thinking sequence may go without a token while it is left out of steps; 0 is four "
+        "times the output budget.",
     )
     output_tpot_budget_ms: float = Field(
-        20.0,
-        gt=0,
+        0.0,
+        ge=0,
         description="Step-time target in milliseconds while answers stream; only when it is exceeded are thinking "
-        "sequences left out.",
+        "sequences left out. 0 follows the engine: 1.75 times what a step of all running sequences takes, so that "
+        "prompts alone are held back.",
     )
     think_batch_multiplier: float = Field(
         2.5,
@@ -69,10 +73,11 @@ class SchedulerPolicy(Section):
         "budget is exceeded.",
     )
     min_prefill_tokens: int = Field(
-        128,
-        ge=1,
+        0,
+        ge=0,
         le=INT32_MAX,
-        description="Prompt tokens that may join a step while answers stream, whatever the output budget leaves.",
+        description="Prompt tokens that may join a step while answers stream, whatever the output budget leaves; 0 is "
+        "twice what steps had of late.",
     )
     long_think_tokens: int = Field(
         8192,

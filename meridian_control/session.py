@@ -434,8 +434,9 @@ class Session:
         if not stock:
             if review:
                 table.rank[:] = UNTOLD
-            slots, ranks = dispatch.changed_ranks(scheduler, table, now_ms)
-            share = dispatch.share(scheduler, table, self._cost, self._share)
+            budgets = dispatch.budgets(scheduler, table, self._cost)
+            slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
+            share = dispatch.share(scheduler, table, budgets, self._cost, self._share)
         if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
             return
         self._share, self._hold = share, hold

@@ -46,7 +46,6 @@ class Options:
 
     repetitions: int
     counted: int
-    position: float
     quick: bool
     output: Path
     save: bool
@@ -71,7 +70,7 @@ class Benchmark:
         ample = Setup(self.model, AMPLE_BLOCKS)
         with engine(ample, self.options.output / "ample") as running:
             await self._measure(running)
-            arms = scheduling_arms.main(self.costs, self.options.position)
+            arms = scheduling_arms.main(self.costs)
             await self._runs(running, arms, self._cases(pressure=False))
             await self._runs(running, self._frontier(), [Case("poisson", 1.0, False)])
         blocks = math.ceil(PRESSURE * self.capacities["ample"].kv_peak_blocks) + 1
@@ -93,7 +92,6 @@ class Benchmark:
             costs=self.costs,
             capacities=self.capacities,
             plan=self.plan,
-            position=self.options.position,
             repetitions=self.options.repetitions,
             blocks={"ample": AMPLE_BLOCKS, "pressure": blocks},
             token_budget=self.token_budget,
@@ -104,7 +102,7 @@ class Benchmark:
         return both[:1] if self.options.quick else both
 
     def _frontier(self) -> list[Arm]:
-        return scheduling_arms.frontier(self.costs, self.options.position)
+        return scheduling_arms.frontier(self.costs)
 
     async def _warm(self, running: StreamedEngine) -> None:
         """The first requests of an engine are slower than all others."""
@@ -115,9 +113,9 @@ class Benchmark:
         self.token_budget = running.token_budget
         self.costs, _ = await self.calm.measure(partial(scheduling_runs.measure_costs, running))
         self.capacities["ample"] = capacity = await self._capacity(running)
-        budget = scheduling_arms.budget_ms(self.costs, self.options.position)
-        self.plan = Plan(capacity.requests_per_s, self.options.counted, budget / 1e3)
-        say(f"{self.costs}, {capacity}, budget {budget:.1f} ms")
+        pace_ms = scheduling_arms.budget_ms(self.costs, scheduling_arms.READER)
+        self.plan = Plan(capacity.requests_per_s, self.options.counted, pace_ms / 1e3)
+        say(f"{self.costs}, {capacity}, reader {pace_ms:.1f} ms")
 
     async def _capacity(self, running: StreamedEngine) -> Capacity:
         measure = partial(scheduling_runs.measure_capacity, running, CAPACITY_REQUESTS)
@@ -174,12 +172,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
     add("--counted", type=int, default=64, help="requests of a run whose latencies count")
-    add(
-        "--position",
-        type=float,
-        default=scheduling_arms.POSITION,
-        help="of the answers' budget, from a small step (0) to a full one (1) and on",
-    )
     add("--quick", action="store_true", help="one short repetition of the Poisson cases")
     add("--output", type=Path, default=ROOT / "build" / "bench-scheduling")
     add("--save", action="store_true", help="copy the results to tests/bench/results")

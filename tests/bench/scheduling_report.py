@@ -69,7 +69,6 @@ class Findings:
     costs: Costs
     capacities: dict[str, Capacity]
     plan: Plan
-    position: float
     repetitions: int
     blocks: dict[str, int]
     token_budget: int
@@ -198,14 +197,13 @@ def _protocol(found: Findings) -> Iterator[str]:
         f"{own['ample'].requests_per_s / own['pressure'].requests_per_s:.2f} of what the engine can do then."
     )
     yield ""
-    scheduler = found.policies[DEFAULT]["scheduler"]
-    budget = f"{scheduler['output_tpot_budget_ms']:g} ms"
+    paced = found.policies["reasoning_first"]["scheduler"]
     yield (
-        f"Budgets, the same for all strategies: answers {budget}, {found.position:g} times the way from the first of "
-        f"these step times to the second; thinking {scheduler['think_tpot_budget_ms']:g} ms; at least "
-        f"{scheduler['min_prefill_tokens']} prompt tokens per step; `long_think_tokens` "
-        f"{scheduler['long_think_tokens']}. The arms named `{DEFAULT} at x` have their budgets x times the way. "
-        "Everything else is the policy's default; entropy rules are off."
+        "Policies: the defaults, whose budgets follow the engine, with entropy rules off. `reasoning_first` paces "
+        f"answers at the reader's {paced['output_tpot_budget_ms']:g} ms and demotes thinking past "
+        f"{paced['long_think_tokens']} tokens. The arms named `{DEFAULT} at x` have an explicit answers' budget, x "
+        "times the way from the first of these step times to the second; thinking has four times that, prompts at "
+        "least half."
     )
     yield ""
     yield (
@@ -281,7 +279,7 @@ def write(found: Findings, folder: Path) -> list[Path]:
 
 
 def draw(found: Findings, path: Path) -> None:
-    """Output ITL P99 against throughput at capacity, per strategy; the default's budgets are one line."""
+    """Output ITL P99 against throughput at capacity, per strategy; explicit budgets are one line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
@@ -291,7 +289,7 @@ def draw(found: Findings, path: Path) -> None:
 
 
 def _draw_case(axes: Axes, found: Findings, case: Case) -> None:
-    budgets: list[tuple[float, str]] = [(found.position, DEFAULT)]
+    budgets: list[tuple[float, str]] = []
     for arm in found.arms(case):
         at = arm.removeprefix(f"{DEFAULT} at ")
         if at != arm:

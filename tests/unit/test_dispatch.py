@@ -12,23 +12,34 @@ from hypothesis import strategies as st
 
 from meridian_control.dispatch import (
     DEADBAND,
+    HEADROOM,
     MAX_SLACK_MS,
+    READING_MS,
+    STRETCH,
+    THINK_BUDGETS,
+    USUAL_MS,
     WARM_STEPS,
+    Budgets,
     Share,
     StepCost,
+    budgets,
     changed_ranks,
     ranks,
     share,
 )
 from meridian_control.policy import SchedulerPolicy
-from meridian_control.requests import OUTPUT, PROMPT, THINK
+from meridian_control.requests import OUTPUT, PROMPT, THINK, RequestTable
 from tests.fakes.tables import answering, table, thinking
 
-POLICY = SchedulerPolicy()
+# Budgets of the step times below.
+GIVEN = {"output_tpot_budget_ms": 20.0, "think_tpot_budget_ms": 80.0, "min_prefill_tokens": 128}
 
 
 def scheduler(**fields: Any) -> SchedulerPolicy:
-    return SchedulerPolicy.model_validate(fields)
+    return SchedulerPolicy.model_validate({**GIVEN, **fields})
+
+
+POLICY = scheduler()
 
 
 def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> StepCost:
@@ -43,9 +54,13 @@ def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> 
 # ------------------------------------------------------------------------------------------------------------- order
 
 
+def stated(policy: SchedulerPolicy) -> Budgets:
+    return Budgets(policy.output_tpot_budget_ms, policy.think_tpot_budget_ms)
+
+
 def order(policy: SchedulerPolicy, *rows: dict[str, Any], now_ms: float = 0.0) -> list[int]:
     """Slots, most urgent first."""
-    return [int(s) for s in np.argsort(ranks(policy, table(*rows), now_ms)[: len(rows)], kind="stable")]
+    return [int(s) for s in np.argsort(ranks(policy, table(*rows), stated(policy), now_ms)[: len(rows)], kind="stable")]
 
 
 def test_output_first() -> None:
@@ -62,7 +77,7 @@ def test_deadline_orders_by_slack_and_begins_with_first_answer_tokens() -> None:
     late_think, think = thinking(token_ms=930), thinking(token_ms=995)
     answer, first = answering(token_ms=990, output_tokens=5), answering(token_ms=999)
     assert order(policy, think, late_think, answer, first, now_ms=1000) == [3, 1, 2, 0]
-    assert ranks(policy, table(thinking(token_ms=1e9)), 0)[0] == 1 + MAX_SLACK_MS
+    assert ranks(policy, table(thinking(token_ms=1e9)), stated(policy), 0)[0] == 1 + MAX_SLACK_MS
 
 
 def test_reasoning_first_demotes_long_thinkers() -> None:
@@ -72,18 +87,18 @@ def test_reasoning_first_demotes_long_thinkers() -> None:
 
 
 def test_stock_has_no_order() -> None:
-    slots, told = changed_ranks(scheduler(strategy="stock"), table(thinking(), answering()), 0.0)
+    slots, told = changed_ranks(scheduler(strategy="stock"), table(thinking(), answering()), stated(POLICY), 0.0)
     assert (slots.tolist(), told) == ([], [])
 
 
 def test_only_changes_are_told() -> None:
     made = table(thinking(), answering(), thinking())
-    assert changed_ranks(POLICY, made, 0.0)[0].tolist() == [0, 1, 2]
-    assert changed_ranks(POLICY, made, 0.0)[0].tolist() == []
+    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == [0, 1, 2]
+    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == []
     made.phase[2] = OUTPUT
     made.phase[1] = THINK
     made.close(1)
-    slots, told = changed_ranks(POLICY, made, 0.0)
+    slots, told = changed_ranks(POLICY, made, stated(POLICY), 0.0)
     assert (slots.tolist(), told) == ([2], [0])
 
 
@@ -120,14 +135,20 @@ def test_no_variation_and_no_sense_do_no_harm() -> None:
 # ------------------------------------------------------------------------------------------------------------ share
 
 SLOW = cost(5.0, 1.0, 0.05)
+
+
+def joins(policy: SchedulerPolicy, made: RequestTable, steps: StepCost, in_force: Share) -> Share:
+    return share(policy, made, budgets(policy, made, steps), steps, in_force)
+
+
 TEN = table(answering(), answering(), *[thinking()] * 18)
 
 
 def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
     """20 sequences take 25 ms; in 20 ms there is room for 15."""
-    assert share(scheduler(output_tpot_budget_ms=26.0), TEN, SLOW, Share()).think_per_step is None
+    assert joins(scheduler(output_tpot_budget_ms=26.0), TEN, SLOW, Share()).think_per_step is None
     wide = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
-    assert share(wide, TEN, SLOW, Share()).think_per_step == 13
+    assert joins(wide, TEN, SLOW, Share()).think_per_step == 13
 
 
 @pytest.mark.parametrize(
@@ -144,59 +165,59 @@ def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
     ],
 )
 def test_each_field_has_an_effect(fields: dict[str, Any], limit: int, skips: int) -> None:
-    found = share(scheduler(output_tpot_budget_ms=20.5, **fields), TEN, SLOW, Share())
+    found = joins(scheduler(output_tpot_budget_ms=20.5, **fields), TEN, SLOW, Share())
     assert (found.think_per_step, found.max_skip_steps) == (limit, skips)
 
 
 def test_prompts_get_what_is_left_but_never_less_than_their_least() -> None:
     few = table(answering(), thinking())
-    assert share(scheduler(output_tpot_budget_ms=20.0), few, SLOW, Share()).prefill_tokens_per_step == pytest.approx(
+    assert joins(scheduler(output_tpot_budget_ms=20.0), few, SLOW, Share()).prefill_tokens_per_step == pytest.approx(
         260, abs=3
     )
     least = scheduler(output_tpot_budget_ms=7.5, min_prefill_tokens=70)
-    assert share(least, few, SLOW, Share()).prefill_tokens_per_step == 70
+    assert joins(least, few, SLOW, Share()).prefill_tokens_per_step == 70
 
 
 def test_prompts_that_cost_next_to_nothing_are_not_limited() -> None:
     tight = scheduler(output_tpot_budget_ms=1.0)
-    assert share(tight, TEN, cost(5.0, 1.0, 0.0), Share()).prefill_tokens_per_step is None
+    assert joins(tight, TEN, cost(5.0, 1.0, 0.0), Share()).prefill_tokens_per_step is None
     for c in (0.0, 1e-9, 1e-5):
-        assert share(POLICY, table(answering()), cost(5.0, 0.1, c), Share()).prefill_tokens_per_step is None
+        assert joins(POLICY, table(answering()), cost(5.0, 0.1, c), Share()).prefill_tokens_per_step is None
 
 
 def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
     """Sequences cost next to nothing: leaving some out would only lose throughput."""
     flat = cost(25.0, 0.01, 0.05)
-    assert share(POLICY, TEN, flat, Share()).think_per_step is None
+    assert joins(POLICY, TEN, flat, Share()).think_per_step is None
 
 
 def test_the_first_answer_finds_its_share_ready() -> None:
     """The agent limits nothing while no answer streams."""
-    ready = share(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
+    ready = joins(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
     assert ready.think_per_step is not None
-    assert share(POLICY, table(*[thinking()] * 30), SLOW, Share()) == ready
-    assert share(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == ready
-    assert share(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == ready
+    assert joins(POLICY, table(*[thinking()] * 30), SLOW, Share()) == ready
+    assert joins(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == ready
+    assert joins(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == ready
 
 
 def test_nothing_is_limited_before_the_cost_is_known_or_in_stock_order() -> None:
-    assert share(POLICY, TEN, cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1), Share()) == Share()
-    assert share(scheduler(strategy="stock"), TEN, SLOW, Share()) == Share()
+    assert joins(POLICY, TEN, cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1), Share()) == Share()
+    assert joins(scheduler(strategy="stock"), TEN, SLOW, Share()) == Share()
 
 
 def test_reasoning_first_paces_answers_at_their_budget() -> None:
     policy = scheduler(strategy="reasoning_first", output_tpot_budget_ms=55.0)
     made = table(*[answering()] * 10, *[thinking()] * 10)
-    assert share(policy, made, SLOW, Share()) == Share(output_per_step=5, max_skip_steps=1)
-    assert share(scheduler(strategy="reasoning_first"), made, SLOW, Share()) == Share()
-    assert share(policy, table(*[answering()] * 10), SLOW, Share()) == Share()
+    assert joins(policy, made, SLOW, Share()) == Share(output_per_step=5, max_skip_steps=1)
+    assert joins(scheduler(strategy="reasoning_first"), made, SLOW, Share()) == Share()
+    assert joins(policy, table(*[answering()] * 10), SLOW, Share()) == Share()
 
 
 def test_a_limit_that_is_about_the_same_stays() -> None:
     policy = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
     assert 12 * (1 + DEADBAND) >= 13
-    assert share(policy, TEN, SLOW, Share(think_per_step=12)).think_per_step == 12
-    assert share(policy, TEN, SLOW, Share(think_per_step=11)).think_per_step == 13
+    assert joins(policy, TEN, SLOW, Share(think_per_step=12)).think_per_step == 12
+    assert joins(policy, TEN, SLOW, Share(think_per_step=11)).think_per_step == 13
 
 
 @given(
@@ -211,7 +232,7 @@ def test_thinking_can_meet_its_own_budget(
 ) -> None:
     """Either so many join that taking turns meets the budget, or all do."""
     policy = scheduler(think_batch_multiplier=multiplier, think_tpot_budget_ms=budget_ms, strategy=strategy)
-    found = share(policy, table(*[answering()] * answers, *[thinking()] * thinkers), SLOW, Share())
+    found = joins(policy, table(*[answering()] * answers, *[thinking()] * thinkers), SLOW, Share())
     if found.think_per_step is None:
         assert found.max_skip_steps == 0
         return
@@ -219,3 +240,47 @@ def test_thinking_can_meet_its_own_budget(
     step_ms = a + b * (answers + found.think_per_step)
     assert 1 <= found.think_per_step < thinkers
     assert (found.max_skip_steps + 1) * step_ms <= max(budget_ms, step_ms) * (1 + 1e-9)
+
+
+# --------------------------------------------------------------------------------------- budgets that follow the engine
+
+FOLLOW = SchedulerPolicy()
+
+
+def test_budgets_follow_what_steps_take() -> None:
+    """20 sequences take 25 ms; those that are preempted or have no token yet take none of it."""
+    found = budgets(FOLLOW, TEN, SLOW)
+    assert found.output_ms == pytest.approx(STRETCH * 25.0, rel=0.01)
+    assert found.think_ms == pytest.approx(THINK_BUDGETS * found.output_ms)
+    more = table(answering(), answering(), *[thinking()] * 18, thinking(preempted=True), {"phase": PROMPT})
+    assert budgets(FOLLOW, more, SLOW) == found
+    assert budgets(scheduler(), TEN, SLOW) == Budgets(20.0, 80.0)
+    assert budgets(scheduler(think_tpot_budget_ms=0.0), TEN, SLOW) == Budgets(20.0, 20.0 * THINK_BUDGETS)
+
+
+def test_budgets_before_the_cost_is_known_and_for_readers() -> None:
+    unknown = cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1)
+    assert budgets(FOLLOW, TEN, unknown) == Budgets(USUAL_MS, USUAL_MS * THINK_BUDGETS)
+    reading = FOLLOW.model_copy(update={"strategy": "reasoning_first"})
+    assert budgets(reading, TEN, SLOW).output_ms == READING_MS
+
+
+@given(st.integers(1, 30), st.integers(0, 60), st.floats(0.1, 100), st.floats(0, 5), st.floats(0.001, 1))
+def test_following_budgets_leave_no_thinker_out(answers: int, thinkers: int, a: float, b: float, c: float) -> None:
+    """Only prompts are held back, to what makes a step STRETCH times as long, or to twice their arrival."""
+    steps = cost(a, b, c)
+    made = table(*[answering()] * answers, *[thinking()] * thinkers)
+    found = joins(FOLLOW, made, steps, Share())
+    assert (found.think_per_step, found.max_skip_steps) == (None, 0)
+    if found.prefill_tokens_per_step is not None:
+        assert found.prefill_tokens_per_step >= HEADROOM * steps.prefill_tokens
+
+
+def test_prompts_are_never_held_back_below_their_arrival() -> None:
+    """Where prompts come at 300 tokens a step, whatever they cost."""
+    steps = StepCost()
+    for i in range(2000):
+        steps.add(20, 600 * (i % 2), 25.0 + 0.25 * 600 * (i % 2))
+    found = joins(FOLLOW, TEN, steps, Share()).prefill_tokens_per_step
+    assert found == pytest.approx(HEADROOM * 300, rel=0.02)
+    assert joins(scheduler(output_tpot_budget_ms=30.0), TEN, steps, Share()).prefill_tokens_per_step == 128

@@ -453,7 +453,7 @@ def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
 
 
 def test_thinking_is_limited_and_released() -> None:
-    made = stream()
+    made = stream(policy(scheduler={"output_tpot_budget_ms": 20.0, "think_tpot_budget_ms": 80.0}))
     made.open("answer", prompt=[1, 2])
     for name in "abcd":
         made.open(name)
