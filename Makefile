@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test bench-termination bench-scheduling bench-cache lint proto clean
+.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery lint proto clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
@@ -45,3 +45,6 @@ bench-scheduling: $(VENV)/ready
 
 bench-cache: $(VENV)/ready
 	$(BIN)/python -m tests.bench.cache $(ARGS)
+
+bench-delivery: $(VENV)/ready
+	$(BIN)/python -m tests.bench.delivery $(ARGS)

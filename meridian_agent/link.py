@@ -42,6 +42,8 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     # Ours to pace: the channel is rebuilt at each attempt.
     ("grpc.enable_retries", 0),
+    # Of the addresses behind one name, a headless service's say, each agent takes one at random.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}'),
 ]
 
 
@@ -55,7 +57,7 @@ Ring = queue.SimpleQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest 
 
 
 class Link:
-    """One engine's connection.
+    """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
 
     hello: builds the first message of every stream.
     on_settings: applies new settings and returns an error text, empty for success; called on the link's thread.
@@ -67,11 +69,13 @@ class Link:
         targets: list[str],
         hello: Callable[[], agent_pb2.Hello],
         on_settings: Callable[[agent_pb2.Settings], str],
+        *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        shuffle: Callable[[list[str]], None] = random.shuffle,
     ) -> None:
         self._targets, self._hello, self._on_settings = targets, hello, on_settings
-        self._clock, self._jitter = clock, jitter
+        self._clock, self._jitter, self._shuffle = clock, jitter, shuffle
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
         self._ring: Ring = queue.SimpleQueue()
         # Directives in order of arrival; None marks the start of a new stream.
@@ -165,16 +169,21 @@ class Link:
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def _run(self) -> None:
-        attempt, index = 0, 0
+        attempt, order = 0, list[str]()
         while not self._stop.is_set():
             heard = False
+            if not order:
+                order = list(self._targets)
+                self._shuffle(order)
             try:
-                heard = self._stream(self._targets[index % len(self._targets)])
+                heard = self._stream(order.pop(0))
             except grpc.RpcError as error:
                 logger.debug("meridian: stream ended: %s", error)
             except Exception:
                 logger.exception("meridian: the stream failed")
-            attempt, index = (0 if heard else attempt + 1), index + 1
+            attempt = 0 if heard else attempt + 1
+            if heard:
+                order = []
             low, high = BACKOFF_S
             self._stop.wait(min(high, low * 2 ** min(attempt, 10)) * (0.5 + self._jitter()))
 

@@ -18,12 +18,15 @@ from prometheus_client import REGISTRY, start_http_server
 
 from meridian_control import __version__, policy
 from meridian_control.database import Database
-from meridian_control.errors import EtagMismatch, MeridianError
+from meridian_control.errors import EtagMismatch, MeridianError, StoreUnavailable
 from meridian_control.fleet import Fleet
 from meridian_control.metrics import FleetCollector
+from meridian_control.peers import Peers
 from meridian_control.policy_dir import PolicyDirectory
+from meridian_control.replicas import Replica, Replicas, new_id, own_host
 from meridian_control.server import ControlServer
 from meridian_control.store import EMPTY_ETAG, PolicyStore, StoredRevision
+from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
         "--store",
         default=os.environ.get("MERIDIAN_STORE", "meridian.db"),
         help="where revisions are kept: a SQLite file, or postgresql://… for several replicas",
+    )
+    p.add_argument(
+        "--advertise",
+        help="host:port where other replicas reach this one; default: as --listen, with the host's own address",
     )
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
@@ -76,6 +83,16 @@ async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevisio
     return current
 
 
+def advertised(said: str | None, listen: str) -> str:
+    """Where other replicas reach this one. Raises ValueError."""
+    host, port = split_address(said or listen)
+    if not said and host in ("", "::", "0.0.0.0"):
+        host = own_host()
+    if not host or not port:
+        raise ValueError(f"--advertise must be host:port; got {said or listen!r}")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def serve_metrics(address: str, fleet: Fleet) -> None:
     """Answer scrapes, on a thread of their own. Raises OSError or ValueError."""
     host, port = split_address(address)
@@ -97,12 +114,18 @@ async def serve(args: argparse.Namespace) -> None:
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     store = PolicyStore(database)
     try:
-        fleet = Fleet(clock)
+        fleet = Fleet(clock, newest=store.current)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:
             serve_metrics(args.metrics_listen, fleet)
-        server = ControlServer(store, fleet, clock)
+        me = new_id()
+        replicas = Replicas(database, Replica(me, advertised(args.advertise, args.listen))) if shared else None
+        peers = Peers(lambda: replicas.others) if replicas else None
+        whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
+        server = ControlServer(store, whole, clock)
+        if replicas is not None:
+            await replicas.beat()
         bound = await server.start(f"{host or '[::]'}:{port}")
         # An address may hold a password.
         logger.info("listening on %s:%d, store %s", host or "*", bound, "PostgreSQL" if shared else args.store)
@@ -110,14 +133,21 @@ async def serve(args: argparse.Namespace) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with asyncio.TaskGroup() as watching:
-            watchers = [watching.create_task(store.follow(fleet.set_policy))]
+            watchers = [watching.create_task(store.follow(fleet.set_policy)), watching.create_task(whole.watch())]
+            if replicas is not None:
+                watchers.append(watching.create_task(replicas.run()))
             if directory is not None:
                 watchers.append(watching.create_task(directory.watch()))
             await stop.wait()
             for watcher in watchers:
                 watcher.cancel()
         logger.info("draining")
+        if replicas is not None:
+            with suppress(StoreUnavailable):
+                await replicas.leave()
         await server.stop(STOP_GRACE_S)
+        if peers is not None:
+            await peers.close()
     finally:
         await database.close()
 

@@ -96,6 +96,12 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=PIPED_WIDTH)
 
 
+def warn_unreachable(replicas: Iterable[str]) -> None:
+    """Say on standard error what is missing of an answer about the fleet."""
+    if names := ", ".join(sorted(set(replicas))):
+        typer.echo(f"replicas not heard, what they know is missing: {names}", err=True)
+
+
 def pages(call: Any, request: Any) -> Iterator[Any]:
     while True:
         page = call(request, timeout=CALL_TIMEOUT_S)

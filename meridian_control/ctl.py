@@ -32,6 +32,7 @@ from meridian_control.console import (
     pages,
     reported,
     show,
+    warn_unreachable,
 )
 from meridian_control.ctl_policy import current, policy_app
 from meridian_control.recorder import Limits, Recorder
@@ -78,8 +79,9 @@ def options(
 def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
     """List the engines."""
     with connect(context) as client:
-        found = _engines(client)
+        found, unreachable = _engines(client)
     show(found, output, _engine_table(found))
+    warn_unreachable(unreachable)
 
 
 @app.command()
@@ -91,8 +93,10 @@ def requests(
     """List the live requests."""
     with connect(context) as client:
         request = fleet_pb2.ListRequestsRequest(engine_id=engine)
-        found = [live for page in pages(client.fleet.ListRequests, request) for live in page.requests]
+        answers = list(pages(client.fleet.ListRequests, request))
+    found = [live for page in answers for live in page.requests]
     show(found, output, _request_table(found))
+    warn_unreachable(name for page in answers for name in page.unreachable_replicas)
 
 
 @app.command()
@@ -119,19 +123,21 @@ def wait(
     deadline = time.monotonic() + timeout
     with connect(context) as client:
         wanted = revision or current(client).revision
-        connected = _connected(client)
-        while behind := [engine for engine in connected if engine.acked_revision < wanted]:
+        connected, unreachable = _connected(client)
+        while (behind := [engine for engine in connected if engine.acked_revision < wanted]) or unreachable:
             if refused := [engine for engine in behind if _refused(engine, wanted)]:
                 fail(FAILED, *(f"{engine.engine_id} refused: {engine.nack_error}" for engine in refused))
             if time.monotonic() >= deadline:
+                warn_unreachable(unreachable)
                 fail(FAILED, *(f"{engine.engine_id} is at revision {engine.acked_revision}" for engine in behind))
             time.sleep(POLL_INTERVAL_S)
-            connected = _connected(client)
+            connected, unreachable = _connected(client)
     typer.echo(f"revision {wanted} is applied on all {len(connected)} connected engines")
 
 
-def _connected(client: Client) -> list[fleet_pb2.Engine]:
-    return [engine for engine in _engines(client) if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+def _connected(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+    found, unreachable = _engines(client)
+    return [engine for engine in found if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED], unreachable
 
 
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
@@ -139,9 +145,11 @@ def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
     return bool(engine.nack_error) and engine.revision >= revision
 
 
-def _engines(client: Client) -> list[fleet_pb2.Engine]:
-    request = fleet_pb2.ListEnginesRequest()
-    return [engine for page in pages(client.fleet.ListEngines, request) for engine in page.engines]
+def _engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+    """All engines, and the replicas that were not heard."""
+    found = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
+    unreachable = [name for page in found for name in page.unreachable_replicas]
+    return [engine for page in found for engine in page.engines], unreachable
 
 
 # ------------------------------------------------------------------------------------------------------- calibration
@@ -168,6 +176,7 @@ def record(
                 typer.echo(f"{out}: {_recorded(writer)}{breaks}")
             else:
                 out.unlink()
+            warn_unreachable(recorder.unreachable)
 
 
 def _recorded(writer: TraceWriter) -> str:

@@ -79,15 +79,15 @@ class Database:
                 yield connection
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction, on disk once it is left, which other replicas are told of.
+    async def writing(self, tell: bool = True) -> AsyncIterator[AsyncConnection]:
+        """A transaction, on disk once it is left; `tell` lets other replicas know.
 
         Raises StoreUnavailable and SQLAlchemy's IntegrityError, from what is done with it too.
         """
         with _unavailable():
             async with self._engine.begin() as connection:
                 yield connection
-                if self.shared:
+                if tell and self.shared:
                     await connection.execute(text(postgres.NOTIFY))
 
     async def follow(self, look: Callable[[], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     ├── NotFound                NOT_FOUND            not_found
     ├── StoredPolicyUnreadable  FAILED_PRECONDITION  stored_policy_unreadable
     ├── StoreUnavailable        UNAVAILABLE          store_unavailable
+    ├── NotLeading              UNAVAILABLE          not_leading
     └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
 
 The last column is `code`: the metric label, and in upper case the reason of the google.rpc.ErrorInfo that every error
@@ -130,6 +131,13 @@ class StoredPolicyUnreadable(MeridianError):
 
 class StoreUnavailable(MeridianError):
     code = "store_unavailable"
+    status = grpc.StatusCode.UNAVAILABLE
+
+
+class NotLeading(MeridianError):
+    """A write that belongs to the leading replica, made by one that leads no more."""
+
+    code = "not_leading"
     status = grpc.StatusCode.UNAVAILABLE
 
 

@@ -6,6 +6,7 @@ Owns the set of sessions and their outgoing queues. Runs on the server's event l
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,28 +14,30 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.errors import NotFound
+from meridian_control.errors import MeridianError, NotFound
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
 from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
 from meridian_control.session import Session, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from datetime import datetime
-
-    import grpc
 
     from meridian_control.policy import Policy
     from meridian_control.store import StoredRevision
 
 # A changed policy is sent once nothing newer has come for QUIET_S, or MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
+# Between two attempts to find out what the newest policy is.
+RETRY_S = 1.0
 # An engine that went away is shown for this long.
 FORGET_AFTER_S = 600.0
 # Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
 QUEUE_MESSAGES = 1024
-WATCH_MS, MIN_WATCH_MS = 1000, 50
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,10 +66,15 @@ class Connection:
 
 
 class Fleet:
-    """The engines of this replica. `clock` gives the current UTC time."""
+    """The engines of this replica. `clock` gives the current UTC time, `newest` the newest policy that is stored; it
+    raises StoreUnavailable and StoredPolicyUnreadable."""
 
-    def __init__(self, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self, clock: Callable[[], datetime], *, newest: Callable[[], Awaitable[StoredRevision | None]] | None = None
+    ) -> None:
         self.clock = clock
+        self._newest = newest
+        self._catching_up: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
         self.recordings: set[Recording] = set()
         self.departed: dict[str, tuple[datetime, fleet_pb2.Engine]] = {}
@@ -86,7 +94,11 @@ class Fleet:
             recording.add(hello_record(session, now))
         welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
-        if self._policy is not None:
+        if self._policy is not None and hello.revision > self._policy.revision and self._newest is not None:
+            catching_up = asyncio.create_task(self._catch_up(connection, self._newest))
+            self._catching_up.add(catching_up)
+            catching_up.add_done_callback(self._catching_up.discard)
+        elif self._policy is not None:
             self._give_policy(connection, self._policy, now)
         same = (hello.engine_id, hello.incarnation)
         for older in [c for c in self.connections if c.session.identity == same]:
@@ -96,6 +108,23 @@ class Fleet:
         self.connections.add(connection)
         self.departed.pop(hello.engine_id, None)
         return connection
+
+    async def _catch_up(self, connection: Connection, newest: Callable[[], Awaitable[StoredRevision | None]]) -> None:
+        """Serve an engine that has a newer policy than this replica knows of: it gets no older one than the store's.
+
+        While the store does not answer it keeps what it has.
+        """
+        stored = None
+        while stored is None and connection in self.connections:
+            try:
+                stored = await newest()
+            except MeridianError as error:
+                logger.warning("engine %s is ahead of this replica: %s", connection.session.hello.engine_id, error)
+                await asyncio.sleep(RETRY_S)
+        if stored is not None:
+            self.set_policy(stored)
+        if self._policy is not None and connection in self.connections and not connection.session.revision:
+            self._give_policy(connection, self._policy, self.clock())
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
         """A message of an agent's; the answers are queued. Raises InvalidRequest."""
@@ -169,8 +198,11 @@ class Fleet:
     def _send_policy(self, stored: StoredRevision) -> None:
         self._sending, now = None, self.clock()
         for connection in self.connections:
+            session = connection.session
+            # To be caught up with first.
+            ahead = not session.revision and session.hello.revision > stored.revision
             # Those that came meanwhile have it, and may have refused it.
-            if connection.session.revision != stored.revision:
+            if session.revision != stored.revision and not ahead:
                 self._give_policy(connection, stored, now)
 
     def going_away(self, reason: str) -> None:
@@ -208,7 +240,7 @@ class Fleet:
         """
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
         if engine_id and not sessions:
-            raise NotFound(f'no engine "{engine_id}" is connected to this replica')
+            raise NotFound(f'no engine "{engine_id}" is connected')
         if not request_id:
             hello = sessions[0].hello
             return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
@@ -216,7 +248,7 @@ class Fleet:
             for _, opened in session.table.requests():
                 if opened.request_id == request_id:
                     return _subject(session.hello, opened)
-        where = f'engine "{engine_id}"' if engine_id else "the engines connected to this replica"
+        where = f'engine "{engine_id}"' if engine_id else "any engine"
         raise NotFound(f'no live request "{request_id}" on {where}')
 
 
@@ -228,16 +260,3 @@ def _subject(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject
         opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
         opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
     )
-
-
-async def watch(
-    fleet: Fleet, interval_ms: int, stopped: asyncio.Event, context: grpc.aio.ServicerContext[object, object]
-) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
-    """The fleet's state now and at every interval, until the client leaves or the server stops."""
-    interval_s = max(MIN_WATCH_MS, interval_ms or WATCH_MS) / 1000
-    while not stopped.is_set() and not context.cancelled():
-        yield fleet_pb2.WatchFleetResponse(engines=fleet.engines(), requests=fleet.requests(""))
-        try:
-            await asyncio.wait_for(stopped.wait(), interval_s)
-        except TimeoutError:
-            continue

@@ -24,6 +24,20 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE policy_revisions ADD COLUMN request_id VARCHAR(128)",
         "CREATE UNIQUE INDEX policy_revisions_request_id ON policy_revisions (request_id)",
     ),
+    (
+        """CREATE TABLE replicas (
+            replica_id VARCHAR(128) NOT NULL PRIMARY KEY,
+            address TEXT NOT NULL,
+            heartbeat_at TIMESTAMPTZ NOT NULL
+        )""",
+        # One row: who leads, the how manieth leader that is, and until when.
+        """CREATE TABLE leader (
+            number INTEGER NOT NULL PRIMARY KEY,
+            replica_id VARCHAR(128) NOT NULL,
+            token BIGINT NOT NULL,
+            expires_at TIMESTAMPTZ NOT NULL
+        )""",
+    ),
 )
 
 # Any number, the same in every replica.

@@ -24,6 +24,9 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Writing: TypeAlias = policy_pb2.UpdatePolicyRequest | policy_pb2.RollbackPolicyRequest
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+Elsewhere: TypeAlias = Callable[
+    [policy_pb2.ExplainPolicyRequest, NotFound], Awaitable[policy_pb2.ExplainPolicyResponse]
+]
 
 
 def _rpc(
@@ -46,7 +49,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
 
     `clock` gives aware time. `on_change` is called on the event loop with each revision this service stored, in order,
     before its caller has the answer, and again where a request is repeated; it must neither block nor raise. `subject`
-    finds an engine or a request by their ids and raises NotFound.
+    finds an engine or a request of this replica by their ids and raises NotFound; `elsewhere` asks the other replicas.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         clock: Callable[[], datetime],
         on_change: Callable[[StoredRevision], None],
         subject: Callable[[str, str], Subject],
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._store = store
         self._clock = clock
         self._on_change = on_change
         self._subject = subject
+        self._elsewhere = elsewhere
         self._one_at_a_time = asyncio.Lock()
         self._commits: set[asyncio.Task[StoredRevision]] = set()
 
@@ -110,7 +115,12 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         stored = await self._stored(request.revision)
         found = None
         if request.engine_id or request.request_id:
-            found = self._subject(request.engine_id, request.request_id)
+            try:
+                found = self._subject(request.engine_id, request.request_id)
+            except NotFound as unknown:
+                if request.local_only or self._elsewhere is None:
+                    raise
+                return await self._elsewhere(request, unknown)
         rows = explain(stored.policy, _subject(request, found))
         values = [policy_pb2.ExplainedValue(path=row.path, value=row.value, origin=row.origin) for row in rows]
         return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -44,6 +44,8 @@ class Recorder:
     limits: Limits
     progress: Callable[[TraceWriter], None]
     breaks: int = 0
+    # Replicas that were not heard, at least for a while.
+    unreachable: set[str] = field(default_factory=set)
     _writing: bool = False
     _stopped: bool = False
 
@@ -87,6 +89,7 @@ class Recorder:
                 self._writing = True
                 self.out.write(response.record)
                 self._writing = False
+                self.unreachable.update(response.unreachable_replicas)
                 if self._done(deadline):
                     return
                 self.progress(self.out)

@@ -38,6 +38,8 @@ class Recording:
         self._waiting_bytes = 0
         self._more = asyncio.Event()
         self._closed = self.overflowed = False
+        # Replicas whose records are missing at the moment.
+        self.unreachable: list[str] = []
 
     def wants(self, session: Session) -> bool:
         return self.engine_id in ("", session.hello.engine_id)
@@ -49,10 +51,14 @@ class Recording:
         self._waiting.append(record)
         self._waiting_bytes += record.ByteSize()
         if self._waiting_bytes > QUEUE_BYTES or len(self._waiting) > QUEUE_RECORDS:
-            self._waiting.clear()
-            self.overflowed = True
-            self.close()
+            self.overflow()
         self._more.set()
+
+    def overflow(self) -> None:
+        """End the recording: its client is too slow."""
+        self._waiting.clear()
+        self.overflowed = True
+        self.close()
 
     def close(self) -> None:
         """End the recording after what waits."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -20,7 +21,6 @@ from meridian.v1 import (
 )
 
 from meridian_control.errors import InvalidRequest, MeridianError, abort_with
-from meridian_control.fleet import Connection, Fleet, watch
 from meridian_control.paging import page
 from meridian_control.policy_service import PolicyService
 
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from datetime import datetime
 
+    from meridian_control.fleet import Connection, Fleet
     from meridian_control.store import PolicyStore
+    from meridian_control.whole_fleet import WholeFleet
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
+Shown = TypeVar("Shown")
+Paged: TypeAlias = fleet_pb2.ListEnginesRequest | fleet_pb2.ListRequestsRequest
+
+WATCH_MS, MIN_WATCH_MS = 1000, 50
 SERVER_OPTIONS = [
     # Agents ping every 30 s without calls; a stricter server drops them with ENHANCE_YOUR_CALM.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -107,66 +113,72 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self, fleet: Fleet, stopped: asyncio.Event) -> None:
-        self._fleet, self._stopped = fleet, stopped
+    def __init__(self, whole: WholeFleet, stopped: asyncio.Event) -> None:
+        self._whole, self._stopped = whole, stopped
 
     async def ListEngines(  # noqa: N802
         self, request: fleet_pb2.ListEnginesRequest, context: Context
     ) -> fleet_pb2.ListEnginesResponse:
-        engines = self._fleet.engines()
-        try:
-            begin, end, token = page(len(engines), request.page_size, request.page_token)
-        except MeridianError as error:
-            await abort_with(context, error)
-        return fleet_pb2.ListEnginesResponse(engines=engines[begin:end], next_page_token=token)
+        engines, unreachable = await self._whole.engines(request.local_only)
+        shown, token = await self._page(engines, request, context)
+        return fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
-        found = self._fleet.requests(request.engine_id)
+        found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
+        shown, token = await self._page(found, request, context)
+        return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
+
+    async def _page(self, found: list[Shown], request: Paged, context: Context) -> tuple[list[Shown], str]:
+        """The part that was asked for, and the next page's token; all of it where a replica asks."""
+        if request.local_only:
+            return found, ""
         try:
             begin, end, token = page(len(found), request.page_size, request.page_token)
         except MeridianError as error:
             await abort_with(context, error)
-        return fleet_pb2.ListRequestsResponse(requests=found[begin:end], next_page_token=token)
+        return found[begin:end], token
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
         if request.interval_ms < 0:
             await abort_with(context, InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}"))
-        async for response in watch(self._fleet, request.interval_ms, self._stopped, context):
-            yield response
+        interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
+        while not self._stopped.is_set() and not context.cancelled():
+            yield await self._whole.state(local_only=request.local_only)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), interval_s)
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:
-        recording = self._fleet.record(request.engine_id)
         logger.info("recording begins: %s", request.engine_id or "all engines")
         try:
-            # Headers first: a client knows from them that the recording has begun.
-            await context.send_initial_metadata(())
-            async for record in recording.records():
-                yield fleet_pb2.RecordTraceResponse(record=record)
+            async with self._whole.recording(request.engine_id, request.local_only) as recording:
+                # Headers first: a client knows from them that the recording has begun.
+                await context.send_initial_metadata(())
+                async for record in recording.records():
+                    yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
         except MeridianError as error:
             await abort_with(context, error)
         finally:
-            self._fleet.recordings.discard(recording)
             logger.info("recording ended: %s", request.engine_id or "all engines")
 
 
 class ControlServer:
     """The gRPC server with all services. `start` binds, `stop` drains."""
 
-    def __init__(self, store: PolicyStore, fleet: Fleet, clock: Callable[[], datetime]) -> None:
-        self._fleet = fleet
+    def __init__(self, store: PolicyStore, whole: WholeFleet, clock: Callable[[], datetime]) -> None:
+        self._fleet = fleet = whole.fleet
         self._stopped = asyncio.Event()
         self._health = HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
-        policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject)
+        policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(fleet, self._stopped), self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

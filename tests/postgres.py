@@ -12,6 +12,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import uuid
 from contextlib import suppress
@@ -30,7 +31,7 @@ class Postgres:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="meridian-pg-"))
         self.port = free_port()
-        self.user = "nobody" if os.geteuid() == 0 else None
+        self.user = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
         self.bin = _binaries() if self.user is None else _copied(_binaries(), self.folder)
         if self.user is not None:
             _give(self.folder, self.user)
@@ -51,8 +52,15 @@ class Postgres:
         command = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                command, cwd=self.folder, user=self.user, stdout=log, stderr=log, start_new_session=True
+                self._as_user(command), cwd=self.folder, stdout=log, stderr=log, start_new_session=True
             )
+
+    def _as_user(self, command: list[str]) -> list[str]:
+        """Popen's own `user` makes it fork, which gRPC's threads in a test's process do not survive."""
+        if self.user is None:
+            return command
+        change = "import os, sys; os.setuid(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+        return [sys.executable, "-c", change, str(self.user.pw_uid), *command]
 
     def _answers(self) -> bool:
         if self.process.poll() is not None:
@@ -89,7 +97,7 @@ class Postgres:
 
     def _run(self, program: str, *options: str) -> None:
         command = [str(self.bin / program), "-D", str(self.folder / "data"), *options]
-        subprocess.run(command, cwd=self.folder, user=self.user, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(self._as_user(command), cwd=self.folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def _binaries() -> Path:
@@ -110,7 +118,6 @@ def _copied(binaries: Path, folder: Path) -> Path:
     return folder / package.name / "pginstall" / "bin"
 
 
-def _give(folder: Path, user: str) -> None:
-    owner = pwd.getpwnam(user)
+def _give(folder: Path, owner: pwd.struct_passwd) -> None:
     for path in (folder, *folder.rglob("*")):
         os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)

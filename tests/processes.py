@@ -17,7 +17,7 @@ from google.protobuf.json_format import ParseDict
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -79,8 +79,11 @@ class Process:
 class Control:
     """A `meridian-control` process on a port of its own, and a client of it."""
 
-    def __init__(self, folder: Path, port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, port: int | None = None, options: Sequence[str] = (), cores: set[int] | None = None
+    ) -> None:
         self.folder, self.port = folder, port or free_port()
+        self.options, self.cores = options, cores
         self.target = f"127.0.0.1:{self.port}"
         self.start()
 
@@ -95,7 +98,9 @@ class Control:
         """Start, or start again on the same port and store."""
         command = [sys.executable, "-m", "meridian_control", "--listen", self.target, "--metrics-listen", ""]
         store = ["--store", str(self.folder / "meridian.db")]
-        self.process = Process([*command, *store], self.folder / "control.log")
+        self.process = Process([*command, *store, *self.options], self.folder / "control.log")
+        if self.cores is not None:
+            os.sched_setaffinity(self.process.popen.pid, self.cores)
         wait_for(self._serving, 30, "meridian-control to serve")
 
     def _serving(self) -> bool:

@@ -27,6 +27,18 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {next(names, platform.machine())}"
 
 
+def ticks_of(pid: int) -> int:
+    """Processor time of a process so far, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def rss_mb(pid: int) -> float:
+    """Memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 class Others:
     """Processor time that neither this process nor one it started used, since it was made."""
 

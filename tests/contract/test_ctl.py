@@ -38,20 +38,23 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self) -> None:
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
+        self.unreachable: list[str] = []
         # What a recording gets, and the status it then ends with; None for a stream that stays.
         self.records: list[fleet_pb2.TraceRecord] = []
         self.records_end: grpc.StatusCode | None = None
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
         page, token = one_page(self.engines, request.page_token)
-        return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token)
+        return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token, unreachable_replicas=self.unreachable)
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Any
     ) -> fleet_pb2.ListRequestsResponse:
         found = [live for live in self.requests if request.engine_id in ("", live.engine_id)]
         page, token = one_page(found, request.page_token)
-        return fleet_pb2.ListRequestsResponse(requests=page, next_page_token=token)
+        return fleet_pb2.ListRequestsResponse(
+            requests=page, next_page_token=token, unreachable_replicas=self.unreachable
+        )
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Any
@@ -96,7 +99,7 @@ async def run(*arguments: object, server: str) -> Result:
 
 def subject(engine_id: str, request_id: str) -> Subject:
     if engine_id != "e":
-        raise NotFound(f'no engine "{engine_id}" is connected to this replica')
+        raise NotFound(f'no engine "{engine_id}" is connected')
     return Subject(Who("m", engine_labels={"zone": "a"}), "m")
 
 
@@ -313,7 +316,7 @@ async def test_explain(control: Control, file: Path) -> None:
     plain = json.loads((await control("policy", "explain", "-o", "json")).stdout)
     assert {"path": cap, "value": "32768", "origin": "default"} in plain
     missing = await control("policy", "explain", "--engine", "x")
-    assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected to this replica\n')
+    assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
     bad = await control("policy", "explain", "--label", "zone")
     assert (bad.exit_code, bad.stderr) == (INVALID, "--label must be NAME=VALUE; got zone\n")
 
@@ -440,6 +443,19 @@ async def test_wait_times_out(control: Control) -> None:
     control.fleet.engines = [engine("a", 2), engine("b", 1)]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert (result.exit_code, result.stderr) == (FAILED, "b is at revision 1\n")
+
+
+async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [fleet_pb2.Engine(engine_id="e", state=CONNECTED, acked_revision=1)]
+    control.fleet.requests = [fleet_pb2.LiveRequest(engine_id="e", request_id="r")]
+    control.fleet.unreachable = ["b-1", "a-2"]
+    missing = "replicas not heard, what they know is missing: a-2, b-1\n"
+    for command in ("engines", "requests"):
+        result = await control(command)
+        assert (result.exit_code, result.stderr) == (OK, missing)
+    result = await control("wait", "--timeout", 0)
+    assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of theirs may lag"
 
 
 async def test_wait_stops_at_a_refusal(control: Control) -> None:

@@ -192,8 +192,8 @@ async def test_explain_for_what_is_connected(running: Process, channel: grpc.aio
         assert await cap(engine_id="asked") == ("32768", "default")
         assert await cap(request_id="capped") == await cap(engine_id="asked", request_id="capped") == ("7", "request")
         for fields, complaint in (
-            ({"engine_id": "no"}, 'no engine "no" is connected to this replica'),
-            ({"request_id": "no"}, 'no live request "no" on the engines connected to this replica'),
+            ({"engine_id": "no"}, 'no engine "no" is connected'),
+            ({"request_id": "no"}, 'no live request "no" on any engine'),
             ({"engine_id": "asked", "request_id": "no"}, 'no live request "no" on engine "asked"'),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -16,10 +16,12 @@ from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
 from meridian_agent.tracker import StepRecord
 from meridian_control import fleet
 from meridian_control.database import Database
+from meridian_control.errors import StoreUnavailable
 from meridian_control.fleet import QUEUE_MESSAGES, Fleet
 from meridian_control.requests import MAX_SLOTS
 from meridian_control.server import ControlServer
 from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.whole_fleet import WholeFleet
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
@@ -47,8 +49,8 @@ class Control:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.fleet = Fleet(utc_now)
-        self.server = ControlServer(self.store, self.fleet, utc_now)
+        self.fleet = Fleet(utc_now, newest=self.store.current)
+        self.server = ControlServer(self.store, WholeFleet(self.fleet, "alone", None, lambda: True), utc_now)
         if (current := await self.store.current()) is None:
             await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
         else:
@@ -447,6 +449,45 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             (gone,) = control.fleet.engines()
             assert gone.open_decisions == 0
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
+
+
+@pytest.mark.parametrize(("ahead", "given"), [(2, 2), (9, 2)], ids=["of this replica", "of the store"])
+async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control, ahead: int, given: int) -> None:
+    """Another replica stored what this one has not heard of; or it is a store that began anew."""
+    await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
+    engine = LinkedEngine([control.target])
+    engine.link.revision = ahead
+    with engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == given)
+        assert [settings.revision for settings in engine.settings] == [given]
+
+
+async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RETRY_S", 0.01)
+    refusals = 0
+    away = True
+
+    async def newest() -> StoredRevision | None:
+        nonlocal refusals
+        if away:
+            refusals += 1
+            raise StoreUnavailable("away")
+        return await control.store.current()
+
+    monkeypatch.setattr(control.fleet, "_newest", newest)
+    engine = LinkedEngine([control.target])
+    engine.link.revision = 3
+    with engine, LinkedEngine([control.target], "other") as other:
+        await until(lambda: refusals > 2 and other.settings)
+        await control.set_policy(policy())
+        await until(lambda: other.link.revision == 2)
+        assert not engine.settings
+        await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
+        away = False
+        await until(lambda: engine.settings and other.link.revision == 3)
+        assert [settings.revision for settings in engine.settings] == [3]
 
 
 async def test_an_agent_that_steps_aside_says_hello_anew(control: Control) -> None:

@@ -26,10 +26,14 @@ async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 
 
 class LinkedEngine:
-    """Stepped by the test's thread, which plays the engine core. Reconnects at once."""
+    """Stepped by the test's thread, which plays the engine core. Reconnects at once, to the first target first."""
 
     def __init__(
-        self, targets: Sequence[str], engine_id: str = "engine", clock: Callable[[], float] = time.monotonic
+        self,
+        targets: Sequence[str],
+        engine_id: str = "engine",
+        clock: Callable[[], float] = time.monotonic,
+        shuffle: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
         self.engine = FakeEngine()
         self.engine_id = engine_id
@@ -37,7 +41,9 @@ class LinkedEngine:
         self.settings: list[agent_pb2.Settings] = []
         self.taken: list[agent_pb2.Directives] = []
         self.streams = 0
-        self.link = Link(list(targets), self.hello, self._on_settings, clock=clock, jitter=lambda: -0.45)
+        self.link = Link(
+            list(targets), self.hello, self._on_settings, clock=clock, jitter=lambda: -0.45, shuffle=shuffle
+        )
 
     def hello(self) -> agent_pb2.Hello:
         return hello(self.engine_id, revision=self.link.revision)

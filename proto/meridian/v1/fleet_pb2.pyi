@@ -153,6 +153,7 @@ class Engine(_message.Message):
     OUTPUT_ITL_FIELD_NUMBER: _builtins.int
     TTOT_FIELD_NUMBER: _builtins.int
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.str
     model: _builtins.str
@@ -175,6 +176,8 @@ class Engine(_message.Message):
     token_events: _builtins.int
     open_decisions: _builtins.int
     """Decisions whose outcome is still to come."""
+    replica: _builtins.str
+    """Id of the replica of the control plane that it is, or was last, connected to."""
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -250,10 +253,11 @@ class Engine(_message.Message):
         output_itl: Global___Histogram | None = ...,
         ttot: Global___Histogram | None = ...,
         think_tokens: Global___Histogram | None = ...,
+        replica: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,17 +415,20 @@ class ListEnginesRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     page_token: _builtins.str
+    local_only: _builtins.bool
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,18 +440,22 @@ class ListEnginesResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         next_page_token: _builtins.str = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_page_token", b"next_page_token", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,20 +468,23 @@ class ListRequestsRequest(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Empty for all engines."""
     page_size: _builtins.int
     page_token: _builtins.str
+    local_only: _builtins.bool
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,18 +496,22 @@ class ListRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]: ...
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
         next_page_token: _builtins.str = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,16 +522,19 @@ class WatchFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
     """0 for the default of 1,000."""
+    local_only: _builtins.bool
     def __init__(
         self,
         *,
         interval_ms: _builtins.int = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms", "local_only", b"local_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -525,19 +546,23 @@ class WatchFleetResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]: ...
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "requests", b"requests", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -548,16 +573,19 @@ class RecordTraceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Empty for all engines."""
+    local_only: _builtins.bool
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "local_only", b"local_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,16 +596,20 @@ class RecordTraceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORD_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def record(self) -> Global___TraceRecord: ...
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         record: Global___TraceRecord | None = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class FleetServiceStub(object):
-    """Answers questions about engines and the requests that live in them.
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
     """
 
     def __init__(self, channel):
@@ -58,7 +60,9 @@ class FleetServiceStub(object):
 
 
 class FleetServiceServicer(object):
-    """Answers questions about engines and the requests that live in them.
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
     """
 
     def ListEngines(self, request, context):
@@ -119,7 +123,9 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService(object):
-    """Answers questions about engines and the requests that live in them.
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
     """
 
     @staticmethod

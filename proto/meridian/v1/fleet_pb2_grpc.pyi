@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FleetServiceStub:
-    """Answers questions about engines and the requests that live in them."""
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,7 +45,10 @@ class FleetServiceStub:
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
-    """Answers questions about engines and the requests that live in them."""
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListEngines: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListEnginesRequest, _fleet_pb2.ListEnginesResponse]  # type: ignore[assignment]
@@ -53,7 +59,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Answers questions about engines and the requests that live in them."""
+    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
+    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
+    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """
 
     @_abc_1.abstractmethod
     def ListEngines(

@@ -1032,6 +1032,7 @@ class ExplainPolicyRequest(_message.Message):
     ENGINE_LABELS_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """0 for the one in force."""
     model: _builtins.str
@@ -1040,8 +1041,10 @@ class ExplainPolicyRequest(_message.Message):
     slo_class: _builtins.str
     effort: _builtins.str
     engine_id: _builtins.str
-    """An engine, a live request, or both; they must be connected to this replica."""
+    """An engine that is connected, a live request, or both."""
     request_id: _builtins.str
+    local_only: _builtins.bool
+    """As in FleetService."""
     @_builtins.property
     def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -1055,10 +1058,11 @@ class ExplainPolicyRequest(_message.Message):
         engine_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         engine_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_id", b"engine_id", "engine_labels", b"engine_labels", "model", b"model", "request_id", b"request_id", "revision", b"revision", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_id", b"engine_id", "engine_labels", b"engine_labels", "local_only", b"local_only", "model", b"model", "request_id", b"request_id", "revision", b"revision", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,95 @@
+"""Control planes as processes over one PostgreSQL, and clients of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import asyncpg  # type: ignore[import-untyped]
+import grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
+
+from tests.contract.test_server import Process
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.postgres import Postgres
+
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+
+
+class Client:
+    """FleetService and PolicyService of one replica."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
+        self.policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+
+    async def engines(self, **fields: Any) -> fleet_pb2.ListEnginesResponse:
+        answer: fleet_pb2.ListEnginesResponse = await self.fleet.ListEngines(fleet_pb2.ListEnginesRequest(**fields))
+        return answer
+
+    async def connected(self) -> dict[str, str]:
+        """Engines by id, with their replicas."""
+        return {e.engine_id: e.replica for e in (await self.engines()).engines if e.state == CONNECTED}
+
+    async def requests(self, **fields: Any) -> list[str]:
+        answer = await self.fleet.ListRequests(fleet_pb2.ListRequestsRequest(**fields))
+        return [live.request_id for live in answer.requests]
+
+
+@asynccontextmanager
+async def client(process: Process) -> AsyncIterator[Client]:
+    async with grpc.aio.insecure_channel(process.target) as channel:
+        yield Client(channel)
+
+
+async def until_answer(question: Any, wanted: Any, timeout_s: float = 20.0) -> None:
+    """Ask until the answer is the wanted one."""
+    answer = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (answer := await question()) != wanted:
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"in the end the answer was {answer}, not {wanted}") from None
+
+
+class Replicated:
+    """Replicas on one database."""
+
+    def __init__(self, folder: Path, postgres: Postgres) -> None:
+        self.folder, self.database = folder, postgres.database()
+        self.numbers = count()
+        self.processes: list[Process] = []
+
+    async def started(self) -> Process:
+        folder = self.folder / str(next(self.numbers))
+        folder.mkdir()
+        process = Process(folder, "--store", self.database)
+        self.processes.append(process)
+        await process.started()
+        return process
+
+    async def pair(self) -> tuple[Process, Process]:
+        """Two that know each other."""
+        pair = await asyncio.gather(self.started(), self.started())
+        for process in pair:
+            await until(lambda process=process: "appeared" in process.log())  # type: ignore[misc]
+        return pair
+
+    async def leader(self) -> tuple[str, int]:
+        """Address and token of the one that leads; empty and 0 while nobody does."""
+        connection = await asyncpg.connect(self.database)
+        try:
+            row = await connection.fetchrow(
+                "SELECT address, token FROM leader JOIN replicas USING (replica_id) WHERE expires_at > now()"
+            )
+        finally:
+            await connection.close()
+        return (str(row["address"]), int(row["token"])) if row else ("", 0)
