@@ -163,7 +163,7 @@ class Directives:
         )
         for slot, rank in zip(plan.slot, plan.rank, strict=True):
             tr = self._tracker.by_slot.get(slot)
-            if tr is not None and tr.opened_step <= step:
+            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:
                 tr.rank = rank
         self._tracker.reorder = True
 

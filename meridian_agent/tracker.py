@@ -82,6 +82,8 @@ class Tracked:
     # Thinking was ended by a cap that had no decision of its own yet.
     capped: bool = False
     rank: int | None = None
+    # Step of the first report that knows the request's phase: a rank decided from an older one is for another phase.
+    phase_step: int = 0
     tier: tuple[int, int, bool] | None = None
     preempted: bool = False
     skipped_steps: int = 0
@@ -225,7 +227,7 @@ class Tracker:
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
-                self.reorder = True
+                tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True
                 ended = ended or before is Phase.THINK
         tr.expected.clear()
         self.watch_limit(tr)

@@ -12,6 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.directives import Outcome, Tier
 from meridian_agent.phases import Markers, Phase
+from meridian_agent.tracker import PHASE_RANK
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 
 TWO = Markers(((START,),), ((5, 6),))
@@ -416,6 +417,21 @@ def test_a_request_that_goes_takes_its_decisions_along() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ plans
+
+
+def test_a_rank_belongs_to_the_phase_it_was_decided_in() -> None:
+    """Once thinking has ended the answer goes by its phase, until a plan that knows of the answer says otherwise."""
+    engine = FakeEngine()
+    tr = engine.open("a")
+    before = engine.run({"a": TEXT}).step
+    engine.accept(message(before, plan=plan(1, slot=[0], rank=[540])))
+    assert tr.effective_rank == 540
+    ended = engine.run({"a": END}).step
+    assert tr.effective_rank == PHASE_RANK[Phase.OUTPUT]
+    engine.accept(message(before, plan=plan(2, slot=[0], rank=[541])))
+    assert tr.effective_rank == PHASE_RANK[Phase.OUTPUT]
+    engine.accept(message(ended, plan=plan(3, slot=[0], rank=[7])))
+    assert tr.effective_rank == 7
 
 
 def test_plans() -> None:
