@@ -114,7 +114,12 @@ async def serve(args: argparse.Namespace) -> None:
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     store = PolicyStore(database)
     try:
-        fleet = Fleet(clock, newest=store.current)
+
+        async def refresh() -> None:
+            if (current := await store.current()) is not None:
+                fleet.set_policy(current)
+
+        fleet = Fleet(clock, refresh=refresh)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:

@@ -103,6 +103,10 @@ class Database:
                         async for _ in changes:
                             await look()
             except StoreUnavailable as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # The driver's complaint of being cancelled has taken the place of that.
+                    raise asyncio.CancelledError from error
                 logger.warning("%s: changes of other replicas are not seen", error)
             await asyncio.sleep(RETRY_S)
 

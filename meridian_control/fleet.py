@@ -66,14 +66,12 @@ class Connection:
 
 
 class Fleet:
-    """The engines of this replica. `clock` gives the current UTC time, `newest` the newest policy that is stored; it
-    raises StoreUnavailable and StoredPolicyUnreadable."""
+    """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
+    now; it raises StoreUnavailable and StoredPolicyUnreadable."""
 
-    def __init__(
-        self, clock: Callable[[], datetime], *, newest: Callable[[], Awaitable[StoredRevision | None]] | None = None
-    ) -> None:
+    def __init__(self, clock: Callable[[], datetime], *, refresh: Callable[[], Awaitable[None]] | None = None) -> None:
         self.clock = clock
-        self._newest = newest
+        self._refresh = refresh
         self._catching_up: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
         self.recordings: set[Recording] = set()
@@ -94,8 +92,8 @@ class Fleet:
             recording.add(hello_record(session, now))
         welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
-        if self._policy is not None and hello.revision > self._policy.revision and self._newest is not None:
-            catching_up = asyncio.create_task(self._catch_up(connection, self._newest))
+        if self._policy is not None and hello.revision > self._policy.revision and self._refresh is not None:
+            catching_up = asyncio.create_task(self._catch_up(connection, self._refresh))
             self._catching_up.add(catching_up)
             catching_up.add_done_callback(self._catching_up.discard)
         elif self._policy is not None:
@@ -109,20 +107,18 @@ class Fleet:
         self.departed.pop(hello.engine_id, None)
         return connection
 
-    async def _catch_up(self, connection: Connection, newest: Callable[[], Awaitable[StoredRevision | None]]) -> None:
+    async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
         """Serve an engine that has a newer policy than this replica knows of: it gets no older one than the store's.
 
         While the store does not answer it keeps what it has.
         """
-        stored = None
-        while stored is None and connection in self.connections:
+        while connection in self.connections:
             try:
-                stored = await newest()
+                await refresh()
+                break
             except MeridianError as error:
                 logger.warning("engine %s is ahead of this replica: %s", connection.session.hello.engine_id, error)
                 await asyncio.sleep(RETRY_S)
-        if stored is not None:
-            self.set_policy(stored)
         if self._policy is not None and connection in self.connections and not connection.session.revision:
             self._give_policy(connection, self._policy, self.clock())
 

@@ -49,13 +49,18 @@ class Control:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.fleet = Fleet(utc_now, newest=self.store.current)
+        self.fleet = Fleet(utc_now, refresh=self.refresh)
         self.server = ControlServer(self.store, WholeFleet(self.fleet, "alone", None, lambda: True), utc_now)
         if (current := await self.store.current()) is None:
             await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
         else:
             self.fleet.set_policy(current)
         self.port = await self.server.start(f"127.0.0.1:{self.port}")
+
+    async def refresh(self) -> None:
+        current = await self.store.current()
+        assert current is not None
+        self.fleet.set_policy(current)
 
     async def set_policy(self, new: Policy) -> StoredRevision:
         stored = await self.store.append(new, etag="", author="test", reason="", now=utc_now())
@@ -469,14 +474,14 @@ async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away
     refusals = 0
     away = True
 
-    async def newest() -> StoredRevision | None:
+    async def refresh() -> None:
         nonlocal refusals
         if away:
             refusals += 1
             raise StoreUnavailable("away")
-        return await control.store.current()
+        await control.refresh()
 
-    monkeypatch.setattr(control.fleet, "_newest", newest)
+    monkeypatch.setattr(control.fleet, "_refresh", refresh)
     engine = LinkedEngine([control.target])
     engine.link.revision = 3
     with engine, LinkedEngine([control.target], "other") as other:
