@@ -43,6 +43,8 @@ STRETCH, THINK_BUDGETS, READING_MS = 1.75, 4.0, 100.0
 USUAL_MS = 20.0
 # Prompt tokens that may join a step at least, where the policy leaves it to the engine: so many times those of late.
 HEADROOM, LEAST_PREFILL_TOKENS = 2.0, 16
+# More sequences than any engine runs, and more steps than any sequence is left out of.
+MANY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,29 +166,34 @@ def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: S
     joining, limit, max_skip = thinking, None, 0
     whole = a + b * (answering + thinking)
     if thinking and whole > budget.output_ms:
-        room = math.floor((budget.output_ms - a) / b) - answering if b else thinking
+        room = _whole((budget.output_ms - a) / b) - answering if b else thinking
         if policy.strategy == "output_first":
-            room = min(room, math.ceil(policy.think_batch_multiplier * answering))
+            room = min(room, -_whole(-policy.think_batch_multiplier * answering))
         # As many as it takes for each to have its token within its own budget.
-        fair = math.ceil(thinking * max(budget.output_ms, a + b * answering) / budget.think_ms)
+        fair = -_whole(-thinking * max(budget.output_ms, a + b * answering) / budget.think_ms)
         wanted = min(thinking, max(room, fair, 1))
         if a + b * (answering + wanted) <= (1 - MIN_GAIN) * whole:
             joining = limit = _settled(wanted, in_force.think_per_step)
-            max_skip = max(0, int(budget.think_ms / (a + b * (answering + joining))) - 1)
+            max_skip = max(0, _whole(budget.think_ms / (a + b * (answering + joining))) - 1)
     spare = budget.output_ms - a - b * (answering + joining)
     prefill = None
     if c * MAX_PREFILL_TOKENS > max(spare, NEXT_TO_NOTHING_MS):
-        least = policy.min_prefill_tokens or max(LEAST_PREFILL_TOKENS, math.ceil(HEADROOM * cost.prefill_tokens))
+        least = policy.min_prefill_tokens or max(LEAST_PREFILL_TOKENS, -_whole(-HEADROOM * cost.prefill_tokens))
         prefill = _settled(max(least, math.floor(spare / c)), in_force.prefill_tokens_per_step)
     return Share(limit, None, max_skip, prefill)
 
 
 def _paced_answers(answering: int, thinking: int, whole_ms: float, budget_ms: float) -> Share:
     """Each answer gets a token per budget, in turns, and thinking all the rest."""
-    turns = int(budget_ms / whole_ms) if whole_ms else 1
+    turns = _whole(budget_ms / whole_ms) if whole_ms else 1
     if not thinking or turns < 2:
         return Share()
     return Share(output_per_step=math.ceil(answering / turns), max_skip_steps=turns - 1)
+
+
+def _whole(number: float) -> int:
+    """The integer below, of a number that may be anything between minus and plus infinity."""
+    return math.floor(min(max(number, -MANY), MANY))
 
 
 def _settled(wanted: int, in_force: int | None) -> int:

@@ -30,6 +30,13 @@ MAX_SLOTS = 1 << 16
 # A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
 NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 
+# More rows of one slot in one report come from no engine, however many steps it merges.
+MAX_ROWS_PER_SLOT = 1 << 14
+# Largest count of tokens, and longest text, of a request that is opened.
+MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
+COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
+TEXTS = ("request_id", "model", "tenant", "slo_class", "effort")
+
 # What the agent was told of a request: nothing yet, or that it has no cap.
 UNTOLD, NO_CAP = -1, -2
 
@@ -140,20 +147,30 @@ class RequestTable:
             if old:
                 column[:old] = getattr(self, name)
             setattr(self, name, column)
+        # Memory that nobody has written to is not there yet: rows of free slots are not copied.
+        live = self.live[:old].nonzero()[0]
         for name in ("window", "boundary_ranks"):
             rows = getattr(self, name)
-            setattr(self, name, np.concatenate([rows, np.zeros((capacity - old, rows.shape[1]), rows.dtype)]))
+            grown = np.zeros((capacity, rows.shape[1]), rows.dtype)
+            grown[live] = rows[live]
+            setattr(self, name, grown)
         self.info += [None] * (capacity - old)
 
     def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
-        """Begin a row. Raises ValueError for a slot or a phase out of range."""
+        """Begin a row. Raises ValueError for a slot, a phase, a count or a text out of range."""
         slot = opened.slot
         if slot >= MAX_SLOTS:
             raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
         if not 0 <= opened.phase <= OUTPUT:
             raise ValueError(f"phase must be at most {OUTPUT}; got {opened.phase}")
-        while slot >= len(self.info):
-            self._resize(2 * len(self.info))
+        for name in COUNTS:
+            if (count := getattr(opened, name)) > MAX_COUNT:
+                raise ValueError(f"{name} must be at most {MAX_COUNT}; got {count}")
+        for name in TEXTS:
+            if (length := len(getattr(opened, name))) > MAX_TEXT:
+                raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
+        if slot >= len(self.info):
+            self._resize(1 << slot.bit_length())
         for name, (_, value) in COLUMNS.items():
             getattr(self, name)[slot] = value
         self.phase[slot] = opened.phase
@@ -193,7 +210,7 @@ class RequestTable:
     def add_tokens(self, columns: agent_pb2.TokenColumns, now_ms: float = 0.0) -> int:
         """Account a report's token rows, which came at `now_ms`; returns how many belonged to live requests.
 
-        Raises ValueError when the columns differ in length, or for a phase out of range.
+        Raises ValueError when the columns differ in length, for a phase out of range, and for too many rows of a slot.
         """
         slot, phase, flags, entropy, end_rank, end_logprob = _arrays(columns)
         known = slot < len(self.info)
@@ -256,8 +273,10 @@ class RequestTable:
         measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
         # Doubles: what is added to the window's sum is taken out again exactly.
         s, entropy = s[measured], entropy[measured].astype(np.float64)
-        at = self.entropy_count[s] % self.window.shape[1]
-        self.entropy_window_sum[s] += entropy - self.window[s, at]
+        count, width = self.entropy_count[s], self.window.shape[1]
+        at = count % width
+        # What lies in the row before it is full is of the slot's last request.
+        self.entropy_window_sum[s] += entropy - np.where(count < width, 0.0, self.window[s, at])
         self.entropy_sum[s] += entropy
         self.window[s, at] = entropy
         self.entropy_count[s] += 1
@@ -286,9 +305,15 @@ def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
 
 def _without_repeats(slot: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
     """Row indices in passes, in order, no slot twice in one pass (merged steps and draft tokens repeat slots)."""
-    rows = np.arange(len(slot))
-    while len(rows):
-        _, first = np.unique(slot[rows], return_index=True)
-        first.sort()
-        yield rows[first]
-        rows = np.delete(rows, first)
+    if not len(slot):
+        return
+    by_slot = np.argsort(slot, kind="stable")
+    first = np.flatnonzero(np.diff(slot[by_slot], prepend=-1))
+    # How many rows of the same slot come before each.
+    earlier = np.empty(len(slot), np.intp)
+    earlier[by_slot] = np.arange(len(slot)) - np.repeat(first, np.diff(first, append=len(slot)))
+    by_pass = np.argsort(earlier, kind="stable")
+    rows_per_pass = np.bincount(earlier)
+    if len(rows_per_pass) > MAX_ROWS_PER_SLOT:
+        raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {len(rows_per_pass)}")
+    yield from np.split(by_pass, np.cumsum(rows_per_pass)[:-1])

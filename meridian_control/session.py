@@ -18,7 +18,17 @@ from meridian_control import dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import Histogram, time_histogram, token_histogram
 from meridian_control.policy import ModelPolicy, Who
-from meridian_control.requests import FLAG_BY_CAP, FLAG_END, FLAG_FORCED, NO_CAP, OUTPUT, THINK, UNTOLD, RequestTable
+from meridian_control.requests import (
+    FLAG_BY_CAP,
+    FLAG_END,
+    FLAG_FORCED,
+    MAX_SLOTS,
+    NO_CAP,
+    OUTPUT,
+    THINK,
+    UNTOLD,
+    RequestTable,
+)
 from meridian_control.signals import add_eat_sample, rpdi
 
 if TYPE_CHECKING:
@@ -41,6 +51,11 @@ FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
 # An answer is long that has LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after natural ends,
 # once MIN_ANSWERS of them are known.
 LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
+MAX_HELLO_BYTES = 64 << 10
+# Decisions without an outcome; four for each request of the largest engine are more than any agent leaves open.
+MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
+# A step that takes longer than this was interrupted.
+MAX_STEP_MS = 600_000
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 
@@ -96,6 +111,8 @@ class Session:
     def __init__(self, session_id: str, hello: agent_pb2.Hello, now: datetime) -> None:
         if not hello.engine_id:
             raise InvalidRequest("hello.engine_id", "must not be empty")
+        if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
+            raise InvalidRequest("hello", f"must be at most {MAX_HELLO_BYTES} bytes; got {size}")
         self.session_id, self.hello, self.connected_at = session_id, hello, now
         # The window's length comes with the first policy.
         self.table = RequestTable(1)
@@ -232,8 +249,11 @@ class Session:
             self.last_decision.pop(closed.slot, None)
         for outcome in report.outcomes:
             self._settle(outcome)
-        if report.steps == 1 and (rows := len(report.tokens.slot)) + report.prefill_tokens:
-            self._cost.add(rows, report.prefill_tokens, report.step_time_ms)
+        if (waiting := len(self.open_decisions)) > MAX_OPEN_DECISIONS:
+            raise ValueError(f"leaves {waiting} decisions without an outcome; at most {MAX_OPEN_DECISIONS} may be")
+        rows, took_ms = len(report.tokens.slot), report.step_time_ms
+        if report.steps == 1 and rows + report.prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+            self._cost.add(rows, report.prefill_tokens, took_ms)
         self._step = report.step
         return self._respond(self._step, now, awaited=len(report.probes.slot) > 0)
 
@@ -347,7 +367,8 @@ class Session:
             self._decide(self.policy, self.table, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = step
-        recent = (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
+        # A wall clock that was set back does not silence us.
+        recent = 0 <= (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
         # Requests may be held for what is decided from their probes, if only that nothing is.
         if not decided and not awaited and recent:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,16 @@ def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
     """Sequences cost next to nothing: leaving some out would only lose throughput."""
     flat = cost(25.0, 0.01, 0.05)
     assert joins(POLICY, TEN, flat, Share()).think_per_step is None
+
+
+@pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first"])
+@pytest.mark.parametrize("budget_ms", [5e-324, 1e308])
+@pytest.mark.parametrize("multiplier", [5e-324, 1e308])
+def test_any_valid_budget_gives_limits_that_can_be_sent(strategy: str, budget_ms: float, multiplier: float) -> None:
+    for name in ("think_tpot_budget_ms", "output_tpot_budget_ms"):
+        policy = scheduler(strategy=strategy, think_batch_multiplier=multiplier, **{name: budget_ms})
+        found = joins(policy, TEN, SLOW, Share())
+        assert all(limit is None or 0 <= limit < 2**32 for limit in asdict(found).values()), (name, found)
 
 
 def test_the_first_answer_finds_its_share_ready() -> None:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_SENTENCE
+from meridian_control import session
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import TIME_BOUNDS_S
-from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
+from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT, MAX_SLOTS, THINK
 from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, Totals, outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
@@ -733,6 +734,18 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
         (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
         (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
         (step_report(opened=[{"slot": 0, "phase": 77}]), "step phase must be at most 3"),
+        (
+            step_report(opened=[{"slot": 0, "think_tokens": 2**32 - 1}]),
+            "step think_tokens must be at most 2147483647; got 4294967295",
+        ),
+        (
+            step_report(opened=[{"slot": 0, "request_id": "x" * 2000}]),
+            "step request_id must have at most 1024 characters; got 2000",
+        ),
+        (
+            step_report(opened=[{"slot": 0}], tokens=tokens([(0, THINK, 0, 0.0)] * (MAX_ROWS_PER_SLOT + 1))),
+            "step a slot must have at most 16384 rows in a report; got 16385",
+        ),
     ],
 )
 def test_broken_messages(message: agent_pb2.ConnectRequest, complaint: str) -> None:
@@ -745,6 +758,38 @@ def test_slots_nobody_lives_in_are_no_error() -> None:
     far = 2**32 - 1
     made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
     assert made.session.requests() == []
+
+
+def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
+    made = stream(policy(scheduler={"output_tpot_budget_ms": 1.0}))
+    made.open("a", think=0)
+    made.open("b")
+    for took_ms in (math.nan, math.inf, -5.0, 3e38):
+        made.agent.step_cost_ms = took_ms, 0.0
+        made.step(WARM_STEPS)
+    assert made.session._cost.steps == 0
+
+
+def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_OPEN_DECISIONS", 4)
+    made = stream()
+    opened = [{"slot": slot, "request_id": str(slot)} for slot in range(9)]
+    made.session.on_message(step_report(opened=opened), NOW)
+    with pytest.raises(InvalidRequest, match=r"step leaves .* decisions without an outcome; at most 4 may be"):
+        made.session.on_message(step_report(), NOW)
+
+
+def test_a_wall_clock_that_was_set_back_silences_nobody() -> None:
+    made = stream()
+    made.step()
+    made.now -= timedelta(hours=1)
+    made.agent.step()
+    assert [r.WhichOneof("message") for r in made.pump()] == ["directives"]
+
+
+def test_an_engine_that_says_too_much_of_itself() -> None:
+    with pytest.raises(InvalidRequest, match="hello must be at most 65536 bytes; got 70"):
+        Session("s", hello(fault="x" * 70_000), NOW)
 
 
 def test_an_engine_without_a_name() -> None:

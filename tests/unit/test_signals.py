@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
 
 from meridian_agent.phases import FLAG_MARKER
 from meridian_control.requests import OUTPUT, THINK
@@ -93,6 +94,15 @@ def test_rpdi_of_large_and_then_small_entropies() -> None:
     made = table(thinking(), window=4)
     made.add_tokens(tokens([(0, THINK, 0, h) for h in [10.0] * 4 + [1e-6] * 4]))
     np.testing.assert_allclose(rpdi(made)[0], float(np.float32(1e-6)) / 5.0000005, rtol=1e-6)
+
+
+def test_rpdi_of_a_slot_that_is_used_again() -> None:
+    made = table(thinking(), window=4)
+    made.add_tokens(tokens([(0, THINK, 0, 5.0)] * 8))
+    made.close(0)
+    made.open(agent_pb2.RequestOpened(slot=0, request_id="next", phase=THINK))
+    made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 6))
+    assert rpdi(made)[0] == 1.0
 
 
 def test_rpdi_of_closed_requests() -> None:
