@@ -38,7 +38,7 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
 
 def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> int | None:
     value = extra.get(name)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return min(int(value), MAX_TOKENS)
     if value is not None:
         complaints.append(f"{name} must be a number of tokens, at least 0; got {clean(value)!r}")
@@ -46,5 +46,9 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
-    """Valid UTF-8 text of at most `limit` characters."""
-    return str(value)[:limit].encode("utf-8", "replace").decode()
+    """Valid UTF-8 text of at most `limit` characters; a number that Python does not print gives none."""
+    try:
+        text = str(value)
+    except ValueError:
+        return ""
+    return text[:limit].encode("utf-8", "replace").decode()

@@ -16,7 +16,9 @@ from meridian_agent.overrides import MAX_TEXT, MAX_TOKENS, read
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 
 
-@pytest.mark.parametrize(("value", "cap"), [(0, 0), (7, 7), (7.9, 7), (2**40, MAX_TOKENS), (1e300, MAX_TOKENS)])
+@pytest.mark.parametrize(
+    ("value", "cap"), [(0, 0), (7, 7), (7.9, 7), (2**40, MAX_TOKENS), (1e300, MAX_TOKENS), (10**400, MAX_TOKENS)]
+)
 def test_a_cap_is_read(value: float, cap: int) -> None:
     assert read({CAP: value}).max_think_tokens == cap
     assert not read({CAP: value}).complaint
@@ -27,6 +29,10 @@ def test_an_unusable_cap_is_named_and_ignored(value: object) -> None:
     overrides = read({CAP: value})
     assert overrides.max_think_tokens is None
     assert overrides.complaint.startswith("meridian_max_think_tokens must be")
+
+
+def test_a_number_too_long_to_print() -> None:
+    assert read({"meridian_tenant": 10**5000, CAP: -(10**5000)})[:1] == ("",)
 
 
 @pytest.mark.parametrize("extra", [None, {}])
