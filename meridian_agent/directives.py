@@ -41,6 +41,10 @@ class Tier(IntEnum):
     UNREACHABLE = 2
 
 
+# Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
+MAX_SKIP_STEPS = 1024
+MAX_HOLD_MS = 10_000
+
 # Flags by the value of meridian.v1.Placement.
 PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
 
@@ -84,10 +88,19 @@ class Directives:
         for tier in message.tiers:
             self._tier(tier, message.step)
         for probe in message.probes:
-            if tr := self._target(probe.slot, probe.decision_id, message.step):
-                self.probes.append((probe.decision_id, tr, PLACEMENT_FLAGS.get(probe.placement, 0), probe.hold_ms))
+            self._probe(probe, message.step)
         if message.HasField("plan"):
             self._accept_plan(message.plan, message.step)
+
+    def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
+        tr = self._target(probe.slot, probe.decision_id, step)
+        if tr is None:
+            return
+        for waiting in [p for p in self.probes if p[1] is tr]:
+            self.probes.remove(waiting)
+            self.report(waiting[0], Outcome.SUPERSEDED, tr)
+        flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
+        self.probes.append((probe.decision_id, tr, flags, hold_ms))
 
     def _target(self, slot: int, decision_id: int, step: int) -> Tracked | None:
         """The request a decision was meant for: one opened after the decision merely has the same slot."""
@@ -145,6 +158,9 @@ class Directives:
         tr.tier = (tier.decision_id, tier.tier, tier.shadow)
 
     def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
+        if len(plan.slot) != len(plan.rank):
+            self.report(plan.decision_id, Outcome.REFUSED, detail="slots and ranks differ in number")
+            return
         if self.plan is not None and not self.plan.reported:
             self.report(self.plan.decision_id, Outcome.SUPERSEDED)
 
@@ -155,7 +171,7 @@ class Directives:
             plan.decision_id,
             limit("think_per_step"),
             limit("output_per_step"),
-            plan.max_skip_steps,
+            min(plan.max_skip_steps, MAX_SKIP_STEPS),
             limit("prefill_tokens_per_step"),
             plan.hold_admission,
             plan.shadow,
@@ -235,7 +251,7 @@ class Directives:
             tr.ending = None
             if tr.cap is None or tr.cap.decision_id != ending.decision_id:
                 self.report(ending.decision_id, Outcome.ENDED_NATURALLY, tr)
-        elif ending is not None and ending.position == 0 and tr.state.phase is Phase.THINK:
+        elif ending is not None and ending.position == 0:
             self._drop_unstarted_cap(tr, ending)
         if ended or tr.state.phase is Phase.THINK:
             self.shadow_cap(tr)
@@ -244,8 +260,8 @@ class Directives:
 
     def _drop_unstarted_cap(self, tr: Tracked, ending: Ending) -> None:
         """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
-        limit = tr.limit
-        if not ending.by_cap or (limit is not None and tr.state.think_tokens >= limit):
+        limit, thinks = tr.limit, tr.state.phase is Phase.THINK
+        if not ending.by_cap or (thinks and limit is not None and tr.state.think_tokens >= limit):
             return
         tr.ending = None
         if tr.cap is None or tr.cap.decision_id != ending.decision_id:

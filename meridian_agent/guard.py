@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.meridian")
 
+# Characters of a fault; it travels in every Hello.
+MAX_FAULT = 1000
+
 
 class Guard:
     """Runs hooks until one fails. `on_trip` is then called once, and may itself fail without harm."""
@@ -37,7 +40,7 @@ class Guard:
 
     def trip(self, hook: str, error: Exception) -> None:
         """Switch the agent off for good."""
-        self.fault = f"{hook}: {type(error).__name__}: {error}"
+        self.fault = f"{hook}: {type(error).__name__}: {error}"[:MAX_FAULT]
         logger.error("meridian: agent off, vLLM runs as stock; %s", self.fault, exc_info=error)
         if self.on_trip is not None:
             try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import Outcome, Tier
+from meridian_agent.directives import MAX_HOLD_MS, MAX_SKIP_STEPS, Outcome, Tier
 from meridian_agent.phases import Markers, Phase
 from meridian_agent.tracker import PHASE_RANK
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
@@ -451,6 +451,39 @@ def test_plans() -> None:
     assert active.think_per_step is None
     engine.take()
     assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED], 3: [Outcome.APPLIED]}
+
+
+def test_a_plan_that_makes_no_sense_is_refused_and_the_one_in_force_stays() -> None:
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(plan=plan(1, think_per_step=2)))
+    engine.accept(message(plan=plan(2, slot=[0, 1], rank=[3])))
+    engine.run({"a": TEXT})
+    assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.REFUSED]}
+    assert engine.directives.plan is not None
+    assert engine.directives.plan.decision_id == 1
+
+
+def test_nobody_waits_for_ever_whatever_is_said() -> None:
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(plan=plan(1, think_per_step=0, max_skip_steps=2**32 - 1)))
+    engine.accept(message(probes=[{"decision_id": 2, "slot": 0, "hold_ms": 2**32 - 1}]))
+    assert engine.directives.plan is not None
+    assert engine.directives.plan.max_skip_steps == MAX_SKIP_STEPS
+    ((_, _, _, hold_ms),) = engine.directives.probes
+    assert hold_ms == MAX_HOLD_MS
+
+
+def test_of_a_requests_probes_only_the_newest_waits() -> None:
+    engine = FakeEngine()
+    for name in ("a", "b"):
+        engine.open(name)
+    waiting = [{"decision_id": i, "slot": i % 2, "placement": agent_pb2.PLACEMENT_SENTENCE} for i in range(1, 100)]
+    engine.accept(message(probes=waiting))
+    assert sorted(p[0] for p in engine.directives.probes) == [98, 99]
+    engine.take()
+    assert engine.outcomes == {i: [Outcome.SUPERSEDED] for i in range(1, 98)}
 
 
 @pytest.mark.parametrize(
