@@ -137,8 +137,6 @@ class Agent:
         if tr is None:
             return
         tr.preempted = True
-        # A mask of the step that is thrown away with it is not written.
-        tr.expected.clear()
         self.tracker.preempted.add(tr)
         self.tracker.record.preempted.append(tr.slot)
         if tr.state.phase is Phase.OUTPUT:
@@ -230,7 +228,8 @@ class Agent:
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         probing = placed * (1 + len(self.tracker.markers.probe))
-        tokens = decodes + probing + plan.prefill_tokens_per_step
+        # Without a single token a preempted request would never come back.
+        tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None
 
     def _lease_lost(self) -> bool:
@@ -248,7 +247,8 @@ class Agent:
 
     def _take_inbox(self) -> None:
         self.take_settings()
-        inbox = self.link.inbox
+        # Past the lease what came before is not taken in any more.
+        inbox = self.link.inbox if not self._off else ()
         while inbox:
             message = inbox.popleft()
             if message is None:
@@ -391,13 +391,18 @@ class Agent:
         # What is more than a token per sequence, and its drafts, is prompt.
         prefill = output.total_num_scheduled_tokens - drafts - len(scheduled)
         self._prefills.append(prefill)
-        if self.is_async and any(tr.info.request_id in scheduled for tr in self.tracker.due):
+        # vLLM waits for the step before this one, and breaks where there is none.
+        if not self._settled() and any(tr.info.request_id in scheduled for tr in self.tracker.due):
             output.pending_structured_output_tokens = True
         for request_id, placed in list(self.placed.items()):
             if request_id in scheduled:
                 placed.cost_tokens += scheduled[request_id]
             elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id)
+
+    def _settled(self) -> bool:
+        """Whether all tokens before the step that was scheduled last are accounted."""
+        return not self.is_async or len(self._prefills) <= 1
 
     def _withdraw(self, scheduler: Any, request_id: str) -> None:
         """The step had no room for a probe after all: take it back out."""
@@ -413,10 +418,11 @@ class Agent:
         output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
         """
         self._take_inbox()
-        if not self.tracker.due or (self.is_async and not output.pending_structured_output_tokens):
+        due = [*self.tracker.due, *self._drafted_to_think(output)]
+        if not due or not (self._settled() or output.pending_structured_output_tokens):
             return base
         forced: dict[str, dict[int, int]] = {}
-        for tr in self.tracker.due:
+        for tr in due:
             request_id = tr.info.request_id
             if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk:
                 continue
@@ -424,6 +430,17 @@ class Agent:
             if tokens := self.directives.forced_tokens(tr, 1 + len(drafts), drafts):
                 forced[request_id] = tokens
         return self._merge(output, base, forced) if forced else base
+
+    def _drafted_to_think(self, output: Any) -> list[Tracked]:
+        """Requests that do not think now and may do so within their drafts: a cap may fall there."""
+        found = []
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            tr = self.tracker.by_id.get(request_id)
+            if tr is None or tr.limit is None or tr.state.phase is Phase.THINK:
+                continue
+            if not self.tracker.markers.by_last.keys().isdisjoint(drafts):
+                found.append(tr)
+        return found
 
     def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
         """`base` with rows for the forced requests: each has one row and one more for each of its draft tokens."""
@@ -484,7 +501,8 @@ class Agent:
 
     def _account(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
         if out.new_token_ids:
-            if tr.preempted:
+            # Under asynchronous scheduling the token of the step before the preemption is still to come.
+            if tr.preempted and not hooks.waits_preempted(tr.ref):
                 tr.preempted = False
                 self.tracker.preempted.discard(tr)
                 self.tracker.record.resumed.append(tr.slot)

@@ -408,6 +408,11 @@ def aborted_status() -> Any:
     return RequestStatus.FINISHED_ABORTED
 
 
+def waits_preempted(request: Any) -> bool:
+    """Whether a request waits to be resumed."""
+    return str(request.status.name) == "PREEMPTED"
+
+
 def admission_limit_name(scheduler: Any) -> str:
     """The attribute that limits how many requests run at once; up to 0.30 the runner's slots are that limit."""
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
