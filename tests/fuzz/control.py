@@ -1,0 +1,178 @@
+"""Hostile agents on the control plane's side of their streams: the real Fleet and Sessions, in virtual time.
+
+A case is a list of TraceRecords: `up` is what a stream's agent says, `policy` what is put in force meanwhile, an empty
+one lets time pass. Allowed reactions: the message is handled, or the stream ends with InvalidRequest. Either way what
+the fleet shows can be shown, tables stay bounded, and an engine beside them is served as ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import policy as schema
+from meridian_control.dispatch import WARM_STEPS
+from meridian_control.errors import MeridianError, PolicyError
+from meridian_control.fleet import Fleet
+from meridian_control.requests import MAX_SLOTS
+from meridian_control.session import MAX_OPEN_DECISIONS
+from tests.fakes.agent import FakeAgent, Script, hello
+from tests.fuzz.hostile import Hostile
+from tests.sim.clock import Timeline, stored
+from tests.sim.policies import draw
+
+if TYPE_CHECKING:
+    import random
+
+    from meridian_control.fleet import Connection
+
+    Case = list[fleet_pb2.TraceRecord]
+
+# A live request as the table keeps it.
+MAX_OPENED_BYTES = 16 << 10
+
+
+def make(rng: random.Random) -> Case:
+    hostile = Hostile(rng, rng.choice((0.6, 0.9, 0.97)))
+    made: Case = []
+    if rng.random() < 0.7:
+        made.append(_policy(rng))
+    if rng.random() < 0.15:
+        # Long enough for the engine beside to teach what its steps cost.
+        made += [_policy(rng, 0.5), *[fleet_pb2.TraceRecord()] * (WARM_STEPS + 5)]
+    for stream in rng.sample("abc", rng.randint(1, 3)):
+        if rng.random() < 0.9:
+            first = agent_pb2.ConnectRequest(hello=hello(stream) if rng.random() < 0.7 else None)
+            if not first.hello.engine_id:
+                hostile.fill(first.hello)
+            made.append(_up(stream, first))
+            if rng.random() < 0.8:
+                status = agent_pb2.SettingsStatus(nonce=1, revision=1)
+                made.append(_up(stream, agent_pb2.ConnectRequest(settings_status=status)))
+        for _ in range(rng.randint(1, 12)):
+            made.append(_up(stream, _message(rng, hostile)))
+            if rng.random() < 0.05:
+                made.append(_policy(rng))
+    return made
+
+
+def _message(rng: random.Random, hostile: Hostile) -> agent_pb2.ConnectRequest:
+    message = agent_pb2.ConnectRequest()
+    kind = rng.choice(("step",) * 8 + ("snapshot", "settings_status", "hello", ""))
+    if kind:
+        getattr(message, kind).SetInParent()
+        hostile.fill(getattr(message, kind))
+    return message
+
+
+def _policy(rng: random.Random, extreme: float = 0.1) -> fleet_pb2.TraceRecord:
+    calibrated = {"shadow": False, "eat_warmup_samples": 1} if rng.random() < 0.5 else {}
+    return fleet_pb2.TraceRecord(
+        policy=fleet_pb2.TracedPolicy(revision=1, policy=schema.to_proto(draw(rng, extreme, entropy=calibrated)))
+    )
+
+
+def _up(stream: str, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
+    return fleet_pb2.TraceRecord(session_id=stream, up=message)
+
+
+def run(case: Case) -> None:
+    timeline = Timeline()
+    with timeline.running():
+        World(timeline).run(case)
+
+
+class World:
+    """The fleet, the streams of the case, and a well-behaved engine beside them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.fleet = Fleet(timeline.utc_now)
+        self.revision = 0
+        self.streams: dict[str, Connection] = {}
+        self.put_in_force(schema.Policy())
+        self.beside = FakeAgent()
+        self.beside_connection = self.fleet.join(hello("beside"))
+        # Steps so long that some are left out of them.
+        self.beside.step_cost_ms = 5.0, 20.0
+        for name, think in (("a", 0), ("b", 0), ("c", 500), ("d", 500), ("e", 500)):
+            self.beside.open(name, Script(think, 500))
+
+    def put_in_force(self, policy: schema.Policy) -> None:
+        self.revision += 1
+        self.fleet.set_policy(stored(self.revision, policy))
+        self.timeline.advance(3.0)
+
+    def run(self, case: Case) -> None:
+        for record in case:
+            self.timeline.advance(0.01)
+            self._play(record)
+            self._look()
+            self._serve_beside()
+        assert self.beside_connection in self.fleet.connections
+        assert self.beside_connection.session.acked_revision == self.revision
+        assert not self.beside_connection.session.totals.unknown_outcomes
+
+    def _play(self, record: fleet_pb2.TraceRecord) -> None:
+        if record.HasField("policy"):
+            try:
+                self.put_in_force(schema.from_proto(record.policy.policy))
+            except PolicyError:
+                return
+            return
+        if not record.HasField("up"):
+            return
+        connection = self.streams.get(record.session_id)
+        try:
+            if connection is None:
+                # The server refuses a stream that begins otherwise.
+                if record.up.HasField("hello"):
+                    self.streams[record.session_id] = self.fleet.join(record.up.hello)
+                return
+            self.fleet.receive(connection, record.up)
+        except MeridianError as error:
+            self._expect(error)
+            if connection is not None:
+                self._leave(record.session_id, error.code)
+
+    def _expect(self, error: MeridianError) -> None:
+        assert error.code == "invalid_request", error
+        assert len(str(error)) < 10_000
+
+    def _leave(self, stream: str, reason: str) -> None:
+        self.fleet.leave(self.streams.pop(stream), reason)
+
+    def _look(self) -> None:
+        """What is shown of the fleet can be shown, and holds a bounded amount."""
+        for stream, connection in list(self.streams.items()):
+            outgoing = connection.outgoing
+            while not outgoing.empty():
+                response = outgoing.get_nowait()
+                if response is None:
+                    self._leave(stream, "replaced")
+                    break
+                response.SerializeToString()
+            session = connection.session
+            assert len(session.table.info) <= MAX_SLOTS
+            assert len(session.open_decisions) <= MAX_OPEN_DECISIONS
+            assert all(info is None or info.ByteSize() <= MAX_OPENED_BYTES for info in session.table.info)
+        fleet_pb2.WatchFleetResponse(engines=self.fleet.engines(), requests=self.fleet.requests("")).SerializeToString()
+        self.fleet.totals()
+
+    def _serve_beside(self) -> None:
+        self._exchange()
+        self.beside.step()
+        self._exchange()
+
+    def _exchange(self) -> None:
+        agent, connection = self.beside, self.beside_connection
+        while True:
+            while not connection.outgoing.empty():
+                response = connection.outgoing.get_nowait()
+                assert response is not None, "the engine beside lost its stream"
+                agent.receive(response)
+            if not (heard := agent.heard()):
+                return
+            for message in heard:
+                self.fleet.receive(connection, message)

@@ -1,0 +1,201 @@
+"""Hostile text and bytes for everything that reads a file, a message or a request's own words.
+
+Each parser has its own error, and that is all it may raise. What is accepted survives a round trip.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from meridian.v1 import fleet_pb2, policy_pb2
+
+from meridian_agent import overrides
+from meridian_control import contexts, trace
+from meridian_control import policy as schema
+from meridian_control.errors import PolicyError
+from meridian_control.policy import Policy, Who
+from tests.fuzz.hostile import DOUBLES, LONG, TEXTS, Hostile
+from tests.sim.policies import draw
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+POLICIES = sorted((Path(__file__).parent.parent / "data" / "policies").glob("*/*.toml"))
+FRAGMENTS = (
+    b"[[override]]\n",
+    b"[model.x]\n",
+    b'model."\\u0000"',
+    b"= 1e400\n",
+    b"= -0\n",
+    b"= nan\n",
+    b"= inf\n",
+    b"= 0x7fffffffffffffff\n",
+    b"= 1979-05-27\n",
+    b"= '''",
+    b'"""',
+    b"[[[",
+    b"{a = {b = {",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"\x00",
+    b"\r",
+    b"\xed\xa0\x80",
+    b"[" * 400,
+    b"a." * 400,
+    b"9" * 5000,
+    b"*?[!" * 60,
+)
+WHO = (Who(), Who("m", "a" * 300, "\x00", "é", {"zone": "a"}), Who("[", "]", "*", "?", {}))
+
+
+def _mutated(rng: random.Random, text: bytes) -> bytes:
+    """Some bytes exchanged, cut out, doubled, or replaced by what parsers dislike."""
+    for _ in range(rng.choice((0, 1, 1, 2, 8))):
+        at, until = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
+        until = min(until, at + 40)
+        middle = rng.choice((b"", text[at:until] * 2, rng.choice(FRAGMENTS), rng.randbytes(rng.randint(1, 4))))
+        text = text[:at] + middle + text[until:]
+    return text
+
+
+def _in_file(content: bytes, read: Callable[[Path], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / schema.FILE_NAME
+        path.write_bytes(content)
+        return read(path)
+
+
+def _names(complaints: object) -> None:
+    assert complaints, "an error that says nothing"
+
+
+def _check_policy(policy: Policy) -> None:
+    assert schema.parse_toml(schema.to_toml(policy)) == policy == schema.from_proto(schema.to_proto(policy))
+    for who in WHO:
+        own = policy.of(who)
+        assert own.scheduler.min_think_tokens <= own.scheduler.max_think_tokens
+
+
+# ---------------------------------------------------------------------------------------------------------- policies
+
+
+def make_toml(rng: random.Random) -> bytes:
+    if rng.random() < 0.5:
+        return _mutated(rng, rng.choice(POLICIES).read_bytes())
+    return _mutated(rng, schema.to_toml(draw(rng, 0.3)).encode())
+
+
+def run_toml(content: bytes) -> None:
+    """As from `--policy`, `--policy-dir` and `meridianctl policy apply`."""
+    try:
+        policy = _in_file(content, schema.load)
+    except PolicyError as error:
+        _names(error.violations())
+        return
+    _check_policy(policy)
+
+
+def make_message(rng: random.Random) -> bytes:
+    message = schema.to_proto(draw(rng, 0.3)) if rng.random() < 0.5 else policy_pb2.Policy()
+    Hostile(rng, rng.choice((0.3, 0.8))).fill(message)
+    return _mutated(rng, message.SerializeToString()) if rng.random() < 0.2 else message.SerializeToString()
+
+
+def run_message(content: bytes) -> None:
+    message = policy_pb2.Policy()
+    try:
+        message.ParseFromString(content)
+    except DecodeError:
+        return
+    try:
+        policy = schema.from_proto(message)
+    except PolicyError as error:
+        _names(error.violations())
+        return
+    _check_policy(policy)
+
+
+# --------------------------------------------------------------------------------------------------- requests' words
+
+
+def make_words(rng: random.Random) -> bytes:
+    """vllm_xargs, as JSON that Python reads: numbers may be NaN, infinite or of many digits."""
+    values: tuple[Any, ...] = (*LONG, *DOUBLES, *TEXTS, -1, 10**400, True, None, [], [1], {}, "12", "\ud800")
+    names = ("tenant", "slo_class", "effort", "min_think_tokens", "max_think_tokens", "else")
+    return json.dumps({f"meridian_{name}": rng.choice(values) for name in names if rng.random() < 0.7}).encode()
+
+
+def run_words(content: bytes) -> None:
+    try:
+        said = json.loads(content)
+    except ValueError:
+        return
+    own = overrides.read(said if isinstance(said, dict) else {})
+    for text in own[:3]:
+        text.encode()
+        assert len(text) <= overrides.MAX_TEXT
+    for tokens in (own.min_think_tokens, own.max_think_tokens):
+        assert tokens is None or 0 <= tokens <= overrides.MAX_TOKENS
+    assert len(own.complaint) < 1000
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def make_trace(rng: random.Random) -> bytes:
+    """Records behind their lengths, compressed; broken before or after."""
+    content = b""
+    for _ in range(rng.randint(0, 4)):
+        record = Hostile(rng, 0.9).fill(fleet_pb2.TraceRecord(session_id="s"))
+        body = record.SerializeToString()
+        length = len(body) if rng.random() < 0.8 else rng.choice(LONG)
+        content += _varint(length) + body
+    if rng.random() < 0.5:
+        content = _mutated(rng, content)
+    packed = gzip.compress(content, 1, mtime=0)
+    return _mutated(rng, packed) if rng.random() < 0.3 else packed
+
+
+def _varint(number: int) -> bytes:
+    found = b""
+    while number > 0x7F:
+        found, number = found + bytes([number & 0x7F | 0x80]), number >> 7
+    return found + bytes([number])
+
+
+def run_trace(content: bytes) -> None:
+    def read(path: Path) -> None:
+        for record in trace.read(path):
+            assert record.session_id
+
+    try:
+        _in_file(content, read)
+    except trace.FileError as error:
+        _names(str(error))
+
+
+CONTEXTS = b'current = "staging"\n\n[contexts.staging]\nserver = "10.0.0.7:50051"\n\n[contexts."b c"]\nserver = ""\n'
+
+
+def make_contexts(rng: random.Random) -> bytes:
+    return _mutated(rng, CONTEXTS)
+
+
+def run_contexts(content: bytes) -> None:
+    def read(path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MERIDIAN_CONTEXTS", str(path))
+            for name in ("", "staging", "\x00"):
+                try:
+                    contexts.server(name)
+                except trace.FileError as error:
+                    _names(str(error))
+
+    _in_file(content, read)

@@ -1,0 +1,76 @@
+"""`python -m tests.sim --seeds 0:5000`: run seeds on all cores; a failing one is made smaller and shown with its trace.
+
+The last line counts seeds, failures and seeds per minute. Exit code 1 when a seed failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+
+# More threads would only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from tests.sim.smaller import smaller
+from tests.sim.world import Failure, run
+
+BATCH = 50
+SHOWN_FAILURES, SHOWN_LINES = 3, 40
+
+
+def failing(seeds: range, at_most_s: float) -> tuple[int, list[int]]:
+    """How many seeds were run, and those that failed. Runs in a process of its own."""
+    done, failed = 0, []
+    for seed in seeds:
+        if time.monotonic() > at_most_s:
+            break
+        done += 1
+        try:
+            run(seed)
+        except Failure:
+            failed.append(seed)
+    return done, failed
+
+
+def show(seed: int) -> None:
+    options, failure = smaller(seed)
+    without = ", ".join(sorted(options.without))
+    print(f"{failure}\n  smallest: {options.ticks} ticks{f', without {without}' if without else ''}")
+    for line in failure.trace[-SHOWN_LINES:]:
+        print(f"  {line[:400]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", default="0:5000", help="a seed, or FIRST:END")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    first, _, end = arguments.seeds.partition(":")
+    seeds = range(int(first), int(end) if end else int(first) + 1)
+    began = time.monotonic()
+    batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
+    work = partial(failing, at_most_s=began + arguments.seconds)
+    done, failed = 0, list[int]()
+    if len(batches) == 1:
+        done, failed = work(seeds)
+    else:
+        with ProcessPoolExecutor(arguments.jobs, get_context("fork")) as pool:
+            for count, bad in pool.map(work, batches):
+                done, failed = done + count, failed + bad
+    took_s = time.monotonic() - began
+    for seed in failed[:SHOWN_FAILURES]:
+        show(seed)
+    listed = f": {' '.join(map(str, failed[:20]))}" if failed else ""
+    print(f"{done} seeds, {len(failed)} failed{listed}, {done / took_s * 60:.0f} seeds per minute")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

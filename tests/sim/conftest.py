@@ -1,0 +1,12 @@
+"""vLLM and what it imports warn a lot; theirs are not our errors."""
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        import vllm.v1.core.sched.async_scheduler
+        import vllm.v1.structured_output  # noqa: F401
+        from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+    except ImportError:
+        pass

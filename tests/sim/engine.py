@@ -1,0 +1,355 @@
+"""An engine without a model: vLLM's own scheduler with the agent in front of it, and tokens that a hash makes up.
+
+What the model says depends on the request's seed and its tokens alone, so that a difference to it is a mask's doing.
+Steps run as in vLLM's engine core, with asynchronous scheduling as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from meridian_agent import hooks
+from meridian_agent.observe import REQUEST, RESULT, StepSignals
+from meridian_agent.probes import PREFIX
+from meridian_agent.scheduler import governed
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+
+MODEL = Path(__file__).parent.parent / "data" / "maze-qwen3"
+BLOCK = 8
+DRAFTS = 2
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine is built."""
+
+    is_async: bool = False
+    drafts: int = 0
+    places: int = 4
+    blocks: int = 32
+    batch_tokens: int = 64
+    policy: str = "fcfs"
+
+    @staticmethod
+    def draw(rng: random.Random) -> Shape:
+        is_async = rng.random() < 0.3
+        return Shape(
+            is_async=is_async,
+            drafts=DRAFTS if not is_async and rng.random() < 0.3 else 0,
+            places=rng.choice((2, 4, 8, 64)),
+            # Room for the longest request, and often for little more.
+            blocks=rng.choice((24, 30, 64, 200)),
+            batch_tokens=rng.choice((32, 128, 512)),
+            policy="priority" if rng.random() < 0.15 else "fcfs",
+        )
+
+
+@functools.cache
+def _base(drafts: int) -> VllmConfig:
+    extra: dict[str, Any] = {}
+    if drafts:
+        extra["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    arguments = EngineArgs(
+        model=str(MODEL),
+        served_model_name="m",
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=160,
+        num_gpu_blocks_override=64,
+        reasoning_parser="qwen3",
+        **extra,
+    )
+    init_none_hash(sha256)
+    return arguments.create_engine_config()
+
+
+@functools.cache
+def config_of(shape: Shape) -> tuple[VllmConfig, StructuredOutputManager]:
+    made = copy.copy(_base(shape.drafts))
+    made.scheduler_config = copy.copy(made.scheduler_config)
+    made.scheduler_config.max_num_seqs = shape.places
+    made.scheduler_config.max_num_batched_tokens = shape.batch_tokens
+    made.scheduler_config.enable_chunked_prefill = True
+    made.scheduler_config.policy = shape.policy
+    made.scheduler_config.async_scheduling = shape.is_async
+    made.cache_config = copy.copy(made.cache_config)
+    made.cache_config.num_gpu_blocks = shape.blocks
+    made.cache_config.block_size = BLOCK
+    made.cache_config.enable_prefix_caching = True
+    return made, StructuredOutputManager(made)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return hooks.tokenizer_of(_base(0))
+
+
+@functools.cache
+def boundaries() -> bytes:
+    return hooks.boundaries(_base(0))
+
+
+@functools.cache
+def words() -> tuple[int, int, int, tuple[int, ...]]:
+    """Token ids: think start and end, end of text, and words of which some end a sentence or a paragraph."""
+    vocabulary = tokenizer().get_vocab()
+    ends = [i for text, i in sorted(vocabulary.items()) if text in (".", "?", "\n\n")]
+    plain = [i for text, i in sorted(vocabulary.items()) if text.isalpha()][:6]
+    return vocabulary["<think>"], vocabulary["</think>"], vocabulary["<|im_end|>"], (*plain, *plain, *ends)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the model makes of one request. restless: it thinks anew, and writes markers where none belong."""
+
+    seed: int
+    think_mean: int
+    answer_mean: int
+    restless: bool
+    max_tokens: int = 100
+    priority: int = 0
+
+
+class Model:
+    """Samples for the requests of one engine; keeps their tokens as a model runner does."""
+
+    def __init__(self) -> None:
+        self.start, self.end, self.stop, self.text = words()
+        self.scripts: dict[str, Script] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self._thinking: dict[str, bool] = {}
+
+    def open(self, request_id: str, prompt: list[int], script: Script) -> None:
+        self.scripts[request_id], self.tokens[request_id] = script, list(prompt)
+        self._thinking[request_id] = self._thinks(prompt)
+
+    def _thinks(self, tokens: list[int]) -> bool:
+        return next((t == self.start for t in reversed(tokens) if t in (self.start, self.end)), False)
+
+    def wish(self, request_id: str) -> int:
+        """The next token if nothing masks it."""
+        script, tokens = self.scripts[request_id], self.tokens[request_id]
+        x = mix(script.seed, len(tokens), tokens[-1])
+        chance, word = (x & 0xFFFF) / 65536, self.text[(x >> 16) % len(self.text)]
+        if self._thinking[request_id]:
+            if chance < 1 / script.think_mean:
+                return self.end
+            return self.start if script.restless and chance > 0.99 else word
+        if chance < 1 / script.answer_mean:
+            return self.stop
+        if script.restless and chance > 0.9:
+            return self.start if chance > 0.93 else self.end
+        return word
+
+    def add(self, request_id: str, token: int) -> None:
+        self.tokens[request_id].append(token)
+        if token in (self.start, self.end):
+            self._thinking[request_id] = token == self.start
+
+    def drafts(self, request_id: str, count: int) -> list[int]:
+        """Some right, some wrong."""
+        x = mix(self.scripts[request_id].seed, len(self.tokens[request_id]), 7)
+        return [self.wish(request_id) if x & 1 else self.text[x % 5], *([self.text[(x >> 8) % 5]] * (count - 1))]
+
+
+def mix(*numbers: int) -> int:
+    """A hash of integers, the same on every run."""
+    x = 0x9E3779B97F4A7C15
+    for number in numbers:
+        x = ((x ^ number) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
+        x ^= x >> 29
+    return x
+
+
+@functools.cache
+def _hasher() -> Any:
+    return get_request_block_hasher(BLOCK, sha256)
+
+
+class Engine:
+    """One start of an engine process. `on_token` hears of every sampled token: request, token, whether it was forced.
+
+    is_governed: False for stock vLLM. between: called while the model runs.
+    """
+
+    def __init__(self, shape: Shape, on_token: Callable[[str, int, bool], None], is_governed: bool = True) -> None:
+        self.shape, self.on_token = shape, on_token
+        config, structured = config_of(shape)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache = KVCacheConfig(shape.blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        kind = AsyncScheduler if shape.is_async else Scheduler
+        self.scheduler: Any = (governed(kind) if is_governed else kind)(
+            config, cache, structured, block_size=BLOCK, log_stats=False
+        )
+        self.agent: Any = getattr(self.scheduler, "_agent", None)
+        self.model = Model()
+        self.finished: dict[str, str] = {}
+        # What each step scheduled, probes left out.
+        self.schedule: list[dict[str, int]] = []
+        self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+
+    def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
+        self.model.open(request_id, prompt, script)
+        params = SamplingParams(max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args=own)
+        known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
+        self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known))
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.finished[request_id] = "abort"
+
+    @property
+    def live(self) -> list[str]:
+        return [r for r in self.scheduler.requests if not r.startswith(PREFIX)]
+
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests() or self._queue)
+
+    def step(self, between: Callable[[], None]) -> None:
+        if self.shape.is_async:
+            self._step_async(between)
+        else:
+            self._step(between)
+
+    def _step(self, between: Callable[[], None]) -> None:
+        output = self._schedule()
+        between()
+        result = self._sample(output, self.scheduler.get_grammar_bitmask(output))
+        self._update(output, result)
+        if self.shape.drafts:
+            ids = [r for r in output.num_scheduled_tokens if not r.startswith(PREFIX) and r in self.scheduler.requests]
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(ids, [self.model.drafts(r, self.shape.drafts) for r in ids])
+            )
+
+    def _step_async(self, between: Callable[[], None]) -> None:
+        """EngineCore.step_with_batch_queue with a queue of two."""
+        deferred = None
+        if self.scheduler.has_requests():
+            output = self._schedule()
+            between()
+            executed = output.total_num_scheduled_tokens > 0
+            if executed and output.pending_structured_output_tokens:
+                deferred = output
+            else:
+                grammar = self.scheduler.get_grammar_bitmask(output) if executed else None
+                self._queue.appendleft((output, self._sample(output, grammar)))
+                if len(self._queue) < 2 and (executed or self.scheduler.has_requests()):
+                    return
+        elif not self._queue:
+            return
+        self._update(*self._queue.pop())
+        if deferred is not None:
+            result = self._sample(deferred, self.scheduler.get_grammar_bitmask(deferred))
+            self._queue.appendleft((deferred, result))
+
+    def _schedule(self) -> Any:
+        output = self.scheduler.schedule()
+        self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not r.startswith(PREFIX)})
+        return output
+
+    def _update(self, output: Any, result: ModelRunnerOutput) -> None:
+        for group in self.scheduler.update_from_output(output, result).values():
+            for out in group.outputs:
+                assert not out.request_id.startswith(PREFIX), "a probe's output reaches the clients"
+                if out.finish_reason is not None:
+                    self.finished[out.request_id] = str(out.finish_reason)
+
+    def _sample(self, output: Any, grammar: Any) -> ModelRunnerOutput:
+        masks = _forced(output, grammar)
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ids, sampled = list(output.num_scheduled_tokens), []
+        for request_id in ids:
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            if request_id.startswith(PREFIX):
+                sampled.append(self._probe(request_id, output, computed))
+                continue
+            reached = computed[request_id] + output.num_scheduled_tokens[request_id] - len(drafts)
+            if reached < len(self.model.tokens[request_id]):
+                sampled.append([])
+                continue
+            sampled.append(self._tokens(request_id, drafts, masks.get(request_id, {})))
+        result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
+        if getattr(output, REQUEST, None) is not None and ids:
+            setattr(result, RESULT, self._signals(output, ids))
+        return result
+
+    def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        if computed[request_id] + output.num_scheduled_tokens[request_id] < request.num_tokens:
+            return []
+        x = mix(request.num_tokens, 3)
+        return [self.model.stop if x % 4 == 0 else self.model.text[x % 3]]
+
+    def _tokens(self, request_id: str, drafts: list[int], mask: dict[int, int]) -> list[int]:
+        tokens = []
+        for row in range(1 + len(drafts)):
+            token = mask.get(row, self.model.wish(request_id))
+            request = self.scheduler.requests.get(request_id)
+            # What comes for a request that has ended meanwhile is thrown away.
+            if request is not None:
+                self.on_token(request_id, token, row in mask)
+            self.model.add(request_id, token)
+            tokens.append(token)
+            stops = token == self.model.stop or (
+                request is not None
+                and len(self.model.tokens[request_id]) >= request.num_prompt_tokens + request.max_tokens
+            )
+            if stops or (row < len(drafts) and drafts[row] != token):
+                break
+        return tokens
+
+    def _signals(self, output: Any, ids: list[str]) -> StepSignals:
+        counts = [1 + len(output.scheduled_spec_decode_tokens.get(r, ())) for r in ids]
+        rows = sum(counts)
+        x = [mix(len(self.schedule), row) for row in range(rows)]
+        entropy = np.array([(v % 1000) / 250 for v in x], np.float32)
+        rank = np.array([1 + v % 30 for v in x], np.int32)
+        first = None if rows == len(ids) else np.cumsum([0, *counts[:-1]], dtype=np.int32)
+        return StepSignals(first, entropy, rank, -entropy)
+
+
+def _forced(output: Any, grammar: Any) -> dict[str, dict[int, int]]:
+    """Tokens that a mask leaves no choice about, by request and row."""
+    if grammar is None:
+        return {}
+    found: dict[str, dict[int, int]] = {}
+    at = 0
+    for request_id in grammar.structured_output_request_ids:
+        rows = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        for row in range(rows):
+            words_of_row = grammar.grammar_bitmask[at + row]
+            if (words_of_row == -1).all():
+                continue
+            allowed = np.flatnonzero(np.unpackbits(words_of_row.view(np.uint8), bitorder="little"))
+            assert len(allowed) == 1, f"the mask of {request_id} allows {len(allowed)} tokens"
+            found.setdefault(request_id, {})[row] = int(allowed[0])
+        at += rows
+    assert at == len(grammar.grammar_bitmask)
+    return found

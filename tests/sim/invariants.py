@@ -1,0 +1,341 @@
+"""What must hold whatever happens, from what the simulator saw: design.md's rules as checks.
+
+Keeps its own books of requests, limits and decisions; an `AssertionError` names what was broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent.directives import Outcome
+from meridian_agent.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.tracker import StepRecord
+from meridian_control.policy import Who
+
+if TYPE_CHECKING:
+    from meridian_control.session import Session
+    from tests.sim.engine import Engine
+    from tests.sim.network import SteppedLink, Stream
+
+NO_LIMIT = 1 << 40
+ENTROPY_RULES = (agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI)
+GAUGES = ("round_trip_ms",)
+
+
+@dataclass
+class Made:
+    """A decision as the control plane made it."""
+
+    kind: str
+    request_id: str = ""
+    shadow: bool = False
+    # Of a plan: whom each slot was taken for.
+    slots: dict[int, str] = field(default_factory=dict)
+    settled: bool = False
+
+
+@dataclass
+class Watched:
+    """One request, by books of our own."""
+
+    own_cap: int | None
+    default_cap: int | None
+    state: PhaseState
+    markers: Markers
+    cap: tuple[int | None, bool] | None = None
+    # A force was accepted and has not begun.
+    force: bool = False
+    ending_left: int = 0
+    # Limits when the last masks were made, newest last.
+    limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+    # Markers changed while it lived: its counts are not ours to know.
+    unsure: bool = False
+    # The newest token began a phase of thinking.
+    began: bool = False
+    skipped: int = 0
+    may_skip: int = 0
+
+    def limit(self) -> int:
+        policy = self.default_cap if self.cap is None else None if self.cap[1] else self.cap[0]
+        return min(cap if cap is not None else NO_LIMIT for cap in (policy, self.own_cap))
+
+
+class Invariants:
+    """All checks of one run. Decisions are known by session and id."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[str, int], Made] = {}
+        self.trace: list[str] | None = None
+
+    def note(self, text: str) -> None:
+        if self.trace is not None:
+            self.trace.append(text)
+
+    # ------------------------------------------------------------------------------------------------- control's side
+
+    def said(self, session: Session, response: agent_pb2.ConnectResponse) -> None:
+        """The control plane says something, while its table is still as it was when it decided."""
+        if not response.HasField("directives"):
+            return
+        table, directives = session.table, response.directives
+        names = {slot: info.request_id for slot, info in table.requests()}
+        for kind in ("forces", "caps", "tiers", "probes"):
+            for decision in getattr(directives, kind):
+                shadow = getattr(decision, "shadow", False)
+                self._new(session, decision.decision_id, Made(kind, names[decision.slot], shadow))
+        if directives.HasField("plan"):
+            plan = directives.plan
+            slots = {slot: names[slot] for slot in plan.slot}
+            self._new(session, plan.decision_id, Made("plan", shadow=plan.shadow, slots=slots))
+        for force in directives.forces:
+            self._above_floor(session, force)
+        self.note(f"control says {_short(directives)}")
+
+    def _new(self, session: Session, decision_id: int, made: Made) -> None:
+        key = session.session_id, decision_id
+        assert key not in self.made, f"decision {decision_id} is made twice"
+        self.made[key] = made
+
+    def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
+        info, policy = session.table.info[force.slot], session.policy
+        assert info is not None
+        assert policy is not None
+        own = policy.of(Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels)))
+        floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else own.scheduler.soft_think_tokens
+        floor = max(floor, info.min_think_tokens)
+        told = int(session.table.think_tokens[force.slot])
+        assert told >= floor, f"thinking of {info.request_id} is ended at {told} tokens, before its floor of {floor}"
+
+    def heard(self, stream: Stream, message: agent_pb2.ConnectRequest) -> None:
+        """The control plane is about to hear this."""
+        self.note(f"agent says {_short(message)}")
+        if stream.connection is None:
+            return
+        session = stream.connection.session
+        for outcome in message.step.outcomes:
+            made = self.made.get((session.session_id, outcome.decision_id))
+            name = Outcome(outcome.outcome).name
+            assert made is not None, f"outcome {name} of decision {outcome.decision_id}, which nobody made"
+            assert not made.settled, f"a second outcome {name} of decision {outcome.decision_id}"
+            made.settled = True
+            assert made.shadow or name != "SHADOWED", f"{made.kind} {outcome.decision_id} is shadowed but was in force"
+            if made.shadow:
+                assert name != "APPLIED", f"{made.kind} {outcome.decision_id} is applied but was shadowed"
+        if message.step.HasField("counters"):
+            for counter, value in message.step.counters.ListFields():
+                before = stream.counters.get(counter.name, 0)
+                assert counter.name in GAUGES or value >= before, f"{counter.name} goes from {before} to {value}"
+                stream.counters[counter.name] = value
+
+    def left(self, session: Session) -> None:
+        totals = session.totals
+        assert not session.open_decisions
+        assert sum(totals.decisions.values()) == sum(totals.outcomes.values()), "decisions and outcomes differ"
+        assert not totals.unknown_outcomes
+
+
+class EngineBooks:
+    """The books of one engine; everything the agent does is held against them."""
+
+    def __init__(self, invariants: Invariants) -> None:
+        self.invariants = invariants
+        self.link: SteppedLink | None = None
+        self.requests: dict[str, Watched] = {}
+        self.revision = 0
+        self.engine: Engine
+        self.forced_tokens = 0
+        self._session = ""
+
+    def attach(self, engine: Engine, link: SteppedLink | None) -> None:
+        self.engine, self.link = engine, link
+        if engine.agent is None:
+            return
+        directives = engine.agent.directives
+        accept, new_stream = directives.accept, directives.new_stream
+
+        def watched_accept(message: agent_pb2.Directives) -> None:
+            ranks = {tr: tr.rank for tr in engine.agent.tracker.by_id.values()}
+            accept(message)
+            self._accepted(message, ranks)
+
+        def watched_new_stream() -> None:
+            assert self.link is not None
+            self._session = self.link.session_id
+            new_stream()
+            self._forget_forces()
+
+        directives.accept, directives.new_stream = watched_accept, watched_new_stream
+
+    def open(self, request_id: str, prompt: list[int], own_cap: int | None) -> None:
+        if self.engine.agent is None:
+            return
+        tracker = self.engine.agent.tracker
+        state = begin(tracker.markers, prompt, tracker.supports_think_disable)
+        self.requests[request_id] = Watched(own_cap, tracker.default_cap, state, tracker.markers)
+
+    # ----------------------------------------------------------------------------------------------- what is decided
+
+    def _accepted(self, message: agent_pb2.Directives, ranks: dict[Any, int | None]) -> None:
+        tracker, made = self.engine.agent.tracker, self.invariants.made
+        for cap in message.caps:
+            if watched := self._meant(cap.decision_id):
+                watched.cap = (cap.max_think_tokens if cap.HasField("max_think_tokens") else None), cap.shadow
+        for force in message.forces:
+            watched = self._meant(force.decision_id)
+            if watched and not force.shadow and watched.state.phase is Phase.THINK:
+                watched.force = True
+        for tr in tracker.by_id.values():
+            ids = [tr.cap.decision_id if tr.cap else 0, tr.ending.decision_id if tr.ending else 0]
+            self._own(tr, [*ids, tr.tier[0] if tr.tier else 0])
+        for decision_id, tr, *_ in self.engine.agent.directives.probes:
+            self._own(tr, [decision_id])
+        if message.HasField("plan") and message.plan.decision_id:
+            slots = made[self._session, message.plan.decision_id].slots
+            for slot, request_id in slots.items():
+                tr = tracker.by_slot.get(slot)
+                if tr is not None and tr.info.request_id != request_id:
+                    assert tr.rank == ranks[tr], f"the rank of {request_id} is given to {tr.info.request_id}"
+
+    def _meant(self, decision_id: int) -> Watched | None:
+        made = self.invariants.made.get((self._session, decision_id))
+        assert made is not None, f"the agent is told of decision {decision_id}, which nobody made on this stream"
+        alive = made.request_id in self.engine.agent.tracker.by_id
+        return self.requests[made.request_id] if alive else None
+
+    def _own(self, tr: Any, ids: list[int]) -> None:
+        for decision_id in filter(None, ids):
+            meant = self.invariants.made[self._session, decision_id].request_id
+            here = tr.info.request_id
+            assert meant == here, f"decision {decision_id} was made for {meant} and is applied to {here}"
+
+    def _forget_forces(self) -> None:
+        for watched in self.requests.values():
+            watched.force = False
+
+    # ------------------------------------------------------------------------------------------------ what is sampled
+
+    def before_masks(self) -> None:
+        """The step's masks are about to be made, with what the agent knows now."""
+        agent = self.engine.agent
+        if agent is None:
+            return
+        for tr in agent.tracker.by_id.values():
+            watched = self.requests[tr.info.request_id]
+            watched.unsure = watched.unsure or watched.markers != agent.tracker.markers
+            watched.limits = watched.limits[1], watched.limit()
+
+    def on_token(self, request_id: str, token: int, forced: bool) -> None:
+        watched = self.requests.get(request_id)
+        if watched is None:
+            assert not forced
+            return
+        state, now = watched.state, watched.limit()
+        self.forced_tokens += forced
+        if watched.unsure or self.engine.agent.tracker.markers != watched.markers:
+            watched.unsure = True
+            return
+        # With asynchronous scheduling a mask is made a step ahead.
+        late = watched.limits if self.engine.shape.is_async else (now,)
+        at = state.think_tokens if state.phase is Phase.THINK else -1
+        if watched.ending_left:
+            assert forced, f"the ending of {request_id} is broken off"
+            watched.ending_left -= 1
+        elif forced:
+            by_cap = at >= min(now, *late)
+            assert at >= 0, f"{request_id} is forced outside thinking"
+            assert by_cap or watched.force, f"thinking of {request_id} is ended at {at} tokens for no reason"
+            watched.ending_left = len(watched.markers.ending) - 1
+            watched.force = False
+        else:
+            limit = max(now, *late)
+            # There a mask can also not know yet that thinking began with the token before.
+            began = self.engine.shape.is_async and watched.began
+            assert at < limit or began, f"{request_id} thinks on at {at} tokens, past its cap of {limit}"
+        before = state.phase
+        state.feed(token, watched.markers)
+        watched.began = before is not Phase.THINK
+        if state.phase is not Phase.THINK:
+            watched.force = False
+
+    # --------------------------------------------------------------------------------------------------- every step
+
+    def after_step(self) -> None:
+        engine, link = self.engine, self.link
+        agent = engine.agent
+        if agent is None:
+            return
+        assert link is not None
+        fault = engine.scheduler._guard.fault
+        assert not fault, f"the guard has tripped: {fault}"
+        assert link.revision >= self.revision, f"revision goes from {self.revision} to {link.revision}"
+        self.revision = link.revision
+        self._after_lease(agent)
+        for tr in agent.tracker.by_id.values():
+            waits = tr.ref.status.name == "PREEMPTED"
+            assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
+        if not engine.shape.is_async:
+            self._nobody_starves(agent)
+
+    def _after_lease(self, agent: Any) -> None:
+        if not agent._off:
+            return
+        self._forget_forces()
+        assert agent.directives.plan is None, "a plan holds past the lease"
+        assert not agent.directives.probes, "probes wait past the lease"
+        assert all(tr.rank is None for tr in agent.tracker.by_id.values()), "a rank holds past the lease"
+
+    def _nobody_starves(self, agent: Any) -> None:
+        scheduled = self.engine.schedule[-1]
+        plan = agent.directives.plan
+        bound = plan.max_skip_steps if plan is not None and not plan.shadow and not plan.stock else 0
+        for request in self.engine.scheduler.running:
+            watched, tr = self.requests.get(request.request_id), agent.tracker.by_id.get(request.request_id)
+            if watched is None or tr is None:
+                continue
+            if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.held:
+                watched.skipped = watched.may_skip = 0
+                continue
+            watched.skipped, watched.may_skip = watched.skipped + 1, max(bound, watched.may_skip)
+            assert watched.skipped <= watched.may_skip + 1, (
+                f"{request.request_id} is left out {watched.skipped} times in a row, {watched.may_skip} are allowed"
+            )
+
+    # -------------------------------------------------------------------------------------------------- at quiet times
+
+    def table_equals(self, session: Session) -> None:
+        """Nothing is under way: the control plane's table is the agent's."""
+        tracker = self.engine.agent.tracker
+        if tracker.record != StepRecord():
+            return
+        table = session.table
+        theirs = {
+            info.request_id: (
+                slot,
+                Phase(int(table.phase[slot])).name,
+                int(table.think_tokens[slot]),
+                int(table.output_tokens[slot]),
+                bool(table.preempted[slot]),
+            )
+            for slot, info in table.requests()
+        }
+        ours = {
+            r: (tr.slot, tr.state.phase.name, tr.state.think_tokens, tr.state.output_tokens, tr.preempted)
+            for r, tr in tracker.by_id.items()
+        }
+        assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
+
+    def nothing_left(self) -> None:
+        """All requests are done: the agent keeps nothing of them."""
+        agent = self.engine.agent
+        tracker, directives = agent.tracker, agent.directives
+        left = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held)
+        assert not any(left), f"left behind: {left}"
+        assert not directives.probes
+        assert (tracker.thinking, tracker.answering) == (0, 0)
+
+
+def _short(message: Any) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,287 @@
+"""The network and what it connects: the agent's real link without its thread, and the server's side with a real Fleet.
+
+Each stream is two queues with delays. Everything moves in `tick`s, at the virtual time.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent import link as link_module
+from meridian_agent.link import Link
+from meridian_control.errors import MeridianError
+from meridian_control.fleet import Fleet
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_control.fleet import Connection
+    from meridian_control.store import StoredRevision
+    from tests.sim.clock import Timeline
+    from tests.sim.invariants import Invariants
+
+# When a side that hears nothing gives the connection up.
+KEEPALIVE_S = 45.0
+# Responses in flight before the server's side waits.
+WINDOW = 32
+
+
+class Stream:
+    """One call of Connect. Messages wait in `up` and `down` until they are due."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.up: deque[tuple[float, agent_pb2.ConnectRequest]] = deque()
+        self.down: deque[tuple[float, agent_pb2.ConnectResponse]] = deque()
+        self.connection: Connection | None = None
+        # When each side learns that the stream is over; None while it is not.
+        self.agent_learns_s: float | None = None
+        self.server_learns_s: float | None = None
+        # Nothing gets through any more, and nobody is told.
+        self.dead = False
+        self.counters: dict[str, float] = {}
+
+    def cancel(self) -> None:
+        """The agent ends it: its own side at once."""
+        self.break_off(0.0, None)
+
+    def break_off(self, agent_s: float | None, server_s: float | None) -> None:
+        """Each side learns of the end after so long; None for as long as a message takes."""
+        network, now = self._network, self._network.timeline.now_s
+        latest = KEEPALIVE_S if self.dead else network.delay_s()
+        for name, after_s in (("agent_learns_s", agent_s), ("server_learns_s", server_s)):
+            learns = now + (latest if after_s is None else after_s)
+            known = getattr(self, name)
+            setattr(self, name, learns if known is None else min(known, learns))
+
+    def send(self, way: deque[tuple[float, Any]], message: Any) -> None:
+        if self.dead:
+            return
+        due = self._network.timeline.now_s + self._network.delay_s()
+        way.append((max(due, way[-1][0]) if way else due, message))
+
+    def arrived(self, way: deque[tuple[float, Any]]) -> Any:
+        """The next message that is due, or None."""
+        if self.dead or not way or way[0][0] > self._network.timeline.now_s:
+            return None
+        return way.popleft()[1]
+
+
+class SteppedRing:
+    """The link's ring where nobody waits."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self, timeout: float | None = None) -> Any:
+        if not self._items:
+            assert timeout is not None, "the link would wait for ever"
+            raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(0.0)
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    empty = property(lambda self: not self._items)
+
+
+class SteppedLink(Link):
+    """The real link; `tick` does what its thread would."""
+
+    def __init__(self, network: Network, *args: Any, **named: Any) -> None:
+        named |= {"clock": network.timeline.time, "jitter": network.rng.random}
+        super().__init__(*args, **named)
+        self._network = network
+        self.stream: Stream | None = None
+        self.session_id = ""
+        self.stalled_until_s = self._retry_s = 0.0
+        self._attempt = 0
+        self._heard = False
+        self._first_waits_s: float | None = None
+        self._messages: Any = None
+        network.links.append(self)
+
+    def start(self) -> None:
+        """No thread."""
+
+    def quiet(self) -> bool:
+        """Nothing waits to be sent."""
+        stream = self.stream
+        return (
+            stream is not None
+            and self.connected
+            and not (self._ring.qsize() or self._holds() or stream.up or stream.down)
+        )
+
+    def _holds(self) -> bool:
+        return self._messages is not None and self._messages.gi_frame.f_locals.get("held") is not None
+
+    def tick(self) -> None:
+        now = self._network.timeline.now_s
+        if now < self.stalled_until_s or self._stop.is_set():
+            return
+        if self.stream is None:
+            if now >= self._retry_s:
+                self._connect()
+            return
+        while self.stream.agent_learns_s is None or self.stream.agent_learns_s > now:
+            if (response := self.stream.arrived(self.stream.down)) is None:
+                break
+            self._heard = True
+            if response.HasField("welcome"):
+                self.session_id = response.welcome.session_id
+            self._receive(response)
+        if self.stream.agent_learns_s is not None and self.stream.agent_learns_s <= now:
+            self._end()
+            return
+        self._say(now)
+
+    def _connect(self) -> None:
+        self._ring = SteppedRing()  # type: ignore[assignment]
+        self._heard = False
+        self.stream = self._network.connect()
+        if self.stream is None:
+            self._end()
+            return
+        self._call = self.stream  # type: ignore[assignment]
+        self._messages = self._requests(self._ring)
+        self.stream.send(self.stream.up, next(self._messages))
+
+    def _end(self) -> None:
+        """As the end of `_stream` and of a round of `_run`."""
+        self._lost()
+        self.stream = self._messages = None
+        self._attempt = 0 if self._heard else self._attempt + 1
+        low, high = link_module.BACKOFF_S
+        wait_s = min(high, low * 2 ** min(self._attempt, 10)) * (0.5 + self._jitter())
+        self._retry_s = self._network.timeline.now_s + wait_s
+
+    def _say(self, now: float) -> None:
+        """Records wait for others of their interval, but not for long."""
+        assert self.stream is not None
+        if not self._ring.qsize() and not self._holds():
+            self._first_waits_s = None
+            return
+        if self._first_waits_s is None:
+            self._first_waits_s = now
+        if self._ring.qsize() < self.report_interval_steps and now - self._first_waits_s < link_module.MERGE_WAIT_S:
+            return
+        self._first_waits_s = None
+        while self._ring.qsize() or self._holds():
+            self.stream.send(self.stream.up, next(self._messages))
+
+
+class Server:
+    """A control plane that can be gone, hung, and started again with nothing but its policy."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.fleet: Fleet | None = None
+        self.streams: list[Stream] = []
+        self.hung_until_s = 0.0
+        self.newest: StoredRevision | None = None
+        self.recordings: list[Any] = []
+
+    def start(self) -> None:
+        self.fleet = Fleet(self._network.timeline.utc_now)
+        if self._network.records:
+            self.recordings.append(self.fleet.record(""))
+        if self.newest is not None:
+            self.fleet.set_policy(self.newest)
+
+    def kill(self, tells_agents: bool) -> None:
+        """The process is gone with all it knew."""
+        for stream in self.streams:
+            stream.dead = stream.dead or not tells_agents
+            stream.break_off(None, 0.0)
+            stream.connection = None
+        self.streams, self.fleet = [], None
+
+    def put_in_force(self, policy: StoredRevision) -> None:
+        self.newest = policy
+        if self.fleet is not None:
+            self.fleet.set_policy(policy)
+
+    def tick(self) -> None:
+        now = self._network.timeline.now_s
+        if self.fleet is None or now < self.hung_until_s:
+            return
+        for stream in list(self.streams):
+            while stream in self.streams and (message := stream.arrived(stream.up)) is not None:
+                self._receive(self.fleet, stream, message)
+                self._drain(self.fleet, stream)
+            if stream in self.streams and stream.server_learns_s is not None and stream.server_learns_s <= now:
+                self._leave(self.fleet, stream, "disconnected")
+        for stream in list(self.streams):
+            self._drain(self.fleet, stream)
+
+    def _receive(self, fleet: Fleet, stream: Stream, message: agent_pb2.ConnectRequest) -> None:
+        self._network.invariants.heard(stream, message)
+        try:
+            if stream.connection is None:
+                assert message.HasField("hello"), "a stream begins with hello"
+                stream.connection = fleet.join(message.hello)
+            else:
+                fleet.receive(stream.connection, message)
+        except MeridianError as error:
+            raise AssertionError(f"the control plane refuses what an agent says: {error}") from error
+
+    def _drain(self, fleet: Fleet, stream: Stream) -> None:
+        connection = stream.connection
+        while connection is not None and not connection.outgoing.empty() and len(stream.down) < WINDOW:
+            response = connection.outgoing.get_nowait()
+            if response is None:
+                self._leave(fleet, stream, connection.closing)
+                return
+            self._network.invariants.said(connection.session, response)
+            stream.send(stream.down, response)
+        if connection is not None and connection.overflowed:
+            self._leave(fleet, stream, "overflow")
+
+    def _leave(self, fleet: Fleet, stream: Stream, reason: str) -> None:
+        self.streams.remove(stream)
+        if stream.connection is not None:
+            fleet.leave(stream.connection, reason)
+            self._network.invariants.left(stream.connection.session)
+        stream.break_off(None, 0.0)
+
+
+class Network:
+    """Delays, and who can reach whom."""
+
+    def __init__(self, timeline: Timeline, rng: random.Random, invariants: Invariants, records: bool) -> None:
+        self.timeline, self.rng, self.invariants, self.records = timeline, rng, invariants, records
+        self.links: list[SteppedLink] = []
+        self.latency_ms = 1.0
+        self.server = Server(self)
+        self.on_hello: Callable[[], None] | None = None
+
+    def delay_s(self) -> float:
+        if self.latency_ms == 0:
+            return 0.0
+        return self.rng.expovariate(1 / self.latency_ms) / 1e3
+
+    def connect(self) -> Stream | None:
+        """A new stream; None where nobody listens."""
+        if self.server.fleet is None:
+            return None
+        stream = Stream(self)
+        self.server.streams.append(stream)
+        return stream
+
+    def tick(self) -> None:
+        self.server.tick()
+        for link in self.links:
+            link.tick()
+        self.server.tick()

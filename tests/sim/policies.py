@@ -1,0 +1,104 @@
+"""Random valid policies: every field of the schema, drawn from within its own limits.
+
+Near the defaults of a test's scale as a rule, at the limits now and then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from meridian_control.policy import PER_REQUEST, EntropyPolicy, Policy, SchedulerPolicy
+
+if TYPE_CHECKING:
+    import random
+
+    from pydantic.fields import FieldInfo
+
+    from meridian_control.policy import Section
+
+LARGEST = 1e308
+# Values at which something happens within a few hundred tokens.
+NEAR: dict[str, tuple[Any, ...]] = {
+    "max_think_tokens": (1, 2, 5, 12, 30, 60, 32768),
+    "min_think_tokens": (0, 0, 1, 4, 10, 25),
+    "soft_think_tokens": (0, 0, 3, 10, 25),
+    "soft_close_rank": (1, 5, 20),
+    "empty_answer_extension_tokens": (0, 0, 1, 7, 20),
+    "long_think_tokens": (5, 20, 60),
+    "think_tpot_budget_ms": (10.0, 40.0, 80.0, 400.0),
+    "output_tpot_budget_ms": (1.0, 5.0, 20.0),
+    "think_batch_multiplier": (0.1, 0.5, 2.5),
+    "min_prefill_tokens": (1, 8, 128),
+    "ema_alpha": (0.2, 0.9, 1.0),
+    "eat_warmup_samples": (1, 2, 3),
+    "eat_ema_variance_threshold": (1e-4, 0.5, 10.0),
+    "eat_level_threshold_nats": (0.1, 1.0, 3.0),
+    "eat_probe_interval_tokens": (1, 3, 8, 64),
+    "eat_probe_max_rank": (0, 0, 5, 20),
+    "eat_hold_ms": (0, 5, 50, 200),
+    "rpdi_threshold": (0.0, 0.5, 2.0),
+    "rpdi_window_tokens": (1, 2, 8, 512),
+    "report_interval_steps": (1, 1, 2, 5),
+    "lease_ms": (100, 500, 3000, 30000),
+    "think_phase_memory_fraction": (0.01, 0.2, 0.4),
+}
+GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
+
+
+def _value(rng: random.Random, name: str, info: FieldInfo, extreme: float) -> Any:
+    kind = info.annotation
+    if kind is bool:
+        return rng.random() < 0.5
+    if get_origin(kind) is Literal:
+        return rng.choice(get_args(kind))
+    if rng.random() >= extreme:
+        return rng.choice(NEAR[name])
+    limits = {limit: getattr(m, limit) for m in info.metadata for limit in ("gt", "ge", "le") if hasattr(m, limit)}
+    if kind is int:
+        return rng.choice((limits["ge"], limits["ge"] + 1, limits["le"] - 1, limits["le"]))
+    low, high = limits.get("ge", 5e-324), limits.get("le", LARGEST)
+    return rng.choice((low, max(low, 1e-300), min(1e-3, high), high))
+
+
+def _section(rng: random.Random, section: type[Section], extreme: float, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Some of a section's fields; each is left at its default as often as not."""
+    drawn = {}
+    for name, info in section.model_fields.items():
+        if (name in NEAR or info.annotation is bool or get_origin(info.annotation) is Literal) and (
+            not only or name in only
+        ):
+            if rng.random() < 0.5:
+                drawn[name] = _value(rng, name, info, extreme)
+        elif name == "rank_conditions" and (not only or name in only) and rng.random() < 0.3:
+            ranks = [[rng.choice((1, 5, 20)) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(1, 2))]
+            drawn[name] = [{"max_ranks": r} for r in ranks]
+    return drawn
+
+
+def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
+    drawn: dict[str, Any] = {name: rng.choice(GLOBS) for name in ("model", "tenant", "slo_class", "effort")}
+    if rng.random() < 0.2:
+        drawn["engine_labels"] = {"zone": rng.choice("ab")}
+    drawn["scheduler"] = _section(rng, SchedulerPolicy, extreme, PER_REQUEST["scheduler"])
+    drawn["entropy"] = _section(rng, EntropyPolicy, extreme, PER_REQUEST["entropy"])
+    return drawn
+
+
+def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
+    """A valid policy. extreme: how often a number is at the limits that the schema allows. sections: fixed values."""
+    while True:
+        values: dict[str, Any] = {
+            name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
+            for name, info in Policy.model_fields.items()
+            if name not in ("model", "override")
+        }
+        if rng.random() < 0.4:
+            values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
+        for name, fixed in sections.items():
+            values[name] = {**values.get(name, {}), **fixed} if isinstance(fixed, dict) else fixed
+        try:
+            return Policy.model_validate(values)
+        except ValidationError:
+            continue

@@ -1,0 +1,12 @@
+"""Seeds that failed once, each with what it found. They are run by every `make test`.
+
+What a seed does changes with the simulator, so what can be shown more directly has a test of its own beside them.
+"""
+
+REGRESSIONS = {
+    5: "a forced end in the first step of an idle engine that schedules ahead: vLLM waited for a step that was not there",
+    27: "a token that came after its request was preempted was taken for the resumption",
+    31: "a request past its cap that began to think anew within its draft tokens thought on for a token",
+    769: "a plan that had arrived before the stream was lost was taken in past the lease",
+    1382: "a forced end of two tokens was broken off by a preemption between them, with asynchronous scheduling",
+}

@@ -1,0 +1,35 @@
+"""A failing run made smaller: cut off after the tick that fails, and without the faults it does not need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.sim.world import Failure, Options, World, run
+
+FAULTS = sorted(name for name in dir(World) if name.startswith("fault_"))
+
+
+def _fails(seed: int, options: Options) -> Failure | None:
+    try:
+        run(seed, options)
+    except Failure as failure:
+        return failure
+    return None
+
+
+def smaller(seed: int) -> tuple[Options, Failure]:
+    """The options of the smallest failing run found, and its failure with its trace. The seed must fail."""
+    options = Options(trace=True)
+    failure = _fails(seed, options)
+    assert failure is not None, f"seed {seed} does not fail"
+    for name in FAULTS:
+        fewer = replace(options, without=options.without | {name})
+        if found := _fails(seed, fewer):
+            options, failure = fewer, found
+    ticks = failure.tick
+    while ticks > 1:
+        shorter = replace(options, ticks=ticks // 2)
+        if not (found := _fails(seed, shorter)):
+            break
+        options, failure, ticks = shorter, found, ticks // 2
+    return options, failure

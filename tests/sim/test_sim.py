@@ -1,0 +1,81 @@
+"""Some hundred seeds of the simulator, those that failed once, and what they found, shown as directly as can be."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from meridian_control.policy import Policy
+from tests.sim.engine import Script, Shape, words
+from tests.sim.seeds import REGRESSIONS
+from tests.sim.world import Options, World, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH = 40
+CAP = "meridian_max_think_tokens"
+
+
+@pytest.mark.parametrize("first", range(0, 200, BATCH))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        run(seed)
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_seeds_that_failed_once(seed: int) -> None:
+    run(seed)
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    traces = [run(7, Options(trace=True)).invariants.trace for _ in range(2)]
+    assert traces[0] == traces[1]
+    assert len(traces[0] or []) > 20
+
+
+# ------------------------------------------------------------------------------------------- what the simulator found
+
+
+@contextmanager
+def started(shape: Shape) -> Iterator[World]:
+    """A world without faults and with the default policy; when the block is left its requests run to their ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "policy", lambda *_: Policy())
+        world = World(1, Options(ticks=0, shape=shape), patch)
+        yield world
+        world.run()
+
+
+@pytest.mark.parametrize("cap", [0, 1, 2])
+def test_a_cap_in_the_first_step_of_an_idle_engine_that_schedules_ahead(cap: int) -> None:
+    """No step is under way that vLLM could wait for."""
+    start, end, *_ = words()
+    with started(Shape(is_async=True)) as world:
+        (plant,) = world.plants
+        plant.open("a", [start], Script(1, think_mean=1000, answer_mean=5, restless=False), {CAP: cap})
+    assert plant.engine.model.tokens["a"].index(end) == 1 + cap
+
+
+def test_a_request_that_thinks_anew_within_its_drafts_is_held_to_its_cap() -> None:
+    start, *_ = words()
+    with started(Shape(drafts=2, places=8, blocks=200)) as world:
+        (plant,) = world.plants
+        for seed in range(60):
+            plant.open(f"r{seed}", [start], Script(seed, think_mean=9, answer_mean=40, restless=True), {CAP: 2})
+    assert plant.books.forced_tokens > 60, "some of them began to think anew"
+
+
+def test_a_token_that_comes_after_the_preemption_is_no_resumption() -> None:
+    start, *_ = words()
+    with started(Shape(is_async=True, places=8, blocks=24)) as world:
+        (plant,) = world.plants
+        for seed in range(12):
+            plant.open(f"r{seed}", [start] * 20, Script(seed, 30, 40, restless=False), {CAP: 20})
+    agent = plant.engine.agent
+    assert agent.preempted_think + agent.output_critical > 0

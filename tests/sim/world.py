@@ -1,0 +1,422 @@
+"""One run: engines, a control plane, a workload and faults, all from one seed; then calm, and what must hold then."""
+
+from __future__ import annotations
+
+import logging
+import random
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meridian_agent import agent as agent_module
+from meridian_agent import hooks
+from meridian_agent import link as link_module
+from meridian_agent import scheduler as scheduler_module
+from meridian_control import dispatch
+from meridian_control import fleet as fleet_module
+from meridian_control import policy as schema
+from meridian_control.session import Session
+from tests.sim.clock import Timeline, stored
+from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
+from tests.sim.invariants import EngineBooks, Invariants
+from tests.sim.network import Network, SteppedLink
+from tests.sim.policies import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_control.policy import Policy
+
+# Small enough that rings and queues fill up within a run.
+LIMITS: tuple[tuple[Any, str, int], ...] = (
+    (link_module, "RING_RECORDS", 12),
+    (link_module, "INBOX_MESSAGES", 24),
+    (link_module, "MERGE_RECORDS", 6),
+    (fleet_module, "QUEUE_MESSAGES", 16),
+    (dispatch, "WARM_STEPS", 4),
+)
+NOTHING = {"enabled": False}
+CALM_TICKS = 3000
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run may be cut short, and kinds of fault left out, so that a failure can be made smaller."""
+
+    ticks: int = 1 << 30
+    without: frozenset[str] = frozenset()
+    trace: bool = False
+    # How engines are built, where that is not drawn.
+    shape: Shape | None = None
+
+
+class Failure(AssertionError):  # noqa: N818 - it is one
+    """What was broken in which run."""
+
+    def __init__(self, seed: int, tick: int, reason: str, trace: list[str]) -> None:
+        super().__init__(f"seed {seed}, tick {tick}: {reason}")
+        self.seed, self.tick, self.reason, self.trace = seed, tick, reason, trace
+
+
+class Plant:
+    """One engine with its books; restarts give it a new process."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.shape = world.options.shape or Shape.draw(world.rng)
+        self.link: SteppedLink | None = None
+        self.start()
+
+    def start(self) -> None:
+        world = self.world
+        known = len(world.network.links)
+        world.patch.setenv("MERIDIAN_ENGINE_ID", self.name)
+        self.books = EngineBooks(world.invariants)
+        self.engine = engine = Engine(self.shape, self.books.on_token, world.governed)
+        self.link = world.network.links[known] if world.governed else None
+        self.books.attach(engine, self.link)
+        if engine.agent is not None:
+            assert not engine.scheduler._guard.fault, engine.scheduler._guard.fault
+
+    def restart(self) -> None:
+        """The process dies with its requests; nobody tells the control plane at once."""
+        assert self.link is not None
+        self.link.stop()
+        if self.link.stream is not None:
+            self.link.stream.break_off(0.0, None)
+        self.world.network.links.remove(self.link)
+        self.start()
+
+    def open(self, name: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
+        self.engine.open(name, prompt, script, own)
+        self.books.open(name, prompt, own.get("meridian_max_think_tokens"))
+
+    def step(self) -> None:
+        if not self.engine.busy():
+            return
+        steps = len(self.engine.schedule)
+        self.engine.step(self._between)
+        if len(self.engine.schedule) > steps:
+            self.books.after_step()
+
+    def _between(self) -> None:
+        """The model runs; messages arrive."""
+        if self.world.governed:
+            scheduled = self.engine.schedule[-1]
+            self.world.timeline.advance(self.world.step_ms * (1 + 0.3 * len(scheduled)) / 1e3)
+            if self.world.rng.random() < 0.3:
+                self.world.network.tick()
+        self.books.before_masks()
+
+
+class World:
+    """is_stock: the same workload on stock vLLM."""
+
+    def __init__(self, seed: int, options: Options, patch: pytest.MonkeyPatch, is_stock: bool = False) -> None:
+        self.seed, self.options, self.patch, self.governed = seed, options, patch, not is_stock
+        self.timeline = Timeline()
+        self.rng, self.work = random.Random(f"faults {seed}"), random.Random(f"work {seed}")
+        self.invariants = Invariants()
+        self.invariants.trace = [] if options.trace else None
+        kinds = random.Random(f"kind {seed}")
+        # Policies that decide nothing or only in shadow: the engine must do what stock vLLM does.
+        self.is_quiet = kinds.random() < 0.15
+        self.network = Network(self.timeline, self.rng, self.invariants, records=kinds.random() < 0.25)
+        self.network.latency_ms = kinds.choice((0.0, 1.0, 10.0, 60.0))
+        self.harshness = kinds.choice((0.0, 0.05, 0.15, 0.4))
+        self.step_ms = kinds.choice((1.0, 5.0, 30.0))
+        self.ticks = min(kinds.choice((20, 40, 80)), options.ticks)
+        self.patches()
+        self.tick = 0
+        self.revision = 0
+        self.opened = 0
+        self.server = self.network.server
+        with self.timeline.running():
+            self.put_policy()
+            if self.rng.random() < 0.9:
+                self.server.start()
+        self.plants = [Plant(self, f"engine-{n}") for n in range(kinds.choice((1, 1, 1, 2)))]
+
+    def patches(self) -> None:
+        self.patch.setenv("MERIDIAN_CONTROL", "control")
+        self.patch.setattr(scheduler_module, "Link", partial(SteppedLink, self.network))
+        # Read once for all engines: their model is the same.
+        known_tokenizer, known_boundaries = tokenizer(), boundaries()
+        self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)
+        self.patch.setattr(hooks, "boundaries", lambda _: known_boundaries)
+        for module in (agent_module, scheduler_module):
+            self.patch.setattr(module, "time", self.timeline)
+        names = random.Random(self.seed)
+        self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))
+        for module, name, value in LIMITS:
+            self.patch.setattr(module, name, value)
+
+    # ------------------------------------------------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        with self.timeline.running():
+            while self.tick < self.ticks:
+                self.tick += 1
+                if self.work.random() < 0.35:
+                    self.open()
+                if self.work.random() < 0.03:
+                    self.abort()
+                if self.governed and self.rng.random() < self.harshness:
+                    self.fault()
+                self.pass_time(self.rng.uniform(0.0, 0.5) * self.step_ms / 1e3)
+            if self.governed:
+                self.calm()
+            else:
+                while any(plant.engine.busy() for plant in self.plants):
+                    self.pass_time(0.01)
+
+    def pass_time(self, seconds: float) -> None:
+        self.timeline.advance(seconds)
+        if self.governed:
+            self.network.tick()
+        for plant in self.plants:
+            plant.step()
+        if self.governed:
+            self.network.tick()
+            self.compare()
+
+    def compare(self) -> None:
+        """Wherever nothing is under way the two sides agree."""
+        for plant in self.plants:
+            link = plant.link
+            if link is None or not link.quiet() or link.snapshot_due or not link._streaming or plant.engine._queue:
+                continue
+            assert link.stream is not None
+            if link.stream.connection is not None and not link.stream.dead:
+                plant.books.table_equals(link.stream.connection.session)
+
+    def open(self) -> None:
+        """A request for some engine; what it is depends on the workload's seed only."""
+        work, (start, end, _, text) = self.work, words()
+        plant = work.choice(self.plants)
+        self.opened += 1
+        prompt = [work.choice(text) for _ in range(work.choice((1, 6, 20, 40)))]
+        prompt += work.choice(([], [start], [start], [start, end]))
+        own: dict[str, Any] = {"meridian_tenant": work.choice("ab"), "meridian_effort": work.choice(("", "low"))}
+        cap = work.choice((None, None, 0, 3, 20)) if not self.is_quiet else None
+        if cap is not None:
+            own["meridian_max_think_tokens"] = cap
+        if work.random() < 0.2 and not self.is_quiet:
+            own["meridian_min_think_tokens"] = work.choice((0, 5, 30))
+        script = Script(
+            work.getrandbits(32),
+            think_mean=work.choice((3, 20, 60)),
+            answer_mean=work.choice((3, 20)),
+            restless=work.random() < 0.3,
+            max_tokens=work.choice((1, 10, 60, 100)),
+            priority=work.choice((0, 0, 5)),
+        )
+        name = f"r{self.opened}"
+        plant.open(name, prompt, script, own)
+
+    def abort(self) -> None:
+        plant, which = self.work.choice(self.plants), self.work.random()
+        if live := plant.engine.live:
+            plant.engine.abort(live[int(which * len(live))])
+
+    # ----------------------------------------------------------------------------------------------------- the faults
+
+    def fault(self) -> None:
+        names = sorted(name for name in dir(self) if name.startswith("fault_"))
+        name, rng = self.rng.choice(names), random.Random(self.rng.getrandbits(64))
+        if name not in self.options.without:
+            self.invariants.note(f"{name} at tick {self.tick}")
+            getattr(self, name)(rng)
+
+    def put_policy(self, rng: random.Random | None = None) -> None:
+        """A new revision for everybody."""
+        self.revision += 1
+        self.server.put_in_force(stored(self.revision, self.policy(rng or self.rng)))
+
+    def policy(self, rng: random.Random) -> Policy:
+        if self.is_quiet:
+            shadow = {"shadow": True} if rng.random() < 0.5 else NOTHING
+            return draw(rng, scheduler=shadow, entropy=NOTHING, kv_memory={"shadow": True}, override=[])
+        sections: dict[str, Any] = {}
+        if rng.random() < 0.5:
+            sections["entropy"] = {"enabled": True, "shadow": False, "eat_warmup_samples": 1}
+            sections["scheduler"] = {"min_think_tokens": rng.choice((0, 1, 5))}
+        return draw(rng, model=self.markers(rng), **sections)
+
+    def markers(self, rng: random.Random) -> dict[str, Any]:
+        """What policy says of the model, seldom: other markers, a closing text, ids that no vocabulary has."""
+        start, end, _, text = words()
+        chance = rng.random()
+        if chance < 0.7:
+            return {}
+        if chance < 0.8:
+            return {"m": {"closing_text": "Wait ."}}
+        if chance < 0.85:
+            return {"m": {"think_end_token_ids": [1 << 20]}}
+        if chance < 0.9:
+            return {"m": {"supports_think_disable": False, "eat_answer_prefix": "the"}}
+        return {"m": {"think_start_token_ids": [start], "think_end_token_ids": [text[0], end]}}
+
+    def fault_policy(self, rng: random.Random) -> None:
+        for _ in range(rng.choice((1, 1, 1, 4))):
+            self.put_policy(rng)
+
+    def fault_cut(self, rng: random.Random) -> None:
+        """A stream breaks; one side may know long before the other."""
+        for stream in self.server.streams:
+            if rng.random() < 0.7:
+                stream.break_off(rng.choice((None, 0.0, 0.3)), rng.choice((None, 0.0, 0.3, 10.0)))
+
+    def fault_half_open(self, rng: random.Random) -> None:
+        """Nothing gets through any more, and both sides find out by themselves."""
+        for stream in self.server.streams:
+            if rng.random() < 0.7:
+                stream.dead = True
+                stream.break_off(rng.choice((None, 1.0)), rng.choice((None, 1.0)))
+
+    def fault_control_restart(self, rng: random.Random) -> None:
+        self.server.kill(tells_agents=rng.random() < 0.7)
+        self.timeline.call_later(rng.choice((0.0, 0.1, 2.0)), self.start_control)
+
+    def start_control(self) -> None:
+        if self.server.fleet is None:
+            self.server.start()
+
+    def fault_control_hangs(self, rng: random.Random) -> None:
+        self.server.hung_until_s = self.timeline.now_s + rng.choice((0.05, 0.5, 5.0))
+
+    def fault_control_drains(self, _: random.Random) -> None:
+        if self.server.fleet is not None:
+            self.server.fleet.going_away("the simulator says so")
+
+    def fault_slow_network(self, rng: random.Random) -> None:
+        self.network.latency_ms = rng.choice((0.0, 1.0, 10.0, 100.0, 1000.0))
+
+    def fault_link_stalls(self, rng: random.Random) -> None:
+        for link in self.network.links:
+            link.stalled_until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0))
+
+    def fault_time_passes(self, rng: random.Random) -> None:
+        """Nothing runs for a while; past a lease, perhaps."""
+        self.timeline.advance(rng.choice((0.05, 0.3, 5.0, 40.0)))
+
+    def fault_wall_clock_jumps(self, rng: random.Random) -> None:
+        self.timeline.jump_s += rng.choice((-3600.0, -1.0, 1.0, 3600.0))
+
+    def fault_engine_restarts(self, rng: random.Random) -> None:
+        if not self.is_quiet:
+            rng.choice(self.plants).restart()
+
+    # ------------------------------------------------------------------------------------------------------- the calm
+
+    def calm(self) -> None:
+        """No faults any more: requests end, everybody agrees, every decision has its outcome."""
+        self.network.latency_ms, self.server.hung_until_s = 0.0, 0.0
+        self.start_control()
+        for link in self.network.links:
+            link.stalled_until_s = 0.0
+        pause_s = 0.01
+        for _ in range(CALM_TICKS):
+            self.tick += 1
+            self.pass_time(pause_s)
+            if not any(plant.engine.busy() for plant in self.plants):
+                if self.settled():
+                    break
+                # Dead connections are found out, leases end.
+                pause_s = min(2.0, pause_s * 1.5)
+        for plant in self.plants:
+            assert not plant.engine.busy(), f"requests do not end: {plant.engine.live}"
+            plant.books.nothing_left()
+        assert self.settled(), self.unsettled()
+
+    def settled(self) -> bool:
+        return not self.unsettled()
+
+    def unsettled(self) -> str:
+        """What keeps the two sides from being at rest with each other; empty when they are."""
+        for plant in self.plants:
+            link = plant.link
+            assert link is not None
+            if not link.quiet():
+                return f"{plant.name} is not connected, or says something still"
+            assert link.stream is not None
+            if link.stream.agent_learns_s is not None or link.stream.connection is None:
+                return f"{plant.name} has a stream that is over"
+            session = link.stream.connection.session
+            if session.revision != self.revision:
+                return f"{plant.name} was not given revision {self.revision}"
+            if not session.nack_error and not link.revision == session.acked_revision == self.revision:
+                return f"{plant.name} has revision {link.revision}, not {self.revision}"
+            if session.open_decisions:
+                return f"{plant.name} leaves without an outcome: {list(session.open_decisions.values())}"
+        return ""
+
+    def check_replay(self) -> None:
+        """What was recorded gives the same responses again, byte for byte."""
+        for recording in self.server.recordings:
+            sessions: dict[str, tuple[Session, list[bytes]]] = {}
+            for record in recording._waiting:
+                now = record.time.ToDatetime(UTC)
+                if record.up.HasField("hello"):
+                    sessions[record.session_id] = Session(record.session_id, record.up.hello, now), []
+                    continue
+                session, expected = sessions[record.session_id]
+                if record.HasField("policy"):
+                    policy = schema.from_proto(record.policy.policy)
+                    expected += _bytes(session.on_policy(record.policy.revision, policy))
+                elif record.HasField("up"):
+                    expected += _bytes(session.on_message(record.up, now))
+                elif record.down.WhichOneof("message") in ("settings", "directives"):
+                    said = record.down.SerializeToString(deterministic=True)
+                    assert expected, "a replay says less than what was recorded"
+                    assert said == expected.pop(0), "a replay says something else than what was recorded"
+            assert not any(expected for _, expected in sessions.values()), "a replay says more than what was recorded"
+
+    def check_stock(self) -> None:
+        """Stock vLLM does the same with the same workload, step by step."""
+        with pytest.MonkeyPatch.context() as patch:
+            stock = World(self.seed, self.options, patch, is_stock=True)
+            stock.run()
+        for ours, theirs in zip(self.plants, stock.plants, strict=True):
+            steps = [[s for s in plant.engine.schedule if s] for plant in (ours, theirs)]
+            assert steps[0] == steps[1], "stock vLLM schedules otherwise"
+            assert ours.engine.model.tokens == theirs.engine.model.tokens, "stock vLLM says something else"
+            assert ours.engine.finished == theirs.engine.finished, "requests end otherwise in stock vLLM"
+            assert ours.books.forced_tokens == 0
+
+
+def _bytes(responses: list[agent_pb2.ConnectResponse]) -> list[bytes]:
+    return [response.SerializeToString(deterministic=True) for response in responses]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    logger = logging.getLogger("vllm.meridian")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def run(seed: int, options: Options = Options()) -> World:
+    """Run one seed. Raises Failure."""
+    with pytest.MonkeyPatch.context() as patch, _silent():
+        world = World(seed, options, patch)
+        try:
+            world.run()
+            world.check_replay()
+            if world.is_quiet:
+                world.check_stock()
+        except Exception as error:
+            reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            raise Failure(seed, world.tick, reason, world.invariants.trace or []) from error
+    return world
