@@ -4,7 +4,7 @@ What a seed does changes with the simulator, so what can be shown more directly 
 """
 
 REGRESSIONS = {
-    5: "a forced end in the first step of an idle engine that schedules ahead: vLLM waited for a step that was not there",
+    5: "a forced end in the first step of an idle engine that schedules ahead: vLLM broke, with no step to wait for",
     27: "a token that came after its request was preempted was taken for the resumption",
     31: "a request past its cap that began to think anew within its draft tokens thought on for a token",
     769: "a plan that had arrived before the stream was lost was taken in past the lease",
