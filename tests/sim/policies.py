@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from meridian_control.policy import PER_REQUEST, EntropyPolicy, Policy, SchedulerPolicy
+from meridian_control.policy import INT32_MAX, PER_REQUEST, EntropyPolicy, Policy, SchedulerPolicy
 
 if TYPE_CHECKING:
     import random
@@ -57,7 +57,8 @@ def _value(rng: random.Random, name: str, info: FieldInfo, extreme: float) -> An
         return rng.choice(NEAR[name])
     limits = {limit: getattr(m, limit) for m in info.metadata for limit in ("gt", "ge", "le") if hasattr(m, limit)}
     if kind is int:
-        return rng.choice((limits["ge"], limits["ge"] + 1, limits["le"] - 1, limits["le"]))
+        low, high = limits.get("ge", 0), limits.get("le", INT32_MAX)
+        return rng.choice((low, low + 1, high - 1, high))
     low, high = limits.get("ge", 5e-324), limits.get("le", LARGEST)
     return rng.choice((low, max(low, 1e-300), min(1e-3, high), high))
 
