@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
+from meridian_agent.credentials import Credentials
 from meridian_agent.messages import mergeable, opened_message, step_report
 from meridian_agent.tracker import StepRecord
 
@@ -73,8 +74,12 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         shuffle: Callable[[list[str]], None] = random.shuffle,
+        credentials: Credentials | None = None,
     ) -> None:
         self._targets, self._hello, self._on_settings = targets, hello, on_settings
+        self._credentials = credentials or Credentials()
+        # Why there is no stream, as far as the log has it.
+        self._complaints: set[tuple[str, object]] = set()
         self._clock, self._jitter, self._shuffle = clock, jitter, shuffle
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
         self._ring: Ring = queue.SimpleQueue()
@@ -175,10 +180,13 @@ class Link:
             if not order:
                 order = list(self._targets)
                 self._shuffle(order)
+            target = order.pop(0)
             try:
-                heard = self._stream(order.pop(0))
+                heard = self._stream(target)
             except grpc.RpcError as error:
                 logger.debug("meridian: stream ended: %s", error)
+            except (OSError, ValueError) as error:
+                self._complain(target, str(error), str(error))
             except Exception:
                 logger.exception("meridian: the stream failed")
             attempt = 0 if heard else attempt + 1
@@ -191,7 +199,7 @@ class Link:
         """One stream from connect to its end; returns whether the server answered at all."""
         heard = False
         self._ring = queue.SimpleQueue()
-        with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        with self._credentials.open(target, CHANNEL_OPTIONS) as channel:
             call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring))
             self._call = call
             if self._stop.is_set():
@@ -200,15 +208,24 @@ class Link:
                 for response in call:
                     if not heard:
                         heard = True
+                        self._complaints.clear()
                         logger.info("meridian: connected to %s", target)
                     self._receive(response)
             except grpc.RpcError as error:
                 if heard and not self._stop.is_set():
                     logger.warning("meridian: stream to %s ended: %s", target, _status(error))
+                elif not self._stop.is_set():
+                    self._complain(target, _code(error), _status(error))
             finally:
                 self._lost()
                 call.cancel()
         return heard
+
+    def _complain(self, target: str, kind: object, text: str) -> None:
+        """Once for each kind, however often it is tried again."""
+        if (target, kind) not in self._complaints:
+            self._complaints.add((target, kind))
+            logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
         if self._lost_since is None:
@@ -303,6 +320,10 @@ class Link:
                 return batch, item
             batch.append(item)
         return batch, None
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode | None:
+    return error.code() if isinstance(error, grpc.Call) else None
 
 
 def _status(error: grpc.RpcError) -> str:

@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent import __version__, hooks
 from meridian_agent.agent import Agent
+from meridian_agent.credentials import Credentials
 from meridian_agent.guard import Guard
 from meridian_agent.link import Link
 from meridian_agent.phases import NO_MARKERS, Markers
@@ -145,7 +146,8 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
         )
 
     targets = [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
-    link = Link(targets, hello, lambda settings: agent.apply_settings(config, settings))
+    credentials = Credentials.from_environment()
+    link = Link(targets, hello, lambda settings: agent.apply_settings(config, settings), credentials=credentials)
     agent = Agent(scheduler, markers, link, model)
     agent.tool_call = template.tool_call
     guard.on_trip = link.restart

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -17,19 +18,25 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY, start_http_server
 
 from meridian_control import __version__, policy
+from meridian_control.access import Access
+from meridian_control.credentials import Credentials
 from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, MeridianError, StoreUnavailable
 from meridian_control.fleet import Fleet
+from meridian_control.limits import Limits
 from meridian_control.metrics import FleetCollector
 from meridian_control.peers import Peers
 from meridian_control.policy_dir import PolicyDirectory
 from meridian_control.replicas import Replica, Replicas, new_id, own_host
 from meridian_control.server import ControlServer
 from meridian_control.store import EMPTY_ETAG, PolicyStore, StoredRevision
+from meridian_control.tls import server_credentials
 from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import grpc
 
 logger = logging.getLogger("meridian_control")
 
@@ -38,7 +45,15 @@ STOP_GRACE_S = 5.0
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
-    p.add_argument("--listen", default=":50051", help="address of the gRPC server, host:port or :port for all hosts")
+    p.add_argument(
+        "--listen", default="127.0.0.1:50051", help="address of the gRPC server: host:port, :port for all, unix:PATH"
+    )
+    p.add_argument("--tls-cert", type=Path, help="PEM certificate chain of the server; read again when it changes")
+    p.add_argument("--tls-key", type=Path, help="its PEM key")
+    p.add_argument("--client-ca", type=Path, help="PEM certificates of the CA that every client's must be signed by")
+    p.add_argument("--access", type=Path, help="file that says who may do what; read again when it changes")
+    p.add_argument("--insecure", action="store_true", help="allow what strangers on the network could use")
+    p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     files = p.add_mutually_exclusive_group()
     files.add_argument(
@@ -93,6 +108,32 @@ def advertised(said: str | None, listen: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def listener(args: argparse.Namespace) -> tuple[str, grpc.ServerCredentials | None]:
+    """The address as gRPC writes it, and its TLS. Raises OSError or ValueError."""
+    if bool(args.tls_cert) != bool(args.tls_key) or (args.client_ca and not args.tls_cert):
+        raise ValueError("--tls-cert and --tls-key belong together, and --client-ca needs both")
+    tls = server_credentials(args.tls_cert, args.tls_key, args.client_ca) if args.tls_cert else None
+    if args.listen.startswith("unix:"):
+        return args.listen, tls
+    host, port = split_address(args.listen)
+    known = args.client_ca or args.access
+    if not (args.insecure or _loopback(host) or (tls and known)):
+        missing = "asks nobody who they are: give --client-ca or --access"
+        raise ValueError(
+            f"--listen {args.listen} can be reached from other machines and "
+            f"{missing if tls else 'has no TLS: give --tls-cert and --tls-key'}, "
+            f"or --insecure where the network is trusted; --listen 127.0.0.1:{port} is for this machine only"
+        )
+    return f"{host or '[::]'}:{port}", tls
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def serve_metrics(address: str, fleet: Fleet) -> None:
     """Answer scrapes, on a thread of their own. Raises OSError or ValueError."""
     host, port = split_address(address)
@@ -109,7 +150,8 @@ async def serve(args: argparse.Namespace) -> None:
     def clock() -> datetime:
         return datetime.now(UTC)
 
-    host, port = split_address(args.listen)
+    address, tls = listener(args)
+    access = Access(args.access)
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     store = PolicyStore(database)
@@ -126,14 +168,16 @@ async def serve(args: argparse.Namespace) -> None:
             serve_metrics(args.metrics_listen, fleet)
         me = new_id()
         replicas = Replicas(database, Replica(me, advertised(args.advertise, args.listen))) if shared else None
-        peers = Peers(lambda: replicas.others) if replicas else None
+        peers = Peers(lambda: replicas.others, Credentials.from_environment()) if replicas else None
         whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
-        server = ControlServer(store, whole, clock)
+        server = ControlServer(store, whole, clock, access, Limits(engines=args.max_engines))
         if replicas is not None:
             await replicas.beat()
-        bound = await server.start(f"{host or '[::]'}:{port}")
+        bound = await server.start(address, tls)
+        security = f"{'TLS' if tls else 'no TLS'}, {args.access or 'no access file'}"
         # An address may hold a password.
-        logger.info("listening on %s:%d, store %s", host or "*", bound, "PostgreSQL" if shared else args.store)
+        where = f"{address.rpartition(':')[0]}:{bound}" if not address.startswith("unix:") else address
+        logger.info("listening on %s (%s), store %s", where, security, "PostgreSQL" if shared else args.store)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)

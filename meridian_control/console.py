@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -17,12 +18,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import fleet_pb2_grpc, policy_pb2_grpc
+from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from meridian_control import contexts
+from meridian_control.credentials import Credentials
 from meridian_control.errors import PolicyError
 from meridian_control.trace import FileError
 
@@ -34,6 +36,7 @@ PIPED_WIDTH = 200
 FAILED = 1
 INVALID = 2
 UNREACHABLE = 3
+REFUSED = 4
 
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -46,23 +49,41 @@ class Output(StrEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """Where the command line says to connect to; what it leaves open, the environment and the context file say."""
+    """Where the command line says to connect to, and as whom; what it leaves open, the environment and the context
+    file say. Credentials come from where the address comes from, so that none goes to another server."""
 
     server: str
     context: str
+    credentials: Credentials
 
-    def address(self) -> str:
-        """Raises FileError."""
-        if self.server or self.context:
-            return self.server or contexts.server(self.context) or DEFAULT_SERVER
-        said = os.environ.get("MERIDIAN_SERVER")
-        return said or contexts.server(os.environ.get("MERIDIAN_CONTEXT", "")) or DEFAULT_SERVER
+    def resolve(self) -> tuple[str, Credentials]:
+        """Address and credentials. Raises FileError."""
+        server, context = self.server, self.context
+        if not server and not context:
+            server, context = os.environ.get("MERIDIAN_SERVER", ""), os.environ.get("MERIDIAN_CONTEXT", "")
+        found = None if server else contexts.find(context)
+        if found is not None:
+            return found.server, self.credentials.over(found.credentials())
+        return server or DEFAULT_SERVER, self.credentials.over(Credentials.from_environment())
+
+    def channel(self) -> grpc.Channel:
+        """Raises FileError, also for credentials that cannot be used."""
+        server, credentials = self.resolve()
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        try:
+            tls = credentials.channel()
+        except OSError as error:
+            raise FileError(Path(error.filename), "", f"cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            fail(INVALID, str(error))
+        return grpc.secure_channel(server, tls, options) if tls else grpc.insecure_channel(server, options)
 
 
 @dataclass(frozen=True)
 class Client:
     policy: policy_pb2_grpc.PolicyServiceStub
     fleet: fleet_pb2_grpc.FleetServiceStub
+    audit: audit_pb2_grpc.AuditServiceStub
 
 
 def new_table(*columns: str) -> Table:
@@ -116,9 +137,12 @@ def pages(call: Any, request: Any) -> Iterator[Any]:
 
 @contextmanager
 def connect(context: typer.Context) -> Iterator[Client]:
-    channel_options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-    with reported(), grpc.insecure_channel(context.obj.address(), channel_options) as channel:
-        yield Client(policy_pb2_grpc.PolicyServiceStub(channel), fleet_pb2_grpc.FleetServiceStub(channel))
+    with reported(), context.obj.channel() as channel:
+        yield Client(
+            policy_pb2_grpc.PolicyServiceStub(channel),
+            fleet_pb2_grpc.FleetServiceStub(channel),
+            audit_pb2_grpc.AuditServiceStub(channel),
+        )
 
 
 @contextmanager
@@ -138,17 +162,22 @@ _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: INVALID,
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: UNREACHABLE,
+    grpc.StatusCode.UNAUTHENTICATED: REFUSED,
+    grpc.StatusCode.PERMISSION_DENIED: REFUSED,
 }
 
 
 def error_lines(error: Any) -> list[str]:
-    """One line per bad field where the server names fields, else one line."""
-    bad = error_details_pb2.BadRequest()
+    """One line per bad field where the server names fields, else one line, with when to try again where it says so."""
+    bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     status = rpc_status.from_call(error)
+    again = ""
     for detail in status.details if status else ():
         if detail.Unpack(bad):
             return [f"{violation.field} {violation.description}".strip() for violation in bad.field_violations]
-    return [f"{error.code().name}: {' '.join((error.details() or '').split())}"]
+        if detail.Unpack(retry):
+            again = f"; try again in {retry.retry_delay.ToMilliseconds() / 1000:g} s"
+    return [f"{error.code().name}: {' '.join((error.details() or '').split())}{again}"]
 
 
 def fail(code: int, *lines: str) -> NoReturn:

@@ -4,8 +4,11 @@
 
     [contexts.staging]
     server = "10.0.0.7:50051"
+    ca = "staging-ca.pem"
+    token_file = "~/.meridian/staging.token"
 
-It is MERIDIAN_CONTEXTS, else meridian/contexts.toml in the user's configuration directory.
+It is MERIDIAN_CONTEXTS, else meridian/contexts.toml in the user's configuration directory. Paths in it begin at its
+folder.
 """
 
 import os
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from meridian_control.credentials import Credentials
 from meridian_control.trace import FileError
 
 
@@ -23,6 +27,14 @@ class _Strict(BaseModel):
 
 class Context(_Strict):
     server: str
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token_file: str = ""
+
+    def credentials(self) -> Credentials:
+        said = (self.ca, self.cert, self.key, self.token_file)
+        return Credentials(*(str(path().parent / Path(name).expanduser()) if name else "" for name in said))
 
 
 class Contexts(_Strict):
@@ -51,10 +63,10 @@ def load() -> Contexts:
         raise FileError(file, "", str(error)) from error
 
 
-def server(name: str) -> str | None:
-    """The address of a context, by default the current one; None where no name is given or set. Raises FileError."""
+def find(name: str) -> Context | None:
+    """The context of that name, by default the current one; None where no name is given or set. Raises FileError."""
     found = load()
     wanted = name or found.current
     if wanted and wanted not in found.contexts:
         raise FileError(path(), "", f'has no context "{wanted}"; it has {", ".join(sorted(found.contexts)) or "none"}')
-    return found.contexts[wanted].server if wanted else None
+    return found.contexts[wanted] if wanted else None

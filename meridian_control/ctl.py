@@ -34,6 +34,8 @@ from meridian_control.console import (
     show,
     warn_unreachable,
 )
+from meridian_control.credentials import Credentials
+from meridian_control.ctl_audit import audit
 from meridian_control.ctl_policy import current, policy_app
 from meridian_control.recorder import Limits, Recorder
 from meridian_control.trace import TraceWriter
@@ -54,10 +56,13 @@ Exit codes:
 2  usage error, invalid policy, unusable trace or labels
 
 3  server, or its policy store, unreachable
+
+4  not allowed: no credentials, or none that suffice
 """
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
+app.command()(audit)
 
 
 FleetOutput = Annotated[Output, typer.Option("-o", "--output")]
@@ -66,10 +71,15 @@ FleetOutput = Annotated[Output, typer.Option("-o", "--output")]
 @app.callback()
 def options(
     call: typer.Context,
+    *,
     server: Annotated[str, typer.Option(help="host:port of the control plane; else MERIDIAN_SERVER.")] = "",
     context: Annotated[str, typer.Option(help="Its name in the context file; else MERIDIAN_CONTEXT.")] = "",
+    ca: Annotated[str, typer.Option(help="PEM file of the CA of its certificate; else MERIDIAN_TLS_CA.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of a client certificate; else MERIDIAN_TLS_CERT.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its key; else MERIDIAN_TLS_KEY.")] = "",
+    token_file: Annotated[str, typer.Option(help="File of a bearer token; else MERIDIAN_TOKEN_FILE.")] = "",
 ) -> None:
-    call.obj = Target(server, context)
+    call.obj = Target(server, context, Credentials(ca, cert, key, token_file))
 
 
 # ------------------------------------------------------------------------------------------------------------- fleet

@@ -4,6 +4,9 @@ Owns the exception tree and its mapping to status codes. Knows nothing of who ra
 thread; `abort_with` belongs to the event loop of the gRPC server.
 
     MeridianError               INTERNAL             internal
+    ├── Unauthenticated         UNAUTHENTICATED      unauthenticated
+    ├── PermissionDenied        PERMISSION_DENIED    permission_denied
+    ├── TooMany                 RESOURCE_EXHAUSTED   too_many
     ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
     ├── PolicyError             INVALID_ARGUMENT     policy_invalid
     ├── EtagMismatch            ABORTED              etag_mismatch
@@ -14,10 +17,12 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
 
 The last column is `code`: the metric label, and in upper case the reason of the google.rpc.ErrorInfo that every error
-carries. Codes are stable.
+carries. Codes are stable. Bad fields are listed in a BadRequest, a state that stands in the way is named in a
+PreconditionFailure, and what may be tried again has a RetryInfo.
 """
 # ruff: noqa: N818 - the names are the conditions
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -65,6 +70,40 @@ class MeridianError(Exception):
         """Bad fields for BadRequest."""
         return ()
 
+    def precondition(self) -> tuple[str, str] | None:
+        """What stands in the way, for PreconditionFailure: its type, and the thing it was asked of."""
+        return None
+
+    def retry_after_s(self) -> float | None:
+        """When to try again, for RetryInfo."""
+        return None
+
+
+class Unauthenticated(MeridianError):
+    """Nobody knows who calls. The text never holds any of what was shown."""
+
+    code = "unauthenticated"
+    status = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(MeridianError):
+    code = "permission_denied"
+    status = grpc.StatusCode.PERMISSION_DENIED
+
+
+class TooMany(MeridianError):
+    """More than one caller, or all of them, may have."""
+
+    code = "too_many"
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+    def retry_after_s(self) -> float:
+        return self.retry_s
+
 
 class InvalidRequest(MeridianError):
     """A field of the request itself is unusable."""
@@ -108,6 +147,9 @@ class EtagMismatch(MeridianError):
     def metadata(self) -> dict[str, str]:
         return {"expected": self.expected, "actual": self.actual}
 
+    def precondition(self) -> tuple[str, str]:
+        return "ETAG", "policy"
+
 
 class NotFound(MeridianError):
     code = "not_found"
@@ -128,10 +170,16 @@ class StoredPolicyUnreadable(MeridianError):
     def metadata(self) -> dict[str, str]:
         return {"revision": str(self.revision)}
 
+    def precondition(self) -> tuple[str, str]:
+        return "SCHEMA", f"policy revision {self.revision}"
+
 
 class StoreUnavailable(MeridianError):
     code = "store_unavailable"
     status = grpc.StatusCode.UNAVAILABLE
+
+    def retry_after_s(self) -> float:
+        return 1.0
 
 
 class NotLeading(MeridianError):
@@ -153,12 +201,20 @@ class RecordingTooSlow(MeridianError):
 
 
 def to_status(error: MeridianError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo always, BadRequest where fields are to blame."""
+    """The google.rpc.Status of an error: ErrorInfo always, and what else there is to say of it."""
     info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
     info.metadata.update({key: _shorten(value) for key, value in error.metadata().items()})
     details: list[Message] = [info]
     if violations := error.violations():
         details.append(error_details_pb2.BadRequest(field_violations=_field_violations(violations)))
+    if precondition := error.precondition():
+        failure = error_details_pb2.PreconditionFailure()
+        failure.violations.add(type=precondition[0], subject=precondition[1], description=_shorten(str(error)))
+        details.append(failure)
+    if (retry_s := error.retry_after_s()) is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(math.ceil(retry_s * 1000))
+        details.append(retry)
     return status_pb2.Status(
         code=error.status.value[0], message=_shorten(str(error)), details=[_packed(detail) for detail in details]
     )

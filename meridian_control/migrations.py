@@ -38,6 +38,23 @@ STEPS: tuple[tuple[str, ...], ...] = (
             expires_at TIMESTAMPTZ NOT NULL
         )""",
     ),
+    (
+        """CREATE TABLE audit_records (
+            id BIGINT NOT NULL PRIMARY KEY,
+            time TIMESTAMPTZ NOT NULL,
+            principal TEXT NOT NULL,
+            role VARCHAR(16) NOT NULL,
+            peer TEXT NOT NULL,
+            method TEXT NOT NULL,
+            request_id TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            details TEXT NOT NULL,
+            before_etag TEXT NOT NULL,
+            after_etag TEXT NOT NULL,
+            outcome VARCHAR(32) NOT NULL,
+            error TEXT NOT NULL
+        )""",
+    ),
 )
 
 # Any number, the same in every replica.

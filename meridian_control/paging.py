@@ -7,11 +7,11 @@ from meridian_control.errors import InvalidRequest
 PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
 
 
-def checked(size: int, token: str) -> tuple[int, int | None]:
+def checked(size: int, token: str, digits: int = 9) -> tuple[int, int | None]:
     """The entries a page may have, and the number its token carries, None for the first page. Raises InvalidRequest."""
     if size < 0:
         raise InvalidRequest("page_size", f"must be at least 0; got {size}")
-    if token and not re.fullmatch("[0-9]{1,9}", token):
+    if token and not re.fullmatch(f"[0-9]{{1,{digits}}}", token):
         raise InvalidRequest("page_token", f"must be one that was returned; got {token!r}")
     return min(size or PAGE_SIZE, MAX_PAGE_SIZE), int(token) if token else None
 

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
+from meridian_control.reloaded import Reloaded
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from meridian_control.credentials import Credentials
     from meridian_control.recording import Recording
     from meridian_control.replicas import Replica
 
@@ -53,14 +56,13 @@ class Peer:
 
 
 class Peers:
-    """`others` are the live replicas besides this one; `connect` opens a channel to an address."""
+    """`others` are the live replicas besides this one; `credentials` show them who this one is, and are read again when
+    they change. Raises OSError or ValueError where they cannot be used."""
 
-    def __init__(
-        self,
-        others: Callable[[], Sequence[Replica]],
-        connect: Callable[[str], grpc.aio.Channel] = lambda address: grpc.aio.insecure_channel(address, OPTIONS),
-    ) -> None:
-        self._others, self._connect = others, connect
+    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: Credentials) -> None:
+        self._others = others
+        self._tls = Reloaded(credentials.files(), credentials.channel)
+        self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
         self._silent: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -68,12 +70,18 @@ class Peers:
     def _peers(self) -> list[Peer]:
         """Those that live now; channels to the others are closed."""
         live = {replica.replica_id: replica for replica in self._others()}
-        for replica_id in self._known.keys() - live.keys():
+        renewed = (tls := self._tls.get()) is not self._shown
+        self._shown = tls
+        for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
             closing = asyncio.create_task(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         for replica_id in live.keys() - self._known.keys():
-            self._known[replica_id] = Peer(live[replica_id], self._connect(live[replica_id].address))
+            address = live[replica_id].address
+            opened = (
+                grpc.aio.secure_channel(address, tls, OPTIONS) if tls else grpc.aio.insecure_channel(address, OPTIONS)
+            )
+            self._known[replica_id] = Peer(live[replica_id], opened)
         return [self._known[replica_id] for replica_id in sorted(live)]
 
     async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
@@ -144,3 +152,7 @@ class Peers:
     async def close(self) -> None:
         await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), *self._closing)
         self._known.clear()
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, tls, OPTIONS) if tls else grpc.aio.insecure_channel(address, OPTIONS)

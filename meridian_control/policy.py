@@ -193,7 +193,10 @@ class EntropyPolicy(Section):
         "that thinking ends where it was measured; 0 lets it think on meanwhile. Not in shadow.",
     )
     rank_conditions: tuple[RankCondition, ...] = Field(
-        (), strict=False, description="Rank rule: thinking ends at a sentence end where any of these holds."
+        (),
+        strict=False,
+        max_length=16,
+        description="Rank rule: thinking ends at a sentence end where any of these holds.",
     )
     rpdi_threshold: float = Field(
         2.0,
@@ -234,7 +237,9 @@ class FallbackPolicy(Section):
     )
 
 
-TokenIds = tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...]
+# No marker is nearly as long.
+MAX_MARKER_TOKENS = 64
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...], Field(max_length=MAX_MARKER_TOKENS)]
 
 
 class ModelPolicy(Section):
@@ -246,7 +251,9 @@ class ModelPolicy(Section):
     think_end_token_ids: TokenIds = Field(
         (), strict=False, description="Token ids that end thinking; empty takes the reasoning parser's."
     )
-    reasoning_parser: str = Field("", description="Name of the vLLM reasoning parser; empty takes the engine's own.")
+    reasoning_parser: str = Field(
+        "", max_length=256, description="Name of the vLLM reasoning parser; empty takes the engine's own."
+    )
     supports_think_disable: bool = Field(
         True, description="A closed think block at the end of the prompt means the request does not think."
     )
@@ -317,7 +324,7 @@ class Override(Section):
     tenant: Glob = Field("", description="Glob over the request's meridian_tenant; empty matches all.")
     slo_class: Glob = Field("", description="Glob over the request's meridian_slo_class; empty matches all.")
     effort: Glob = Field("", description="Glob over the request's meridian_effort; empty matches all.")
-    engine_labels: Mapping[str, str] = Field({}, description="Labels the engine must have.")
+    engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels the engine must have.")
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Set to other values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Set to other values.")  # type: ignore[valid-type]
 
@@ -336,9 +343,14 @@ class Policy(Section):
     kv_memory: KvMemoryPolicy = KvMemoryPolicy()
     telemetry: TelemetryPolicy = TelemetryPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
-    model: Mapping[str, ModelPolicy] = Field({}, description="Overrides by model name as the engine serves it.")
+    model: Mapping[str, ModelPolicy] = Field(
+        {}, max_length=256, description="Overrides by model name as the engine serves it."
+    )
     override: tuple[Override, ...] = Field(
-        (), strict=False, description="Other values for some requests; later entries win, field by field."
+        (),
+        strict=False,
+        max_length=256,
+        description="Other values for some requests; later entries win, field by field.",
     )
 
     def of(self, who: Who) -> Self:

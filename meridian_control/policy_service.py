@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
+from meridian_control.audit import changed
 from meridian_control.errors import InvalidRequest, MeridianError, NotFound, StoredPolicyUnreadable, abort_with
 from meridian_control.fields import Change, Subject, diff, explain
 from meridian_control.paging import checked
@@ -147,8 +148,10 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             self._commits.add(commit)
             commit.add_done_callback(self._commits.discard)
             stored = await asyncio.shield(commit)
-        before = stored.revision - 1 if stored.revision else newest
-        return stored, diff(await self._readable(before), policy)
+        before = await self._readable(stored.revision - 1 if stored.revision else newest)
+        if before is not None:
+            changed.get({})["etag"] = before.etag
+        return stored, diff(before.policy if before is not None else Policy(), policy)
 
     async def _commit(self, policy: Policy, request: Writing, reason: str) -> StoredRevision:
         async with self._one_at_a_time:
@@ -163,12 +166,12 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             self._on_change(stored)
             return stored
 
-    async def _readable(self, revision: int) -> Policy:
-        """A revision's policy; the defaults for 0 and for what this version cannot read."""
+    async def _readable(self, revision: int) -> StoredRevision | None:
+        """A revision; None for 0 and for what this version cannot read."""
         try:
-            return (await self._store.get(revision)).policy if revision else Policy()
+            return await self._store.get(revision) if revision else None
         except StoredPolicyUnreadable:
-            return Policy()
+            return None
 
 
 def _check_texts(request: Writing) -> None:

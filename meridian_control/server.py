@@ -14,13 +14,20 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from meridian.v1 import (
     agent_pb2,
     agent_pb2_grpc,
+    audit_pb2,
+    audit_pb2_grpc,
     fleet_pb2,
     fleet_pb2_grpc,
     policy_pb2,
     policy_pb2_grpc,
 )
 
+from meridian_control.access import Access, caller
+from meridian_control.audit import AuditLog
+from meridian_control.audit_service import AuditService
 from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.gate import Gate
+from meridian_control.limits import Limiter, Limits
 from meridian_control.paging import page
 from meridian_control.policy_service import PolicyService
 
@@ -53,10 +60,13 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.so_reuseport", 0),
 ]
+# A stream must begin within this time.
+HELLO_S = 10.0
 SERVICES = (
     agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name,
     fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
+    audit_pb2.DESCRIPTOR.services_by_name["AuditService"].full_name,
 )
 
 
@@ -70,9 +80,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[agent_pb2.ConnectResponse]:
         try:
-            first = await anext(aiter(request_iterator), None)
+            first = await _first(request_iterator)
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
+            caller.get().check_engine(first.hello.engine_id)
             connection = self._fleet.join(first.hello)
         except MeridianError as error:
             self._fleet.count_end(error.code)
@@ -110,6 +121,14 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             await connection.outgoing.put(None)
+
+
+async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:
+    """Who says nothing must not keep an engine's place."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HELLO_S):
+            return await anext(aiter(requests), None)
+    return None
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -170,23 +189,33 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 class ControlServer:
     """The gRPC server with all services. `start` binds, `stop` drains."""
 
-    def __init__(self, store: PolicyStore, whole: WholeFleet, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        store: PolicyStore,
+        whole: WholeFleet,
+        clock: Callable[[], datetime],
+        access: Access | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self._fleet = fleet = whole.fleet
         self._stopped = asyncio.Event()
         self._health = HealthServicer()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        audit = AuditLog(store.database, clock)
+        self._gate = Gate(access or Access(), Limiter(limits or Limits()), audit)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._gate])
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
         policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
+        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, listen: str) -> int:
+    async def start(self, listen: str, tls: grpc.ServerCredentials | None = None) -> int:
         """Bind and serve; returns the port. Raises OSError when the address cannot be had."""
         try:
-            port = self._server.add_insecure_port(listen)
+            port = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
         await self._server.start()
@@ -200,3 +229,4 @@ class ControlServer:
         self._stopped.set()
         self._fleet.going_away("the control plane is shutting down")
         await self._server.stop(grace_s)
+        await self._gate.settle()

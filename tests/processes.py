@@ -77,13 +77,23 @@ class Process:
 
 
 class Control:
-    """A `meridian-control` process on a port of its own, and a client of it."""
+    """A `meridian-control` process on a port of its own, and a client of it, with TLS where `credentials` are given."""
+
+    options: Sequence[str] = ()
+    cores: set[int] | None = None
+    credentials: grpc.ChannelCredentials | None = None
 
     def __init__(
-        self, folder: Path, port: int | None = None, options: Sequence[str] = (), cores: set[int] | None = None
+        self,
+        folder: Path,
+        port: int | None = None,
+        options: Sequence[str] = (),
+        cores: set[int] | None = None,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self.folder, self.port = folder, port or free_port()
-        self.options, self.cores = options, cores
+        self.options, self.cores, self.credentials = options, cores, credentials
         self.target = f"127.0.0.1:{self.port}"
         self.start()
 
@@ -110,7 +120,8 @@ class Control:
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
-        with grpc.insecure_channel(self.target) as channel:
+        tls = self.credentials
+        with grpc.secure_channel(self.target, tls) if tls else grpc.insecure_channel(self.target) as channel:
             yield channel
 
     def engines(self) -> list[fleet_pb2.Engine]:

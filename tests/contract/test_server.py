@@ -19,6 +19,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, po
 
 from meridian_control import server as control_server
 from meridian_control.paging import MAX_PAGE_SIZE, page
+from tests.certificates import Authority
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 
@@ -320,6 +321,51 @@ async def test_a_busy_port(own: Process, which: str) -> None:
 async def test_an_address_without_a_port(own: Process) -> None:
     own.target = "localhost"
     assert await complaint_of(own) == "meridian-control: an address must be host:port or :port; got 'localhost'"
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "[::]", "example.com"])
+async def test_an_address_that_others_reach(own: Process, host: str) -> None:
+    """Users start it with --listen :50051: one line says what that would need."""
+    own.target = f"{host}:50051"
+    assert await complaint_of(own) == (
+        f"meridian-control: --listen {host}:50051 can be reached from other machines and has no TLS: "
+        "give --tls-cert and --tls-key, or --insecure where the network is trusted; "
+        "--listen 127.0.0.1:50051 is for this machine only"
+    )
+
+
+async def test_tls_alone_asks_nobody_who_they_are(own: Process) -> None:
+    server = Authority(own.folder).issue("server")
+    tls = ("--tls-cert", str(server.cert), "--tls-key", str(server.key))
+    own.target, own.options = ":50051", tls
+    assert "asks nobody who they are: give --client-ca or --access" in await complaint_of(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--tls-cert", "x"), "--tls-cert and --tls-key belong together, and --client-ca needs both"),
+        (("--client-ca", "x"), "--tls-cert and --tls-key belong together, and --client-ca needs both"),
+        (("--tls-cert", "/no/x", "--tls-key", "/no/y"), "[Errno 2] No such file or directory: '/no/x'"),
+        (("--access", "/no/x"), "[Errno 2] No such file or directory: '/no/x'"),
+    ],
+)
+async def test_security_that_cannot_be_had(own: Process, options: tuple[str, ...], complaint: str) -> None:
+    own.options = options
+    assert await complaint_of(own) == f"meridian-control: {complaint}"
+
+
+async def test_insecure_is_said_aloud(own: Process) -> None:
+    """And on a Unix socket nobody else is there."""
+    port = own.target.rpartition(":")[2]
+    own.options = ("--listen", f":{port}", "--insecure")
+    await own.started()
+    assert "(no TLS, no access file)" in own.log()
+    assert await own.terminate() == 0
+    own.target = f"unix:{own.folder / 'socket'}"
+    own.options = ()
+    await own.started()
+    assert await own.terminate() == 0
 
 
 async def test_a_store_that_cannot_be_opened(own: Process) -> None:

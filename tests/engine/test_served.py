@@ -1,4 +1,7 @@
-"""vLLM's OpenAI server with the agent: the control plane absent, killed and back, with clients streaming all along."""
+"""vLLM's OpenAI server with the agent: the control plane absent, killed and back, with clients streaming all along.
+
+Engine and control plane know each other by certificates (mTLS); the engine's lets it connect as itself.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.certificates import Authority
 from tests.data import maze
 from tests.engine import ENGINE_ARGS
 from tests.processes import ENGINE_ENV, Control, Process, free_port, wait_for
@@ -18,6 +22,8 @@ from tests.processes import ENGINE_ENV, Control, Process, free_port, wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.certificates import Issued
 
 # Enough that most of it is still to come when the first rows are seen.
 ROUNDS = 8
@@ -27,7 +33,7 @@ PROMPTS = maze.prompts(6, seed=5)
 class Served:
     """The server and its client's address."""
 
-    def __init__(self, folder: Path, control_target: str) -> None:
+    def __init__(self, folder: Path, control_target: str, own: Issued | None = None) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
         command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
@@ -35,6 +41,12 @@ class Served:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0"]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if own is not None:
+            env |= {
+                "MERIDIAN_TLS_CA": str(own.ca),
+                "MERIDIAN_TLS_CERT": str(own.cert),
+                "MERIDIAN_TLS_KEY": str(own.key),
+            }
         self.process = Process(command, folder / "served.log", env)
 
     def ready(self) -> bool:
@@ -73,16 +85,33 @@ async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Served, Path, int]]:
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, authority: Authority) -> Iterator[tuple[Served, Path, int]]:
     """A server whose control plane does not exist yet."""
     port = free_port()
-    served = Served(folder, f"127.0.0.1:{port}")
+    served = Served(folder, f"127.0.0.1:{port}", authority.issue("served"))
     wait_for(served.ready, 180, "vLLM to serve")
     yield served, folder / "served", port
     served.process.stop()
 
 
-async def test_life_without_with_and_after_the_control_plane(served: tuple[Served, Path, int]) -> None:
+def secured(authority: Authority) -> dict[str, Any]:
+    """A control plane's options, and an operator's credentials."""
+    server, access = authority.issue("server"), authority.folder / "access.toml"
+    roles = {"served": "agent", "operator": "operator"}
+    access.write_text("".join(f'[[identity]]\ncn = "{name}"\nrole = "{role}"\n' for name, role in roles.items()))
+    files = {"--tls-cert": server.cert, "--tls-key": server.key, "--client-ca": server.ca, "--access": access}
+    options = [str(part) for pair in files.items() for part in pair]
+    return {"options": options, "credentials": authority.issue("operator").credentials().channel()}
+
+
+async def test_life_without_with_and_after_the_control_plane(
+    served: tuple[Served, Path, int], authority: Authority
+) -> None:
     """Absent at start, brought up, killed while clients stream, brought back: no request fails, the agent resyncs."""
     server, folder, port = served
     folder.mkdir()
@@ -90,7 +119,7 @@ async def test_life_without_with_and_after_the_control_plane(served: tuple[Serve
     assert all(finish == "stop" for _, _, finish in alone)
     assert sum(maze.is_correct(p, content) for p, (_, content, _) in zip(PROMPTS, alone, strict=True)) >= 4
 
-    control = Control(folder, port)
+    control = Control(folder, port, **secured(authority))
     try:
         assert control.engine().engine_id == "served"
         assert await all_of(server) == alone

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_agent.credentials import Credentials
+
 
 async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
     """The condition's first true value; other threads and the server go on meanwhile."""
@@ -34,6 +36,7 @@ class LinkedEngine:
         engine_id: str = "engine",
         clock: Callable[[], float] = time.monotonic,
         shuffle: Callable[[list[str]], None] = lambda _: None,
+        credentials: Credentials | None = None,
     ) -> None:
         self.engine = FakeEngine()
         self.engine_id = engine_id
@@ -42,7 +45,13 @@ class LinkedEngine:
         self.taken: list[agent_pb2.Directives] = []
         self.streams = 0
         self.link = Link(
-            list(targets), self.hello, self._on_settings, clock=clock, jitter=lambda: -0.45, shuffle=shuffle
+            list(targets),
+            self.hello,
+            self._on_settings,
+            clock=clock,
+            jitter=lambda: -0.45,
+            shuffle=shuffle,
+            credentials=credentials,
         )
 
     def hello(self) -> agent_pb2.Hello:

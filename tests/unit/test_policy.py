@@ -44,7 +44,28 @@ REJECTED_TEXT = [
         "scheduler.max_think_tokens must be in [1, 2147483647]; got a very long value",
     ),
     ("x = " + "[" * 5000, "f.toml: nested too deeply"),
+    (f"override = [{'{}, ' * 257}]", f"override must have at most 256 entries; got [{'{}, ' * 14}{{}}…"),
+    (
+        "".join(f"[model.m{n}]\n" for n in range(257)),
+        'model must have at most 256 entries; got {"m0": {}, "m1": {}, "m2": {}, "m3": {}, "m4": {}, "m5": {}…',
+    ),
+    (
+        "[[override]]\n" + "".join(f'engine_labels.l{n} = ""\n' for n in range(33)),
+        "override[0].engine_labels must have at most 32 entries; got "
+        '{"l0": "", "l1": "", "l2": "", "l3": "", "l4": "", "l5": "",…',
+    ),
+    (
+        f"entropy.rank_conditions = [{'{max_ranks = [5]}, ' * 17}]",
+        "entropy.rank_conditions must have at most 16 entries; got "
+        '[{"max_ranks": [5]}, {"max_ranks": [5]}, {"max_ranks": [5]}…',
+    ),
+    (
+        f"model.m.think_end_token_ids = [{'7, ' * 65}]",
+        f"model.m.think_end_token_ids must have at most 64 entries; got [{'7, ' * 19}7…",
+    ),
 ]
+
+TOO_LONG = ["text", "number", "nesting", "overrides", "models", "labels", "conditions", "markers"]
 
 
 def complaints(text: str, source: str = "f.toml") -> list[str]:
@@ -67,7 +88,7 @@ def test_rejects(path: Path) -> None:
     assert complaints(text, path.name) == expected
 
 
-@pytest.mark.parametrize(("text", "expected"), REJECTED_TEXT, ids=["text", "number", "nesting"])
+@pytest.mark.parametrize(("text", "expected"), REJECTED_TEXT, ids=TOO_LONG)
 def test_rejects_what_is_too_long(text: str, expected: str) -> None:
     assert complaints(text) == [expected]
 

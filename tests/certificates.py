@@ -1,0 +1,80 @@
+"""Certificates for tests: an authority that issues what is asked for, into files."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from meridian_control.credentials import Credentials
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate and its key, in files, beside that of their authority."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def credentials(self, token_file: str = "") -> Credentials:
+        return Credentials(str(self.ca), str(self.cert), str(self.key), token_file)
+
+
+class Authority:
+    """A CA of its own; what it issues lies in `folder`."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self.folder, self.file = folder, folder / f"{name}.pem"
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(name)
+        self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
+
+    def issue(self, name: str, uri: str = "", file: str = "", expired: bool = False) -> Issued:
+        """A certificate for servers on this machine and for clients, in files called `file`, by default as `name`."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        if uri:
+            names.append(x509.UniformResourceIdentifier(uri))
+        until = datetime.now(UTC) + (-DAY if expired else DAY)
+        builder = self._builder(_named(name), key, until=until)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        issued = Issued(self.file, *(self.folder / f"{file or name}.{kind}" for kind in ("crt", "key")))
+        issued.cert.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
+        issued.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        return issued
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ca: bool = False, until: datetime | None = None
+    ) -> x509.CertificateBuilder:
+        now = datetime.now(UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 2 * DAY)
+            .not_valid_after(until or now + DAY)
+            .add_extension(x509.BasicConstraints(ca, None), critical=True)
+        )
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(Encoding.PEM)

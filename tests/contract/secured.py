@@ -1,0 +1,104 @@
+"""A control plane in the test's process with TLS and an access file, and clients of it by name."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
+
+from meridian_agent import credentials as agent
+from meridian_control.access import Access
+from meridian_control.database import Database
+from meridian_control.fleet import Fleet
+from meridian_control.policy import Policy
+from meridian_control.server import ControlServer
+from meridian_control.store import EMPTY_ETAG, PolicyStore
+from meridian_control.tls import server_credentials
+from meridian_control.whole_fleet import WholeFleet
+from tests.certificates import Authority
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from meridian_control.credentials import Credentials
+    from meridian_control.limits import Limits
+
+# By common name; "nobody" has a certificate and no role.
+ROLES = ("viewer", "operator", "admin", "agent")
+ACCESS = "".join(f'[[identity]]\ncn = "{role}"\nrole = "{role}"\n' for role in ROLES)
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Secured:
+    """`stop` and `start` again keep port and store."""
+
+    def __init__(self, folder: Path, store: PolicyStore, limits: Limits | None = None, client_ca: bool = True) -> None:
+        self.folder, self.store, self.limits, self.client_ca = folder, store, limits, client_ca
+        self.authority = Authority(folder)
+        self.authority.issue("server")
+        self.access = folder / "access.toml"
+        self.access.write_text(ACCESS)
+        self.port = 0
+
+    async def start(self) -> None:
+        self.fleet = Fleet(utc_now)
+        whole = WholeFleet(self.fleet, "replica", None, lambda: True)
+        self.server = ControlServer(self.store, whole, utc_now, Access(self.access), self.limits)
+        stored = await self.store.current()
+        if stored is None:
+            stored = await self.store.append(Policy(), etag=EMPTY_ETAG, author="test", reason="", now=utc_now())
+        self.fleet.set_policy(stored)
+        server = [self.folder / f"server.{kind}" for kind in ("crt", "key")]
+        tls = server_credentials(server[0], server[1], self.authority.file if self.client_ca else None)
+        self.port = await self.server.start(self.target, tls)
+
+    async def stop(self) -> None:
+        await self.server.stop(0)
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def credentials(self, name: str) -> Credentials:
+        return self.authority.issue(name).credentials()
+
+    def agent(self, name: str) -> agent.Credentials:
+        return agent.Credentials(**vars(self.credentials(name)))
+
+    def channel(self, who: str | Credentials) -> grpc.aio.Channel:
+        """A connection of its own, in the name of `who`."""
+        credentials = self.credentials(who) if isinstance(who, str) else who
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        tls = credentials.channel()
+        return grpc.aio.secure_channel(self.target, tls, options) if tls else grpc.aio.insecure_channel(self.target)
+
+
+class Clients:
+    """The services over one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+        self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
+        self.audit: Any = audit_pb2_grpc.AuditServiceStub(channel)
+
+
+@asynccontextmanager
+async def securing(
+    folder: Path, address: str = "", limits: Limits | None = None, client_ca: bool = True
+) -> AsyncIterator[Secured]:
+    """`address` is the database's, by default a SQLite file in `folder`."""
+    store = PolicyStore(await Database.open(address or f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
+    secured = Secured(folder, store, limits, client_ca)
+    try:
+        await secured.start()
+        yield secured
+        await secured.stop()
+    finally:
+        await store.database.close()

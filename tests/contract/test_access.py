@@ -1,0 +1,365 @@
+"""TLS, identities and roles on a real server: real handshakes on loopback, certificates made for the test."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import jwt
+import pytest
+from google.protobuf import descriptor_pool
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
+
+from meridian_agent import credentials as agent_credentials
+from meridian_control import server as control_server
+from meridian_control.access import OPEN, RULES, Role, rule_of
+from meridian_control.credentials import Credentials
+from tests.certificates import Authority
+from tests.contract.secured import ACCESS, ROLES, Clients, Secured, securing
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+from tests.processes import Control, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.postgres import Postgres
+
+SERVICES = (*control_server.SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+METHODS = [
+    f"{name}/{method.name}" for name in SERVICES for method in descriptor_pool.Default().FindServiceByName(name).methods
+]
+DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
+    async with securing(tmp_path) as running:
+        yield running
+
+
+async def code_of(secured: Secured, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """What comes of calling a method with an empty message; OK for a stream that begins."""
+    call: Any = channel.stream_stream(f"/{method}")()
+    await call.write(b"")
+    await call.done_writing()
+    reading = asyncio.ensure_future(call.read())
+    await until(lambda: reading.done() or secured.fleet.recordings)
+    for recording in secured.fleet.recordings:
+        recording.close()
+    try:
+        await reading
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    call.cancel()
+    return grpc.StatusCode.OK
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value
+
+
+async def engines(channel: grpc.aio.Channel) -> Any:
+    return await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=10)
+
+
+# ------------------------------------------------------------------------------------------------------------- roles
+
+
+def test_every_method_has_a_decision() -> None:
+    """Whoever adds a method says in `access.RULES` who may call it."""
+    assert set(METHODS) <= set(RULES)
+
+
+def test_the_table() -> None:
+    """What changes something is recorded and not for viewers; what nobody decided on is for administrators only."""
+    unknown = rule_of("/meridian.v1.NewService/Do")
+    assert (unknown.role, unknown.recorded) == (Role.ADMIN, True)
+    reading = ("Get", "List", "Watch", "Diff", "Explain", "ServerReflection", "Check", "Connect")
+    for method, rule in RULES.items():
+        if not method.partition("/")[2].startswith(reading):
+            assert rule.recorded, method
+            assert rule.role is not None
+            assert rule.role >= Role.OPERATOR, method
+    assert [method for method, rule in RULES.items() if rule.role is Role.AGENT] == ["meridian.v1.AgentService/Connect"]
+    assert {method.partition("/")[0] for method, rule in RULES.items() if rule is OPEN} == {"grpc.health.v1.Health"}
+
+
+async def test_every_role_and_method(secured: Secured) -> None:
+    for who in (*ROLES, "nobody"):
+        async with secured.channel(who) as channel:
+            for method in METHODS:
+                needed = rule_of(f"/{method}").role
+                role = Role[who.upper()] if who in ROLES else Role.NONE
+                if needed is None:
+                    allowed = True
+                elif Role.AGENT in (needed, role):
+                    allowed = needed is role
+                else:
+                    allowed = role >= needed
+                code = await code_of(secured, channel, method)
+                assert (code not in DENIED) == allowed, f"{who} {method}: {code}"
+
+
+async def test_a_refusal_says_why(secured: Secured) -> None:
+    async with secured.channel("viewer") as channel:
+        call = Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+        status = await rpc_status.aio.from_call(call)
+    assert status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
+    assert status.message == '"viewer" is viewer; meridian.v1.PolicyService/UpdatePolicy needs operator'
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("PERMISSION_DENIED", "meridian")
+
+
+async def test_the_access_file_counts_when_it_changes(secured: Secured) -> None:
+    async with secured.channel("nobody") as channel:
+        assert (await failure(engines(channel))).code() is grpc.StatusCode.PERMISSION_DENIED
+        before = secured.access.read_text()
+        secured.access.write_text(before + '[[identity]]\ncn = "nob*"\nrole = "viewer"\n')
+        await engines(channel)
+        secured.access.write_text("nonsense")
+        await engines(channel)
+        secured.access.write_text(before)
+        assert (await failure(engines(channel))).code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_who_wrote_a_revision_is_who_was_let_in(secured: Secured) -> None:
+    request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), author="somebody else")
+    async with secured.channel("operator") as channel:
+        answer = await Clients(channel).policy.UpdatePolicy(request)
+    assert answer.revision.author == "operator"
+
+
+# ------------------------------------------------------------------------------------------------------------ agents
+
+
+async def connected(secured: Secured, who: str, engine_id: str) -> grpc.StatusCode:
+    async with secured.channel(who) as channel:
+        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+        await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
+        try:
+            assert (await call.read()).HasField("welcome")
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        call.cancel()
+        return grpc.StatusCode.OK
+
+
+async def test_an_agent_is_its_own_engine_only(secured: Secured) -> None:
+    assert await connected(secured, "agent", "agent") is grpc.StatusCode.OK
+    assert await connected(secured, "agent", "another") is grpc.StatusCode.PERMISSION_DENIED
+    for who in ("viewer", "operator", "admin", "nobody"):
+        assert await connected(secured, who, who) is grpc.StatusCode.PERMISSION_DENIED
+    entries = '[[identity]]\ncn = "agent"\nrole = "agent"\nengines = ["gpu-*", "one"]\n'
+    entries += '[[identity]]\nuri = "spiffe://here/engine/*"\nrole = "agent"\n'
+    secured.access.write_text(entries)
+    assert await connected(secured, "agent", "gpu-7") is grpc.StatusCode.OK
+    assert await connected(secured, "agent", "one") is grpc.StatusCode.OK
+    assert await connected(secured, "agent", "agent") is grpc.StatusCode.PERMISSION_DENIED
+    secured.authority.issue("x", "spiffe://here/engine/*")
+    spiffe = secured.authority.issue("x", "spiffe://here/engine/a7").credentials()
+    async with secured.channel(spiffe) as channel:
+        for engine_id, expected in (("a7", None), ("x", grpc.StatusCode.PERMISSION_DENIED)):
+            call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+            await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
+            if expected is None:
+                assert (await call.read()).HasField("welcome")
+                call.cancel()
+            else:
+                assert (await failure(call.read())).code() is expected
+
+
+async def test_the_link_takes_new_files_for_its_next_stream(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    """Its certificate's authority is replaced while it runs: refused with the old one, connected with the new one."""
+    credentials = secured.agent("agent")
+    with LinkedEngine([secured.target], "agent", credentials=credentials) as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        await secured.stop()
+        secured.authority = Authority(secured.folder, "new-ca")
+        secured.authority.issue("server")
+        await secured.start()
+        await until(lambda: "no stream to" in caplog.text)
+        assert not engine.link.connected
+        issued = secured.authority.issue("agent", file="renewed")
+        for new, old in zip((issued.ca, issued.cert, issued.key), vars(credentials).values(), strict=False):
+            shutil.copy(new, old)
+        await engine.steps_until(lambda: len(engine.caps()) == 2)
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_link_that_is_refused_says_so_once(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    with LinkedEngine([secured.target], "another", credentials=secured.agent("agent")) as engine:
+        await until(lambda: '"agent" may not connect as engine "another"' in caplog.text)
+        assert not engine.link.connected
+        secured.access.write_text('[[identity]]\ncn = "agent"\nrole = "agent"\nengines = ["another"]\n')
+        await until(lambda: engine.link.connected)
+    assert caplog.text.count("may not connect") == 1 + caplog.text.count("is refused")
+
+
+async def test_a_link_whose_files_are_missing_says_so(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    for files, complaint in (
+        (agent_credentials.Credentials(ca="/no/such.pem"), "No such file or directory: '/no/such.pem'"),
+        (agent_credentials.Credentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
+        (
+            agent_credentials.Credentials(ca=str(secured.authority.file), cert="x"),
+            "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together",
+        ),
+    ):
+        with LinkedEngine([secured.target], "agent", credentials=files):
+            await until(lambda wanted=complaint: wanted in caplog.text)  # type: ignore[misc]
+
+
+# --------------------------------------------------------------------------------------------------------------- TLS
+
+
+async def test_certificates_that_are_not_accepted(secured: Secured) -> None:
+    stranger = Authority(secured.folder, "stranger")
+    good = secured.credentials("viewer")
+    foreign = stranger.issue("viewer", file="foreign").credentials()
+    expired = secured.authority.issue("viewer", file="expired", expired=True).credentials()
+    for credentials in (
+        Credentials(ca=good.ca),
+        Credentials(good.ca, foreign.cert, foreign.key),
+        expired,
+        Credentials(foreign.ca, good.cert, good.key),
+        Credentials(),
+    ):
+        async with secured.channel(credentials) as channel:
+            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+    async with secured.channel(good) as channel:
+        await engines(channel)
+
+
+async def test_certificates_are_renewed_without_a_restart(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    """Of both sides at once, by replacing files one after the other; an open connection stays."""
+    old = secured.credentials("viewer")
+    old_ca = secured.folder / "old-ca.pem"
+    shutil.copy(old.ca, old_ca)
+    old = Credentials(str(old_ca), old.cert, old.key)
+    async with secured.channel(old) as opened:
+        await engines(opened)
+        new = Authority(secured.folder, "new-ca")
+        viewer = new.issue("viewer", file="new-viewer").credentials()
+        async with secured.channel(viewer) as channel:
+            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+
+        renewed = new.issue("server", file="renewed")
+        shutil.copy(renewed.cert, secured.folder / "server.crt")
+        async with secured.channel(old) as channel:
+            await engines(channel)
+        assert "is not the key of" in caplog.text
+        shutil.copy(renewed.key, secured.folder / "server.key")
+        shutil.copy(new.file, secured.authority.file)
+
+        async with secured.channel(viewer) as channel:
+            await engines(channel)
+        async with secured.channel(old) as channel:
+            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        await engines(opened)
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+def token(key: str = SECRET, **claims: Any) -> str:
+    said = {"iss": "issuer", "aud": "meridian", "sub": "ann", "role": "operator", "exp": time.time() + 3600, **claims}
+    return jwt.encode({name: value for name, value in said.items() if value is not None}, key, "HS256")
+
+
+@pytest.fixture
+async def by_token(tmp_path: Path) -> AsyncIterator[Secured]:
+    """Without client certificates."""
+    async with securing(tmp_path, client_ca=False) as running:
+        (tmp_path / "secret").write_text(SECRET)
+        running.access.write_text('[jwt]\nissuer = "issuer"\naudience = "meridian"\nsecret_file = "secret"\n')
+        yield running
+
+
+async def shown(secured: Secured, shown: str) -> grpc.StatusCode:
+    """What comes of a read with that token, from a file as clients have it."""
+    file = secured.folder / "token"
+    file.write_text(shown + "\n")
+    async with secured.channel(Credentials(ca=str(secured.authority.file), token_file=str(file))) as channel:
+        try:
+            await engines(channel)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+async def test_tokens(by_token: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    assert await shown(by_token, token()) is grpc.StatusCode.OK
+    assert await shown(by_token, token(role=None)) is grpc.StatusCode.PERMISSION_DENIED
+    assert await shown(by_token, token(role="agent")) is grpc.StatusCode.PERMISSION_DENIED
+    secrets = [token("x" * 32), token(exp=time.time() - 3600), token(aud="other"), "x.y.z"]
+    for secret in secrets:
+        assert await shown(by_token, secret) is grpc.StatusCode.UNAUTHENTICATED
+    (by_token.folder / "secret").write_text("x" * 32)
+    assert await shown(by_token, secrets[0]) is grpc.StatusCode.OK
+    assert await shown(by_token, token()) is grpc.StatusCode.UNAUTHENTICATED
+    assert not any(secret in caplog.text for secret in (*secrets, token()))
+
+
+async def test_without_credentials_only_health_answers(by_token: Secured) -> None:
+    async with by_token.channel(Credentials(ca=str(by_token.authority.file))) as channel:
+        for method in METHODS:
+            code = await code_of(by_token, channel, method)
+            assert (code is grpc.StatusCode.UNAUTHENTICATED) == (rule_of(f"/{method}").role is not None), method
+
+
+async def test_an_agent_by_token(by_token: Secured) -> None:
+    file = by_token.folder / "agent-token"
+    files = agent_credentials.Credentials(ca=str(by_token.authority.file), token_file=str(file))
+    for claims, engine_id in itertools.product(({"sub": "e1"}, {"sub": "s", "engine": "e1"}), ("e1", "s*")):
+        file.write_text(token(role="agent", **claims))
+        with LinkedEngine([by_token.target], engine_id, credentials=files) as engine:
+            if engine_id == "e1":
+                await until(lambda running=engine: running.link.connected)  # type: ignore[misc]
+            else:
+                await until(lambda running=engine: running.link._complaints)  # type: ignore[misc]
+                assert not engine.link.connected
+
+
+# ---------------------------------------------------------------------------------------------------------- replicas
+
+
+def test_replicas_know_each_other_by_certificate(
+    tmp_path: Path, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lists the other's engine, until that one's role is taken away."""
+    authority, access = Authority(tmp_path), tmp_path / "access.toml"
+    own = authority.issue("replica")
+    access.write_text(ACCESS + '[[identity]]\ncn = "replica"\nrole = "operator"\n')
+    for name, file in (("CA", own.ca), ("CERT", own.cert), ("KEY", own.key)):
+        monkeypatch.setenv(f"MERIDIAN_TLS_{name}", str(file))
+    files = {"--tls-cert": own.cert, "--tls-key": own.key, "--client-ca": own.ca, "--access": access}
+    options = [*(str(part) for pair in files.items() for part in pair), "--store", postgres.database()]
+    viewer = authority.issue("viewer").credentials().channel()
+    controls: list[Control] = []
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            controls.append(Control(tmp_path / name, options=options, credentials=viewer))
+        one, two = controls
+        agent = agent_credentials.Credentials(**vars(authority.issue("agent").credentials()))
+        with LinkedEngine([one.target], "agent", credentials=agent):
+            wait_for(lambda: [e.engine_id for e in two.engines()] == ["agent"], 20, "the other's engine to be listed")
+            access.write_text(ACCESS)
+            wait_for(lambda: not two.engines(), 20, "the other not to be heard any more")
+            assert [e.engine_id for e in one.engines()] == ["agent"]
+    finally:
+        for control in controls:
+            control.process.kill()

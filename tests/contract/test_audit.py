@@ -1,0 +1,340 @@
+"""Audit records of a real server on SQLite and PostgreSQL, as AuditService and `meridianctl audit` show them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc
+from sqlalchemy import text
+from typer.testing import CliRunner
+
+from meridian_control import audit as audit_module
+from meridian_control.access import Access
+from meridian_control.audit import AuditLog, Call, Outcome, wanted
+from meridian_control.ctl import app
+from meridian_control.database import Database
+from meridian_control.gate import MAX_REQUEST_BYTES, Gate
+from meridian_control.limits import Limiter, Limits
+from tests.contract.secured import Clients, Secured, securing
+from tests.fakes.agent import hello
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+UPDATE = "meridian.v1.PolicyService/UpdatePolicy"
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of either kind."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("postgres").database())
+    return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
+
+
+@pytest.fixture
+async def secured(tmp_path: Path, address: str) -> AsyncIterator[Secured]:
+    async with securing(tmp_path, address) as running:
+        yield running
+
+
+async def records(secured: Secured, **fields: Any) -> list[audit_pb2.AuditRecord]:
+    async with secured.channel("admin") as channel:
+        answer = await Clients(channel).audit.ListAudit(audit_pb2.ListAuditRequest(**fields))
+        return list(answer.records)
+
+
+async def ended(call: Any) -> Any:
+    """A call's answer, or its status code."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+async def test_what_is_recorded(secured: Secured) -> None:
+    """Success, refusal by role, failure, trial and bad request of changes; reads and records of reads are not."""
+    policy = policy_pb2.Policy()
+    async with secured.channel("operator") as channel, secured.channel("viewer") as viewing:
+        operator, viewer = Clients(channel), Clients(viewing)
+        before = (await operator.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
+
+        async def update(client: Clients, **fields: Any) -> Any:
+            return await ended(client.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy, **fields)))
+
+        done = await update(operator, reason="why\0not", request_id="r1", author="x")
+        assert done is grpc.StatusCode.INVALID_ARGUMENT
+        done = await update(operator, reason="why", request_id="r1", author="x")
+        assert await update(viewer, reason="mine") is grpc.StatusCode.PERMISSION_DENIED
+        assert await update(operator, etag="stale") is grpc.StatusCode.ABORTED
+        await update(operator, validate_only=True)
+        rollback = policy_pb2.RollbackPolicyRequest(revision=1, etag=done.revision.etag)
+        back = await operator.policy.RollbackPolicy(rollback)
+        assert await update(operator, reason="x" * 1001) is grpc.StatusCode.INVALID_ARGUMENT
+        await operator.fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+
+    found = await records(secured)
+    rows = [(r.principal, r.role, r.method.rpartition("/")[2], r.outcome, r.before_etag, r.after_etag) for r in found]
+    operator_is = ("operator", "operator")
+    assert rows[::-1] == [
+        (*operator_is, "UpdatePolicy", "INVALID_ARGUMENT", "", ""),
+        (*operator_is, "UpdatePolicy", "OK", before.etag, done.revision.etag),
+        ("viewer", "viewer", "UpdatePolicy", "PERMISSION_DENIED", "", ""),
+        (*operator_is, "UpdatePolicy", "ABORTED", "stale", ""),
+        (*operator_is, "UpdatePolicy", "OK", done.revision.etag, ""),
+        (*operator_is, "RollbackPolicy", "OK", done.revision.etag, back.revision.etag),
+        (*operator_is, "UpdatePolicy", "INVALID_ARGUMENT", "", ""),
+    ]
+    by_age = found[::-1]
+    assert [r.reason for r in by_age[:2]] == ["why\ufffdnot", "why"]
+    assert [r.request_id for r in by_age[:3]] == ["r1", "r1", ""]
+    assert [dict(r.details) for r in by_age[4:6]] == [{"validate_only": "True"}, {"revision": "1"}]
+    assert by_age[3].error.startswith('etag is "stale" but the policy in force has')
+    assert by_age[6].error == "reason must have at most 1000 characters; got 1001"
+    assert all(r.peer.startswith("ipv4:127.0.0.1:") for r in found)
+    times = [r.time.ToDatetime(tzinfo=UTC) for r in by_age]
+    assert times == sorted(times)
+    assert times[0] > datetime.now(UTC) - timedelta(minutes=5)
+
+
+async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
+    async with secured.channel("operator") as channel:
+        recording = Clients(channel).fleet.RecordTrace(fleet_pb2.RecordTraceRequest(engine_id="e"))
+        await recording.initial_metadata()
+        (begun,) = await records(secured)
+        assert (begun.method, begun.outcome, dict(begun.details)) == (
+            "meridian.v1.FleetService/RecordTrace",
+            "",
+            {"engine_id": "e"},
+        )
+        recording.cancel()
+
+    async def finished() -> list[audit_pb2.AuditRecord]:
+        return await records(secured, outcome="CANCELLED")
+
+    async with asyncio.timeout(10):
+        while not (cancelled := await finished()):
+            await asyncio.sleep(0.01)
+    assert [r.id for r in cancelled] == [begun.id]
+
+    async with secured.channel("agent") as channel:
+        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+        await call.write(agent_pb2.ConnectRequest(hello=hello("another")))
+        assert await ended(call.read()) is grpc.StatusCode.PERMISSION_DENIED
+    async with secured.channel("nobody") as channel:
+        reading = Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+        assert await ended(reading) is grpc.StatusCode.PERMISSION_DENIED
+    refused = await records(secured, outcome="PERMISSION_DENIED")
+    assert [(r.principal, r.role, r.error) for r in refused] == [
+        ("nobody", "none", '"nobody" has no role; meridian.v1.FleetService/ListEngines needs viewer'),
+        ("agent", "agent", '"agent" may not connect as engine "another"'),
+    ]
+
+
+async def test_pages_and_filters(address: str) -> None:
+    times = iter(NOW + timedelta(seconds=n) for n in range(100))
+    database = await Database.open(address)
+    log = AuditLog(database, lambda: next(times))
+    try:
+        ids = [await log.begin(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
+        assert ids == sorted(ids)
+        await log.end(ids[3], Outcome("OK", "", "a", "b"))
+        await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), Outcome("PERMISSION_DENIED", "no"))
+        blank: dict[str, Any] = dict.fromkeys(("principal", "method", "outcome", "request_id"), "")
+        blank |= {"since": None, "until": None}
+
+        async def found(**fields: Any) -> list[str]:
+            return [r.call.request_id for r in await log.list(100, None, wanted(**{**blank, **fields}))]
+
+        assert await found() == ["", "r6", "r5", "r4", "r3", "r2", "r1", "r0"]
+        assert await found(principal="p1") == ["r5", "r3", "r1"]
+        assert await found(outcome="OK") == ["r3"]
+        assert await found(request_id="r2") == ["r2"]
+        assert await found(method="X/Y") == [""]
+        assert await found(method=UPDATE, principal="p0", since=NOW + timedelta(seconds=2)) == ["r6", "r4", "r2"]
+        assert await found(until=NOW + timedelta(seconds=2)) == ["r1", "r0"]
+        assert [r.call.request_id for r in await log.list(2, ids[5], [])] == ["r4", "r3"]
+        (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
+        assert (one.time, one.outcome) == (NOW + timedelta(seconds=3), Outcome("OK", "", "a", "b"))
+    finally:
+        await database.close()
+
+
+async def test_the_oldest_go_and_refusals_drive_out_nothing_else(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "MAX_RECORDS", 5)
+    monkeypatch.setattr(audit_module, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(audit_module, "PRUNE_EVERY", 1)
+    times = iter(NOW + timedelta(seconds=n) for n in range(100))
+    database = await Database.open(address)
+    log = AuditLog(database, lambda: next(times))
+    try:
+        for n in range(8):
+            await log.end(await log.begin(Call("", "any", "peer", UPDATE, f"r{n}")), Outcome("OK"))
+        for n in range(20):
+            await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), Outcome("UNAUTHENTICATED"))
+        kept = [record.call.request_id for record in await log.list(100, None, [])]
+    finally:
+        await database.close()
+    assert kept == ["no19", "no18", "no17", "r7", "r6", "r5", "r4", "r3"]
+
+
+async def test_a_flood_of_refusals_is_cut_off(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_module, "REFUSALS_PER_S", 1e-9)
+    monkeypatch.setattr(audit_module, "REFUSALS_BURST", 3)
+    database = await Database.open(address)
+    log = AuditLog(database, lambda: datetime.now(UTC))
+    try:
+        for _ in range(10):
+            await log.refuse(Call("", "none", "peer", UPDATE), Outcome("UNAUTHENTICATED"))
+        assert len(await log.list(100, None, [])) == 3
+    finally:
+        await database.close()
+
+
+# ------------------------------------------------------------------------------------- when the record cannot be kept
+
+
+class Slow(policy_pb2_grpc.PolicyServiceServicer):
+    """Updates do what the test wants."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.drop = False
+
+    async def UpdatePolicy(self, request: Any, context: Any) -> policy_pb2.UpdatePolicyResponse:  # noqa: N802
+        self.begun.set()
+        await self.go.wait()
+        if request.etag == "raise":
+            raise RuntimeError("secret")
+        if self.drop:
+            async with self.database.writing() as connection:
+                await connection.execute(text("DROP TABLE audit_records"))
+        return policy_pb2.UpdatePolicyResponse(revision=policy_pb2.PolicyRevision(revision=7, etag="new"))
+
+
+@pytest.fixture
+async def slow(address: str) -> AsyncIterator[tuple[Slow, AuditLog, Any]]:
+    database = await Database.open(address)
+    log = AuditLog(database, lambda: datetime.now(UTC))
+    gate = Gate(Access(), Limiter(Limits()), log)
+    server = grpc.aio.server(interceptors=[gate])
+    service = Slow(database)  # type: ignore[abstract]
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield service, log, policy_pb2_grpc.PolicyServiceStub(channel)
+    await server.stop(0)
+    await gate.settle()
+    await database.close()
+
+
+async def test_a_caller_that_hangs_up_does_not_end_the_record(slow: tuple[Slow, AuditLog, Any]) -> None:
+    service, log, stub = slow
+    call = stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="old"))
+    await service.begun.wait()
+    call.cancel()
+    (begun,) = await log.list(10, None, [])
+    assert begun.outcome == Outcome("")
+    service.go.set()
+    async with asyncio.timeout(10):
+        while not (record := (await log.list(10, None, []))[0]).outcome.code:
+            await asyncio.sleep(0.01)
+    assert record.outcome == Outcome("OK", "", "old", "new")
+
+
+async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) -> None:
+    """The caller hears no more than that; the record has the kind of error."""
+    service, log, stub = slow
+    service.go.set()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))
+    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INTERNAL, "the server failed")
+    (record,) = await log.list(10, None, [])
+    assert record.outcome == Outcome("INTERNAL", "RuntimeError", "raise")
+
+
+async def test_an_outcome_that_cannot_be_recorded(
+    slow: tuple[Slow, AuditLog, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller gets the true answer, the log has the outcome; the next call is not served without a record."""
+    service, _, stub = slow
+    service.go.set()
+    service.drop = True
+    answer = await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest())
+    assert answer.revision.revision == 7
+    assert "lacks its outcome" in caplog.text
+    service.begun.clear()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest())
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert not service.begun.is_set()
+
+
+async def test_a_request_that_is_too_large(slow: tuple[Slow, AuditLog, Any]) -> None:
+    service, log, stub = slow
+    policy = policy_pb2.Policy(model={"m": policy_pb2.ModelPolicy(closing_text="x" * MAX_REQUEST_BYTES)})
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (raised.value.details() or "").startswith(f"message must have at most {MAX_REQUEST_BYTES} bytes; got ")
+    (record,) = await log.list(10, None, [])
+    assert record.outcome.code == "INVALID_ARGUMENT"
+    assert not service.begun.is_set()
+
+
+# ------------------------------------------------------------------------------------------------------- meridianctl
+
+
+async def ctl(secured: Secured, who: str, *arguments: str) -> Any:
+    """meridianctl in somebody's name, from a context file."""
+    issued = secured.authority.issue(who)
+    contexts = secured.folder / "contexts.toml"
+    fields = (
+        f'server = "{secured.target}"\nca = "{issued.ca.name}"\ncert = "{issued.cert}"\nkey = "{issued.key.name}"\n'
+    )
+    contexts.write_text(f'current = "here"\n[contexts.here]\n{fields}')
+    environment = {"MERIDIAN_CONTEXTS": str(contexts), "NO_COLOR": "1", "USER": "someone"}
+    return await asyncio.to_thread(CliRunner().invoke, app, list(arguments), env=environment)
+
+
+async def test_meridianctl(tmp_path: Path) -> None:
+    async with securing(tmp_path) as secured:
+        file = tmp_path / "meridian.toml"
+        file.write_text("fallback.lease_ms = 500\n")
+        applied = await ctl(secured, "operator", "policy", "apply", "-f", str(file), "--reason", "why", "--author", "x")
+        assert applied.exit_code == 0, applied.output
+        refused = await ctl(secured, "viewer", "policy", "apply", "-f", str(file))
+        assert refused.exit_code == 4
+        assert refused.stderr.startswith('PERMISSION_DENIED: "viewer" is viewer; ')
+        assert (await ctl(secured, "operator", "audit")).exit_code == 4
+        table = await ctl(secured, "admin", "audit")
+        # Long cells go on below.
+        heading, *rows = [line.split() for line in table.stdout.splitlines() if not line.startswith("  ")]
+        assert heading == ["time", "principal", "role", "peer", "method", "outcome", "before", "after", "what", "why"]
+        assert [(row[1], row[4], row[5]) for row in rows] == [
+            ("operator", "AuditService/ListAudit", "PERMISSION_DENIED"),
+            ("viewer", "PolicyService/UpdatePolicy", "PERMISSION_DENIED"),
+            ("operator", "PolicyService/UpdatePolicy", "OK"),
+        ]
+        options = ("--method", "PolicyService/UpdatePolicy", "--outcome", "OK", "--since", "2026-01-01", "-o", "json")
+        (record,) = json.loads((await ctl(secured, "admin", "audit", *options)).stdout)
+        assert (record["principal"], record["reason"], record["after_etag"]) == (
+            "operator",
+            "why",
+            applied.stdout.split()[-1],
+        )
+        assert not json.loads((await ctl(secured, "admin", "audit", "--until", "2026-01-01", "-o", "json")).stdout)
+        nothing = await ctl(secured, "admin", "--server", secured.target, "engines")
+        assert (nothing.exit_code, nothing.stderr[:12]) == (3, "UNAVAILABLE:")
+        missing = await ctl(secured, "admin", "--ca", str(tmp_path / "no.pem"), "engines")
+        assert missing.exit_code == 2
+        assert missing.stderr == f"{tmp_path / 'no.pem'}: cannot be read: No such file or directory\n"

@@ -1,0 +1,159 @@
+"""Bounds on what callers may ask for, on a real server: engines' streams have their turn whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
+
+from meridian_control.errors import TooMany
+from meridian_control.limits import Kind, Limiter, Limits, Rate
+from tests.contract.secured import Clients, securing
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ------------------------------------------------------------------------------------------------------ without gRPC
+
+
+def test_a_rate_fills_up_again() -> None:
+    rate = Rate(2.0, 3, 0.0)
+    assert [rate.wait_s(0.0) for _ in range(4)] == [0, 0, 0, 0.5]
+    assert rate.wait_s(0.25) == pytest.approx(0.25)
+    assert [rate.wait_s(100.0) for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+def test_places() -> None:
+    limiter = Limiter(Limits(calls=2, all_calls=3, streams=1, all_streams=1, engines=2), Clock())
+    held = [limiter.place(Kind.CALL, "a"), limiter.place(Kind.CALL, "a")]
+    with pytest.raises(TooMany, match="2 calls by one caller are open"):
+        limiter.place(Kind.CALL, "a")
+    held.append(limiter.place(Kind.CALL, "b"))
+    with pytest.raises(TooMany, match="3 calls are open"):
+        limiter.place(Kind.CALL, "c")
+    with limiter.place(Kind.STREAM, "a"), pytest.raises(TooMany, match="1 streams are open"):
+        limiter.place(Kind.STREAM, "b")
+    with limiter.place(Kind.ENGINE, "a"), limiter.place(Kind.ENGINE, "a"), pytest.raises(TooMany, match="2 engines"):
+        limiter.place(Kind.ENGINE, "b")
+    held.pop(0).close()
+    limiter.place(Kind.CALL, "a").close()
+    for place in held:
+        place.close()
+    assert not limiter._taken
+
+
+def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meridian_control.limits.REMEMBERED", 10)
+    clock = Clock()
+    limiter = Limiter(Limits(calls_per_s=1.0, burst=1), clock)
+    limiter.place(Kind.CALL, "a").close()
+    with pytest.raises(TooMany) as raised:
+        limiter.place(Kind.CALL, "a")
+    assert raised.value.retry_after_s() == 1.0
+    for number in range(100):
+        clock.now += 0.05
+        limiter.place(Kind.CALL, f"b{number}").close()
+        assert len(limiter._rates) <= 10 + 20, "those of the last second, and ten"
+    clock.now += 1
+    limiter.place(Kind.CALL, "a").close()
+
+
+# --------------------------------------------------------------------------------------------------------- with gRPC
+
+
+async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None:
+    """Callers that never let up, two served at a time: the others are refused, the engine's rounds go on."""
+    limits = Limits(calls_per_s=1e9, burst=10**9, calls=2, all_calls=2)
+    stop = asyncio.Event()
+    served, refused = [0], [0]
+
+    async with securing(tmp_path, limits=limits) as secured:
+
+        async def flood(client: Clients) -> None:
+            while not stop.is_set():
+                try:
+                    await client.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest())
+                    served[0] += 1
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not EXHAUSTED:
+                        raise
+                    refused[0] += 1
+
+        async with secured.channel("viewer") as channel:
+            flooding = [asyncio.create_task(flood(Clients(channel))) for _ in range(32)]
+            await until(lambda: served[0] and refused[0])
+            with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as engine:
+                engine.open("a")
+                await engine.steps_until(engine.caps)
+                answered, before = len(engine.taken), refused[0]
+                await engine.steps_until(lambda: len(engine.taken) > answered and refused[0] > before)
+                assert not any(task.done() for task in flooding)
+            stop.set()
+            await asyncio.gather(*flooding)
+
+
+async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
+    async with securing(tmp_path, limits=Limits(calls_per_s=0.5, burst=1)) as secured, secured.channel("viewer") as one:
+        await Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+        status = await rpc_status.aio.from_call(Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest()))
+        assert status.message == "more than 0.5 calls a second by one caller"
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert 0 < retry.retry_delay.ToMilliseconds() <= 2000
+        async with secured.channel("operator") as other:
+            await Clients(other).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+
+
+async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> None:
+    limits = Limits(streams=1, all_streams=1, engines=1)
+    async with securing(tmp_path, limits=limits) as secured, secured.channel("viewer") as channel:
+        first = Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest()).read()
+        assert raised.value.code() is EXHAUSTED
+        async with secured.channel("agent") as engines:
+            connect: Any = agent_pb2_grpc.AgentServiceStub(engines).Connect
+            one = connect()
+            await one.write(agent_pb2.ConnectRequest(hello=hello("agent")))
+            assert (await one.read()).HasField("welcome")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await connect().read()
+            assert (raised.value.code(), raised.value.details()) == (EXHAUSTED, "1 engines are open")
+            one.cancel()
+            await until(lambda: not secured.fleet.connections)
+            again = connect()
+            await again.write(agent_pb2.ConnectRequest(hello=hello("agent")))
+            assert (await again.read()).HasField("welcome")
+            again.cancel()
+        first.cancel()
+
+
+async def test_who_says_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meridian_control.server.HELLO_S", 0.05)
+    async with securing(tmp_path) as secured, secured.channel("agent") as channel:
+        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+    assert (raised.value.code(), raised.value.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "message must begin with hello",
+    )

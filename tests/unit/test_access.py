@@ -1,0 +1,265 @@
+"""Who a certificate or a token is: the access file, the checks of tokens, and files that change."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from meridian_control.access import Access, Principal, Role
+from meridian_control.errors import PermissionDenied, Unauthenticated
+from meridian_control.reloaded import Reloaded
+from meridian_control.tokens import Tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "0123456789abcdef0123456789abcdef"
+KEYS: dict[str, Any] = {
+    "RS256": rsa.generate_private_key(65537, 2048),
+    "ES256": ec.generate_private_key(ec.SECP256R1()),
+    "ES384": ec.generate_private_key(ec.SECP384R1()),
+    "EdDSA": ed25519.Ed25519PrivateKey.generate(),
+}
+LACKS = "the token lacks a claim: exp, iss, aud and sub are required"
+HEAD = '[jwt]\nissuer = "issuer"\naudience = "meridian"\nsecret_file = "secret"\n'
+
+
+def token(key: Any = SECRET, algorithm: str = "HS256", kid: str | None = None, **claims: Any) -> str:
+    said = {"iss": "issuer", "aud": "meridian", "sub": "ann", "exp": time.time() + 3600, **claims}
+    said = {name: value for name, value in said.items() if value is not None}
+    return jwt.encode(said, key, algorithm, headers={"kid": kid} if kid else None)
+
+
+def public_pem(key: Any) -> str:
+    return str(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo), "ascii")
+
+
+def jwk(algorithm: str, kid: str | None = None) -> dict[str, Any]:
+    from jwt.algorithms import get_default_algorithms
+
+    found: dict[str, Any] = json.loads(get_default_algorithms()[algorithm].to_jwk(KEYS[algorithm].public_key()))
+    return found | ({"kid": kid} if kid else {})
+
+
+def tokens(path: Path, content: str, secret: bool = False) -> Tokens:
+    path.write_text(content)
+    return Tokens("issuer", "meridian", keys_file=None if secret else path, secret_file=path if secret else None)
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize("algorithm", KEYS)
+def test_a_public_key_as_pem_or_jwks(tmp_path: Path, algorithm: str) -> None:
+    shown = token(KEYS[algorithm], algorithm)
+    for content in (public_pem(KEYS[algorithm]), json.dumps({"keys": [jwk(algorithm)]})):
+        assert tokens(tmp_path / "keys", content).claims(shown)["sub"] == "ann"
+
+
+def test_several_keys(tmp_path: Path) -> None:
+    """The key is found by its id, else tried; the id of one key does not open another."""
+    found = tokens(tmp_path / "keys", json.dumps({"keys": [jwk("ES256", "a"), jwk("RS256", "b"), jwk("EdDSA")]}))
+    for algorithm, kid in (("ES256", "a"), ("RS256", "b"), ("ES256", None), ("EdDSA", None), ("EdDSA", "c")):
+        found.claims(token(KEYS[algorithm], algorithm, kid))
+    for algorithm, kid in (("ES256", "b"), ("RS256", "a"), ("ES256", "c")):
+        with pytest.raises(Unauthenticated, match="signature"):
+            found.claims(token(KEYS[algorithm], algorithm, kid))
+
+
+@pytest.mark.parametrize(
+    ("claims", "complaint"),
+    [
+        ({"exp": 1}, "the token has expired"),
+        ({"nbf": 2**33}, "the token is not valid yet"),
+        ({"iss": "other"}, "the token's issuer is not the one that is trusted"),
+        ({"aud": "other"}, "the token is for another audience"),
+        ({"aud": ["x", "y"]}, "the token is for another audience"),
+        *(({name: None}, LACKS) for name in ("exp", "iss", "aud", "sub")),
+        ({"key": "x" * 32}, "the token's signature does not fit any trusted key"),
+        ({"algorithm": "HS512", "key": SECRET * 2}, "the token's signature does not fit any trusted key"),
+    ],
+)
+def test_tokens_that_are_not_accepted(tmp_path: Path, claims: dict[str, Any], complaint: str) -> None:
+    found = tokens(tmp_path / "secret", SECRET, secret=True)
+    with pytest.raises(Unauthenticated) as raised:
+        found.claims(token(**claims))
+    assert str(raised.value) == complaint
+
+
+def test_a_subject_that_is_no_text(tmp_path: Path) -> None:
+    claims = {"iss": "issuer", "aud": "meridian", "sub": 7, "exp": time.time() + 60}
+    shown = jwt.PyJWS().encode(json.dumps(claims).encode(), SECRET, "HS256")
+    with pytest.raises(Unauthenticated, match="the token is not valid"):
+        tokens(tmp_path / "secret", SECRET, secret=True).claims(shown)
+
+
+def test_a_token_does_not_choose_its_algorithm(tmp_path: Path) -> None:
+    """Neither none nor the public key taken for a secret."""
+    public = public_pem(KEYS["RS256"])
+    found = tokens(tmp_path / "keys", public)
+    unsigned = jwt.encode({"iss": "issuer", "aud": "meridian", "sub": "x", "exp": time.time() + 60}, "", "none")
+    header, payload, _ = token("x" * 40).split(".")
+    import base64
+    import hashlib
+    import hmac
+
+    signed = hmac.new(public.encode(), f"{header}.{payload}".encode(), hashlib.sha256).digest()
+    confused = f"{header}.{payload}.{base64.urlsafe_b64encode(signed).decode().rstrip('=')}"
+    for shown in (unsigned, confused):
+        with pytest.raises(Unauthenticated, match="signature"):
+            found.claims(shown)
+    for nonsense in ("", "x", "a.b.c", "é.é.é"):
+        with pytest.raises(Unauthenticated, match="is not a JWT"):
+            found.claims(nonsense)
+
+
+def test_key_files_that_cannot_be_used(tmp_path: Path) -> None:
+    short_curve = public_pem(ec.generate_private_key(ec.SECP224R1()))
+    secret = {"kty": "oct", "k": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY"}
+    for content, complaint in (
+        ("nonsense", "holds neither a JWKS nor a PEM public key"),
+        ("{}", "is no JWKS"),
+        ('{"keys": []}', "is no JWKS"),
+        (json.dumps({"keys": [secret]}), "holds no public key"),
+        (short_curve, "must be an RSA, Ed25519 or NIST curve key"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            tokens(tmp_path / "keys", content)
+    with pytest.raises(ValueError, match="must hold at least 32 bytes"):
+        tokens(tmp_path / "secret", "short", secret=True)
+
+
+# ------------------------------------------------------------------------------------------------------- access file
+
+
+def access(folder: Path, text: str) -> Access:
+    (folder / "secret").write_text(SECRET + "\n")
+    (folder / "access.toml").write_text(text)
+    return Access(folder / "access.toml")
+
+
+def by_token(found: Access, shown: str) -> Principal:
+    return found.identify([("authorization", f"Bearer {shown}")], {})
+
+
+def may_be(principal: Principal, engine_id: str) -> bool:
+    try:
+        principal.check_engine(engine_id)
+    except PermissionDenied:
+        return False
+    return True
+
+
+def test_roles_of_tokens(tmp_path: Path) -> None:
+    found = access(tmp_path, HEAD + 'role_claim = "r"\n[[identity]]\nsubject = "ops-*"\nrole = "admin"\n')
+    for claims, role in (
+        ({}, Role.NONE),
+        ({"r": "viewer"}, Role.VIEWER),
+        ({"r": ["x", "operator", "viewer"]}, Role.OPERATOR),
+        ({"r": "root"}, Role.NONE),
+        ({"r": {"admin": True}}, Role.NONE),
+        ({"role": "admin"}, Role.NONE),
+        ({"r": "viewer", "sub": "ops-1"}, Role.ADMIN),
+        ({"r": "agent"}, Role.AGENT),
+    ):
+        assert by_token(found, token(**claims)).role is role, claims
+    with pytest.raises(Unauthenticated, match="the role of an agent and another"):
+        by_token(found, token(r=["agent", "admin"]))
+
+
+def test_engines_of_agents(tmp_path: Path) -> None:
+    entries = '[[identity]]\nsubject = "sa:*"\nrole = "agent"\nengines = ["gpu-*"]\n'
+    entries += '[[identity]]\nuri = "spiffe://here/*"\nrole = "agent"\n[[identity]]\ncn = "c*"\nrole = "agent"\n'
+    found = access(tmp_path, HEAD + entries)
+    for principal, own, others in (
+        (by_token(found, token(role="agent", sub="e1")), "e1", ("e2", "", "E1")),
+        (by_token(found, token(role="agent", sub="s", engine="e1")), "e1", ("s",)),
+        (by_token(found, token(role="agent", sub="*")), "*", ("e1",)),
+        (by_token(found, token(sub="sa:x", engine="e1")), "gpu-1", ("e1", "sa:x")),
+        (found.identify((), {"peer_uri": [b"spiffe://here/ns/e1"]}), "e1", ("ns",)),
+        (found.identify((), {"peer_uri": [b"spiffe://here/[a]"]}), "[a]", ("a",)),
+        (found.identify((), {"x509_common_name": [b"c1"], "peer_dns": [b"other"]}), "c1", ("other", "c2")),
+    ):
+        assert principal.role is Role.AGENT
+        assert may_be(principal, own)
+        assert not any(may_be(principal, other) for other in others)
+    assert not may_be(by_token(found, token(role="admin", sub="other")), "other-engine")
+
+
+def test_certificates_and_tokens(tmp_path: Path) -> None:
+    """A token says who calls where both are shown; a bad one is not made good by a certificate."""
+    found = access(tmp_path, HEAD + '[[identity]]\ndns = "ops.example"\nrole = "operator"\n')
+    certificate = {"peer_dns": [b"ops.example"]}
+    assert found.identify((), certificate) == Principal("ops.example", Role.OPERATOR, ("ops.example",))
+    both = found.identify([("authorization", f"bearer {token(role='viewer')}")], certificate)
+    assert (both.name, both.role) == ("ann", Role.VIEWER)
+    assert found.identify((), {"peer_dns": [b"x"]}) == Principal("x", Role.NONE)
+    for metadata in (
+        [("authorization", f"Bearer {token('x' * 32)}")],
+        [("authorization", "Basic eDp5")],
+        [("authorization", "Bearer ")],
+        [("authorization", f"Bearer {token()}")] * 2,
+    ):
+        with pytest.raises(Unauthenticated):
+            found.identify(metadata, certificate)
+    with pytest.raises(Unauthenticated, match="no credentials"):
+        found.identify((), {"transport_security_type": [b"ssl"]})
+    assert Access().identify((), certificate) == Principal("ops.example", Role.ANY)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[", "access.toml: "),
+        ("x = 1", "access.toml: x: Extra inputs are not permitted"),
+        ('[[identity]]\nrole = "admin"', "names one of uri, dns, cn and subject"),
+        ('[[identity]]\ncn = "a"\ndns = "b"\nrole = "admin"', "names one of uri, dns, cn and subject"),
+        ('[[identity]]\ncn = "a"\nrole = "root"', "identity.0.role: "),
+        ('[[identity]]\ncn = "a"\nrole = "admin"\nengines = ["x"]', "engines are for agents"),
+        ('[jwt]\nissuer = "a"\naudience = "b"', "needs either keys_file or secret_file"),
+        ('[jwt]\nissuer = ""\naudience = "b"\nsecret_file = "secret"', "jwt.issuer: "),
+        ('[jwt]\nissuer = "a"\naudience = "b"\nsecret_file = "no"', "No such file"),
+    ],
+)
+def test_access_files_that_cannot_be_used(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises((ValueError, OSError)) as raised:
+        access(tmp_path, text)
+    assert complaint in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    reads = [0]
+
+    def read() -> list[int]:
+        reads[0] += 1
+        return [int(file.read_text())]
+
+    found = Reloaded([file], read)
+    first = found.get()
+    assert found.get() is first
+    assert reads == [1]
+    file.write_text("bad")
+    assert found.get() is found.get() is first
+    assert (reads, caplog.text.count("cannot be used")) == ([2], 1)
+    file.unlink()
+    assert found.get() is first
+    # As a Secret changes: by the renaming of a link.
+    (tmp_path / "new").write_text("2")
+    os.symlink("new", tmp_path / "link")
+    os.replace(tmp_path / "link", file)
+    assert found.get() == [2]
+    file.write_text("bad")
+    with pytest.raises(ValueError, match="bad"):
+        Reloaded([file], read)
