@@ -76,6 +76,10 @@ class Gate(grpc.aio.ServerInterceptor):
             # Told to whoever still listens.
             task.exception()
 
+    async def finish(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for work that a caller who hangs up does not undo."""
+        return await asyncio.shield(self.start(work))
+
     async def settle(self) -> None:
         """Wait for what ended calls left behind."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -95,14 +99,13 @@ class _Gated:
                 request = await self._request(given)
                 if not self._rule.recorded:
                     return await self._inner(request, context)
-                record = await self._gate.audit.begin(self._call)
-                # A caller that hangs up undoes nothing, so the record must not end with it.
-                return await asyncio.shield(self._gate.start(self._told(record, request, context)))
+                return await self._gate.finish(self._told(request, context))
         except Exception as error:
             await self._failed(error, context)
 
-    async def _told(self, record: int, request: Message, context: Context) -> Any:
-        """Serve the call and add to its record what came of it."""
+    async def _told(self, request: Message, context: Context) -> Any:
+        """Serve the call between the two halves of its record."""
+        record = await self._gate.audit.begin(self._call)
         before = {"etag": getattr(request, "etag", "")}
         changed.set(before)
         outcome = Outcome("CANCELLED")
@@ -117,12 +120,13 @@ class _Gated:
         return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
-        record, outcome = None, Outcome("CANCELLED")
+        begun, outcome = None, Outcome("CANCELLED")
         try:
             with await self._admitted(context):
                 request = given if self._handler.request_streaming else await self._request(given)
                 if self._rule.recorded:
-                    record = await self._gate.audit.begin(self._call)
+                    begun = self._gate.start(self._gate.audit.begin(self._call))
+                    await asyncio.shield(begun)
                 async with aclosing(self._inner(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -130,11 +134,14 @@ class _Gated:
         except Exception as error:
             outcome = _outcome(error, context)
             if self._kind() is Kind.ENGINE and self._let_in and outcome.code == "PERMISSION_DENIED":
-                await self._gate.audit.refuse(self._call, outcome)
+                await self._gate.finish(self._gate.audit.refuse(self._call, outcome))
             await self._failed(error, context)
         finally:
-            if record is not None:
-                self._gate.start(self._gate.audit.end(record, outcome))
+            if begun is not None:
+                self._gate.start(self._ended(begun, outcome))
+
+    async def _ended(self, begun: asyncio.Task[int], outcome: Outcome) -> None:
+        await self._gate.audit.end(await begun, outcome)
 
     async def _admitted(self, context: Context) -> ExitStack:
         """A place for a caller who may call. Raises MeridianError."""
@@ -146,7 +153,7 @@ class _Gated:
         except MeridianError as error:
             logger.debug("%s: %s is refused: %s", self._method, peer, error)
             if self._rule.recorded or not isinstance(error, TooMany):
-                await gate.audit.refuse(_call(principal, peer, self._method), _outcome(error, context))
+                await gate.finish(gate.audit.refuse(_call(principal, peer, self._method), _outcome(error, context)))
             raise
         caller.set(principal)
         self._call, self._let_in = _call(principal, peer, self._method), True
@@ -163,7 +170,8 @@ class _Gated:
             request = self._parsed(given)
         except InvalidRequest as error:
             if self._rule.recorded:
-                await self._gate.audit.refuse(self._call, Outcome(error.status.name, str(error)))
+                refused = Outcome(error.status.name, str(error))
+                await self._gate.finish(self._gate.audit.refuse(self._call, refused))
             raise
         if caller.get().name and "author" in request.DESCRIPTOR.fields_by_name:
             request.author = caller.get().name

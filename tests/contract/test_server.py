@@ -209,7 +209,7 @@ async def refused(call: Any) -> str:
     return raised.value.details() or ""
 
 
-@pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 5000, " 1"])
+@pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 1000, " 1"])
 async def test_page_tokens_that_were_never_given_out(channel: grpc.aio.Channel, token: str) -> None:
     stub = fleet_pb2_grpc.FleetServiceStub(channel)
     complaint = "page_token must be one that was returned"

@@ -52,7 +52,7 @@ REJECTED_TEXT = [
     (
         "[[override]]\n" + "".join(f'engine_labels.l{n} = ""\n' for n in range(33)),
         "override[0].engine_labels must have at most 32 entries; got "
-        '{"l0": "", "l1": "", "l2": "", "l3": "", "l4": "", "l5": "",…',
+        '{"l0": "", "l1": "", "l2": "", "l3": "", "l4": "", "l5": ""…',
     ),
     (
         f"entropy.rank_conditions = [{'{max_ranks = [5]}, ' * 17}]",
