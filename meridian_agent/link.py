@@ -180,13 +180,10 @@ class Link:
             if not order:
                 order = list(self._targets)
                 self._shuffle(order)
-            target = order.pop(0)
             try:
-                heard = self._stream(target)
+                heard = self._stream(order.pop(0))
             except grpc.RpcError as error:
                 logger.debug("meridian: stream ended: %s", error)
-            except (OSError, ValueError) as error:
-                self._complain(target, str(error), str(error))
             except Exception:
                 logger.exception("meridian: the stream failed")
             attempt = 0 if heard else attempt + 1
@@ -199,7 +196,12 @@ class Link:
         """One stream from connect to its end; returns whether the server answered at all."""
         heard = False
         self._ring = queue.SimpleQueue()
-        with self._credentials.open(target, CHANNEL_OPTIONS) as channel:
+        try:
+            opened = self._credentials.open(target, CHANNEL_OPTIONS)
+        except (OSError, ValueError) as error:
+            self._complain(target, str(error), str(error))
+            return False
+        with opened as channel:
             call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring))
             self._call = call
             if self._stop.is_set():
