@@ -34,7 +34,7 @@ class Context(_Strict):
 
     def credentials(self) -> Credentials:
         said = (self.ca, self.cert, self.key, self.token_file)
-        return Credentials(*(str(path().parent / Path(name).expanduser()) if name else "" for name in said))
+        return Credentials(*(str(path().parent / os.path.expanduser(name)) if name else "" for name in said))
 
 
 class Contexts(_Strict):

@@ -181,7 +181,9 @@ def run_trace(content: bytes) -> None:
         _names(str(error))
 
 
-CONTEXTS = b'current = "staging"\n\n[contexts.staging]\nserver = "10.0.0.7:50051"\n\n[contexts."b c"]\nserver = ""\n'
+CONTEXTS = (
+    b'current = "staging"\n\n[contexts.staging]\nserver = "10.0.0.7:1"\nkey = "~/k"\n\n[contexts."b c"]\nserver = ""\n'
+)
 
 
 def make_contexts(rng: random.Random) -> bytes:
@@ -194,7 +196,8 @@ def run_contexts(content: bytes) -> None:
             patch.setenv("MERIDIAN_CONTEXTS", str(path))
             for name in ("", "staging", "\x00"):
                 try:
-                    contexts.server(name)
+                    if (found := contexts.find(name)) is not None:
+                        found.credentials()
                 except trace.FileError as error:
                     _names(str(error))
 
