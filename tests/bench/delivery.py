@@ -47,8 +47,7 @@ TIMEOUT_S = 120.0
 class Size:
     """What one fleet size gave. p*_s: over the updates, of the time from the call until 95 % had applied it.
 
-    server_cpu_s: processor time of the server per update, reports left out; server_report_cores: for the reports alone;
-    others_cores: what other programs used meanwhile.
+    server_cpu_s: processor time of the server per update, reports left out; server_report_cores: for the reports alone.
     """
 
     agents: int
@@ -60,7 +59,6 @@ class Size:
     server_report_cores: float
     server_rss_mb: float
     agents_cores: float
-    others_cores: float = 0.0
 
 
 class Agents:
@@ -175,15 +173,15 @@ def markdown(sizes: Sequence[Size]) -> str:
         "change that delivery waits for are in the times.",
         "",
         "| agents | updates | P50, s | P95, s | P99, s | aim, s | server, CPU s per update | server, cores for reports "
-        "| server RSS, MB | agents, cores | others, cores |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| server RSS, MB | agents, cores |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size in sizes:
         aim = f"< {AIMS_S[size.agents]:g}" if size.agents in AIMS_S else ""
         lines.append(
             f"| {size.agents} | {size.updates} | {size.p50_s:.3f} | {size.p95_s:.3f} | {size.p99_s:.3f} | {aim} | "
             f"{size.server_cpu_s:.3f} | {size.server_report_cores:.2f} | {size.server_rss_mb:.0f} | "
-            f"{size.agents_cores:.2f} | {size.others_cores:.2f} |"
+            f"{size.agents_cores:.2f} |"
         )
     return "\n".join([*lines, ""])
 
@@ -207,9 +205,9 @@ def run(options: argparse.Namespace) -> None:
 async def _run(options: argparse.Namespace) -> list[Size]:
     calm, sizes = Calm(options.quiet_cores, options.patience_s), []
     for agents in options.sizes:
-        size, others = await calm.measure(partial(measure, agents, options.updates))
-        sizes.append(Size(**{**asdict(size), "others_cores": others}))
-        print(plain(sizes[-1]), flush=True)
+        size, _ = await calm.measure(partial(measure, agents, options.updates))
+        sizes.append(size)
+        print(plain(size), flush=True)
     return sizes
 
 

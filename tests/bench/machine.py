@@ -90,7 +90,7 @@ def _all_ticks() -> int:
 
 
 def _own_ticks() -> int:
-    """Of this process and all that descend from it, as far as they still run."""
+    """Of this process and all that descend from it, those included that have ended and were waited for."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -98,7 +98,7 @@ def _own_ticks() -> int:
         except OSError:
             continue
         pid = int(path.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
     own = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
