@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("meridian_control")
 
 STOP_GRACE_S = 5.0
+# How long a database that does not answer may keep a replica from ending.
+LEAVE_S = 2.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -192,8 +194,9 @@ async def serve(args: argparse.Namespace) -> None:
                 watcher.cancel()
         logger.info("draining")
         if replicas is not None:
-            with suppress(StoreUnavailable):
-                await replicas.leave()
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await replicas.leave()
         await server.stop(STOP_GRACE_S)
         if peers is not None:
             await peers.close()
