@@ -50,6 +50,7 @@ class Agent:
         self.is_async = hooks.is_async(scheduler)
         self.is_fcfs = hooks.fcfs(scheduler)
         self.can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self.can_redraw = hooks.can_redraw(scheduler)
         self.block_size = scheduler.block_size
         self.tracker.boundaries = hooks.boundaries(scheduler.vllm_config)
         self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
@@ -225,6 +226,9 @@ class Agent:
     def _token_limit(self, scheduler: Any, plan: Plan | None, placed: int) -> int | None:
         """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream."""
         if plan is None or plan.prefill_tokens_per_step is None or not (self.tracker.answering and self.can_chunk):
+            return None
+        # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
+        if not self.can_redraw and any(hooks.awaits_seeded_token(tr.ref) for tr in self.tracker.by_id.values()):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         probing = placed * (1 + len(self.tracker.markers.probe))

@@ -408,6 +408,17 @@ def aborted_status() -> Any:
     return RequestStatus.FINISHED_ABORTED
 
 
+def can_redraw(scheduler: Any) -> bool:
+    """Whether the workers can take back what they drew from a request's own random numbers, as they do after each piece
+    of a prompt but the last; torch's generators on CPUs cannot."""
+    return str(scheduler.vllm_config.device_config.device_type) != "cpu"
+
+
+def awaits_seeded_token(request: Any) -> bool:
+    """Whether a request with a seed of its own has more than its newest token to compute before it goes on."""
+    return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
+
+
 def waits_preempted(request: Any) -> bool:
     """Whether a request waits to be resumed."""
     return str(request.status.name) == "PREEMPTED"
