@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_agent import hooks, overrides, probes
-from meridian_agent.directives import Directives, Outcome, Plan, Tier
+from meridian_agent.directives import CAPS, ORDER, RULES, Directives, Outcome, Plan, Tier
 from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
@@ -38,15 +38,17 @@ MAX_STEP_S = 1.0
 
 
 class Agent:
-    """One engine's agent. The link's thread touches only `settled`; all else belongs to the engine-core thread."""
+    """One engine's agent; it belongs to the engine-core thread."""
 
     def __init__(self, scheduler: Any, markers: Markers, link: Link, model: str) -> None:
         self.link, self.model = link, model
         self.tracker = Tracker(markers)
         self.directives = Directives(self.tracker)
         self.observe_entropy = False
-        # Settings that the link brought and the next step takes in.
-        self.settled: tuple[Markers, agent_pb2.Settings] | None = None
+        # Cap of new requests; what is out of force, as parts of directives; whether all of it is.
+        self.default_cap: int | None = None
+        self._lapsed = 0
+        self.frozen = False
         self.is_async = hooks.is_async(scheduler)
         self.is_fcfs = hooks.fcfs(scheduler)
         self.can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
@@ -68,8 +70,6 @@ class Agent:
         self._answered = 0
         self._probe_number = 0
         self._keep_places_until = 0
-        self._off = False
-        self._state = ""
         # Begins a tool call in this model's output, where thinking stays in the chat until the tool has answered.
         self.tool_call: int | None = None
         self._tail: Any = None
@@ -77,25 +77,61 @@ class Agent:
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
 
-    def apply_settings(self, vllm_config: Any, settings: agent_pb2.Settings) -> str:
-        """Take in settings, effective from the next step on; returns why not, or nothing. Called by the link."""
-        try:
-            markers = hooks.resolve_markers(vllm_config, settings)
-        except ValueError as error:
-            return str(error)
-        self.settled = markers, settings
-        return ""
-
-    def take_settings(self) -> None:
-        """Put the newest settings in force."""
-        if self.settled is None:
-            return
-        (markers, settings), self.settled = self.settled, None
+    def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
+        """Obey settings from now on."""
         self.tracker.markers = markers
         self.tracker.supports_think_disable = settings.supports_think_disable
         has_cap = settings.HasField("max_think_tokens")
-        self.tracker.default_cap = settings.max_think_tokens if has_cap else None
+        self.default_cap = settings.max_think_tokens if has_cap else None
         self.observe_entropy = settings.observe_entropy
+
+    def take_arrived(self, scheduler: Any) -> None:
+        """Put in force what the link brought, drop what holds no longer, then say so."""
+        taken, arrived = [], self.link.arrived
+        while arrived:
+            taken.append(arrived.popleft())
+        for one in taken:
+            if one.settings is not None:
+                self.put_in_force(one.settings, one.markers)
+        self._suspend(scheduler)
+        for one in taken:
+            self.link.taken_in(one)
+
+    def _suspend(self, scheduler: Any) -> None:
+        """Drop what a freeze or a lease that is over puts out of force.
+
+        A freeze puts out everything, a request's own cap included: it is there to rule out that anything of ours has a
+        part in what is seen.
+        """
+        lapsed, frozen = self.link.lapsed(), self.link.frozen()
+        ended = lapsed & ~self._lapsed
+        if frozen and not self.frozen:
+            self.directives.freeze()
+            ended |= ORDER | RULES
+        elif ended:
+            self.directives.drop(ended)
+        if ended & ORDER:
+            self._stock_order(scheduler)
+        if ended & RULES:
+            self._end_probing(scheduler)
+        if self.frozen and not frozen:
+            logger.info("meridian: no longer frozen")
+            self.link.resync()
+        self._lapsed, self.frozen = lapsed, frozen
+        self.tracker.default_cap = None if lapsed & CAPS else self.default_cap
+
+    def _stock_order(self, scheduler: Any) -> None:
+        """Undo what an order has left behind."""
+        self._tail = None
+        scheduler.running.sort(key=lambda request: request.arrival_time)
+        for request in scheduler.running:
+            self.preempting(request)
+
+    def _end_probing(self, scheduler: Any) -> None:
+        self.held.clear()
+        self._keep_places_until = 0
+        for request_id in list(self.placed):
+            self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
 
     # ------------------------------------------------------------------------------------------------ request events
 
@@ -118,8 +154,10 @@ class Agent:
             min_think_tokens=own.min_think_tokens,
             max_think_tokens=own.max_think_tokens,
         )
-        self.link.idle = False
-        self.take_settings()
+        if self.link.idle:
+            # No step is under way: what has arrived holds for its first request already.
+            self.link.idle = False
+            self.take_arrived(scheduler)
         self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
 
     def finished(self, request_ids: list[str]) -> None:
@@ -145,7 +183,8 @@ class Agent:
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
         else:
             self.preempted_think += 1
-            self._reuse_answers_last(scheduler)
+            if not self.frozen:
+                self._reuse_answers_last(scheduler)
 
     def _reuse_answers_last(self, scheduler: Any) -> None:
         """Thinking's blocks went behind those of preempted answers in the order of reuse: put these last again."""
@@ -202,9 +241,11 @@ class Agent:
         Returns the scheduler's own limits that are to be lower in this step, by attribute.
         """
         self._began = time.perf_counter()
-        if self._lease_lost():
-            return {}
+        self.take_arrived(scheduler)
         self._take_inbox()
+        self.tracker.record.state = self.link.say_state()
+        if self.frozen:
+            return {}
         plan = self.directives.active_plan()
         if plan is not None:
             self._order(scheduler)
@@ -236,25 +277,15 @@ class Agent:
         tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None
 
-    def _lease_lost(self) -> bool:
-        """Past the lease every decision but the caps is dropped; said once, at the change."""
-        expired = self.link.lease_expired()
-        if expired != self._off:
-            self._off = expired
-            if expired:
-                self.directives.drop(report=True)
-        state = "DEGRADED" if expired else "READY" if self.link.connected else "STALE"
-        if state != self._state:
-            self._state = state
-            logger.info("meridian: %s (revision %d)", state, self.link.revision)
-        return expired
-
     def _take_inbox(self) -> None:
-        self.take_settings()
-        # Past the lease what came before is not taken in any more.
-        inbox = self.link.inbox if not self._off else ()
+        # Past a lease what came before is not taken in any more.
+        inbox = self.link.inbox if not self._lapsed else ()
         while inbox:
-            message = inbox.popleft()
+            try:
+                message = inbox.popleft()
+            except IndexError:
+                # A new stream has cleared it this moment.
+                return
             if message is None:
                 self.directives.new_stream()
                 self.held.clear()
@@ -263,6 +294,8 @@ class Agent:
             else:
                 self.directives.accept(message)
                 self._answered = message.step
+                if self.frozen:
+                    self.directives.freeze()
 
     def _hold(self, scheduler: Any) -> None:
         """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
@@ -396,25 +429,25 @@ class Agent:
         prefill = output.total_num_scheduled_tokens - drafts - len(scheduled)
         self._prefills.append(prefill)
         # vLLM waits for the step before this one, and breaks where there is none.
-        if not self._settled() and any(tr.info.request_id in scheduled for tr in self.tracker.due):
+        if not (self.frozen or self._settled()) and any(tr.info.request_id in scheduled for tr in self.tracker.due):
             output.pending_structured_output_tokens = True
         for request_id, placed in list(self.placed.items()):
             if request_id in scheduled:
                 placed.cost_tokens += scheduled[request_id]
             elif not placed.cost_tokens:
-                self._withdraw(scheduler, request_id)
+                self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
     def _settled(self) -> bool:
         """Whether all tokens before the step that was scheduled last are accounted."""
         return not self.is_async or len(self._prefills) <= 1
 
-    def _withdraw(self, scheduler: Any, request_id: str) -> None:
-        """The step had no room for a probe after all: take it back out."""
+    def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
+        """Take a probe back out of the engine."""
         placed = self.placed[request_id]
         scheduler.finish_requests(request_id, hooks.aborted_status())
         del self.placed[request_id]
         self.held.discard(placed.parent)
-        self.directives.report(placed.decision_id, Outcome.REFUSED, detail="no room in the step")
+        self.directives.report(placed.decision_id, outcome, detail=detail)
 
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
         """The step's token masks with a forced token for every request whose thinking ends now.
@@ -423,7 +456,7 @@ class Agent:
         """
         self._take_inbox()
         due = [*self.tracker.due, *self._drafted_to_think(output)]
-        if not due or not (self._settled() or output.pending_structured_output_tokens):
+        if self.frozen or not due or not (self._settled() or output.pending_structured_output_tokens):
             return base
         forced: dict[str, dict[int, int]] = {}
         for tr in due:
@@ -478,6 +511,7 @@ class Agent:
         if not by_id:
             with self.link.handover:
                 self.link.idle = True
+                self.take_arrived(scheduler)
                 self._take_inbox()
             self.directives.active_plan()
         record = self.tracker.record

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Stands for a draft token that is not known: no marker holds it.
 UNKNOWN_TOKEN = -2
+# meridian.v1.ForceReason of a soft close, the one force that belongs to the scheduler section.
+SOFT_CLOSE = 5
 
 
 class Outcome(IntEnum):
@@ -44,6 +46,11 @@ class Tier(IntEnum):
 # Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
 MAX_SKIP_STEPS = 1024
 MAX_HOLD_MS = 10_000
+
+# What decisions are about, as bits: who goes first, with soft closes; how long a request may think; when the entropy
+# rules end it, with their probes; cache tiers and admission. A lease ends some of them together.
+ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
+ALL_BUT_CAPS = ORDER | RULES | MEMORY
 
 # Flags by the value of meridian.v1.Placement.
 PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
@@ -121,7 +128,7 @@ class Directives:
         elif tr.ending is not None:
             self.report(force.decision_id, Outcome.SUPERSEDED, tr)
         else:
-            tr.ending = Ending(self._tracker.markers.ending, force.decision_id)
+            tr.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
             self._tracker.due.add(tr)
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
@@ -282,31 +289,69 @@ class Directives:
                 self.report(decision_id, Outcome.REQUEST_GONE, tr)
         self.probes = [p for p in self.probes if p[1] is not tr]
 
-    def drop(self, report: bool) -> None:
-        """Forget all decisions but the caps: the stream is lost past its lease (`report` False: its ids with it)."""
-        outcome = Outcome.AGENT_OFF
-        if self.plan is not None and not self.plan.reported and report:
-            self.report(self.plan.decision_id, outcome)
-        self.plan = None
+    def drop(self, parts: int, report: bool = True) -> None:
+        """Forget the decisions about these parts; an ending that has begun is finished. report: False where their ids
+        are void too."""
+        self._drop_plan(parts, report)
         for tr in self._tracker.by_id.values():
-            tr.rank = None
-            cap_id = tr.cap.decision_id if tr.cap else 0
-            if tr.ending is not None and not _begun(tr) and tr.ending.decision_id not in (0, cap_id):
-                if report:
-                    self.report(tr.ending.decision_id, outcome, tr)
-                tr.ending = None
-            if tr.tier is not None and report:
-                self.report(tr.tier[0], outcome)
-            tr.tier = None
-        if report:
+            if parts & ORDER:
+                tr.rank = None
+            if tr.ending is not None and parts & _part(tr.ending) and not _begun(tr):
+                self._drop_ending(tr, tr.ending, report)
+            if parts & CAPS:
+                self._drop_cap(tr)
+            if parts & MEMORY and tr.tier is not None:
+                self._let_go(tr.tier[0], None, report)
+                tr.tier = None
+        if parts & RULES:
             for decision_id, tr, *_ in self.probes:
-                self.report(decision_id, outcome, tr)
-        self.probes = []
+                self._let_go(decision_id, tr, report)
+            self.probes = []
         self._tracker.reorder = True
+
+    def freeze(self) -> None:
+        """Forget all decisions, endings that have begun too. Caps are kept for afterwards, with their outcome given."""
+        for tr in self._tracker.by_id.values():
+            if tr.ending is not None:
+                self._drop_ending(tr, tr.ending, True)
+            if tr.cap is not None:
+                self._close_cap(tr, Outcome.AGENT_OFF)
+                tr.cap.decision_id = 0
+        self.drop(ALL_BUT_CAPS)
+
+    def _let_go(self, decision_id: int, tr: Tracked | None, report: bool) -> None:
+        if report:
+            self.report(decision_id, Outcome.AGENT_OFF, tr)
+
+    def _drop_plan(self, parts: int, report: bool) -> None:
+        """Order and admission are in one plan: what is left of it goes on."""
+        plan = self.plan
+        if plan is None:
+            return
+        plan.stock = plan.stock or bool(parts & ORDER)
+        plan.hold_admission = plan.hold_admission and not parts & MEMORY
+        if plan.stock and not plan.hold_admission:
+            if not plan.reported:
+                self._let_go(plan.decision_id, None, report)
+            self.plan = None
+
+    def _drop_ending(self, tr: Tracked, ending: Ending, report: bool) -> None:
+        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+            self._let_go(ending.decision_id, tr, report)
+        tr.ending = None
+        tr.expected.clear()
+        self._tracker.watch_limit(tr)
+
+    def _drop_cap(self, tr: Tracked) -> None:
+        """A cap whose ending goes on has its outcome from that."""
+        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
+            self._close_cap(tr, Outcome.AGENT_OFF)
+        tr.cap = tr.default_cap = None
+        self._tracker.watch_limit(tr)
 
     def new_stream(self) -> None:
         """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
-        self.drop(report=False)
+        self.drop(ALL_BUT_CAPS, report=False)
         self._tracker.record.outcomes.clear()
         self._tracker.record.probes.clear()
         for tr in self._tracker.by_id.values():
@@ -314,6 +359,10 @@ class Directives:
                 tr.cap.decision_id, tr.cap.reported = 0, True
             if tr.ending is not None:
                 tr.ending.decision_id = 0
+
+
+def _part(ending: Ending) -> int:
+    return CAPS if ending.by_cap else ORDER if ending.by_order else RULES
 
 
 def _begun(tr: Tracked) -> bool:

@@ -7,6 +7,7 @@ applied. The engine-core thread only appends to the one and pops from the other,
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import random
 import threading
@@ -19,6 +20,7 @@ import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.credentials import Credentials
+from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.messages import mergeable, opened_message, step_report
 from meridian_agent.tracker import StepRecord
 
@@ -33,6 +35,8 @@ INBOX_MESSAGES = 4096
 MERGE_RECORDS = 256
 # Longest a record waits for the others of its report interval; an engine that falls idle still reports.
 MERGE_WAIT_S = 0.05
+# Refused revisions that are remembered.
+REFUSED = 16
 # Reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
 BACKOFF_S = (0.2, 5.0)
@@ -54,6 +58,18 @@ class SnapshotRecord:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class Arrived:
+    """Settings or a freeze on their way into force, and what is said on which stream once they hold."""
+
+    status: agent_pb2.ConnectRequest
+    ring: Ring
+    settings: agent_pb2.Settings | None = None
+    markers: Any = None
+    # Whoever takes it out says so: the engine's thread, or the link's for an engine that is idle.
+    unsaid: list[bool] = field(default_factory=lambda: [True])
+
+
 Ring = queue.SimpleQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
 
 
@@ -61,22 +77,24 @@ class Link:
     """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
 
     hello: builds the first message of every stream.
-    on_settings: applies new settings and returns an error text, empty for success; called on the link's thread.
-    clock: monotonic seconds.
+    prepare: finds the thinking markers that settings come to, raises ValueError when they cannot be honoured; called on
+        the link's thread.
+    keep: given settings once they hold; must not wait. clock: monotonic seconds.
     """
 
     def __init__(
         self,
         targets: list[str],
         hello: Callable[[], agent_pb2.Hello],
-        on_settings: Callable[[agent_pb2.Settings], str],
+        prepare: Callable[[agent_pb2.Settings], Any],
+        keep: Callable[[agent_pb2.Settings], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         shuffle: Callable[[list[str]], None] = random.shuffle,
         credentials: Credentials | None = None,
     ) -> None:
-        self._targets, self._hello, self._on_settings = targets, hello, on_settings
+        self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
         self._credentials = credentials or Credentials()
         # Why there is no stream, as far as the log has it.
         self._complaints: set[tuple[str, object]] = set()
@@ -85,6 +103,8 @@ class Link:
         self._ring: Ring = queue.SimpleQueue()
         # Directives in order of arrival; None marks the start of a new stream.
         self.inbox: deque[agent_pb2.Directives | None] = deque()
+        # What the engine takes in before it does anything else, oldest first; appended here, popped there.
+        self.arrived: deque[Arrived] = deque()
         # Set on the link's thread, read and cleared on the engine's: records may flow, a snapshot is due first.
         self.connected = False
         self.snapshot_due = False
@@ -95,7 +115,14 @@ class Link:
         self.handover = threading.Lock()
         self.report_interval_steps = 1
         self.lease_s = 30.0
+        # Leases with what ends past them.
+        self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
         self.revision = 0
+        # Revisions that were refused, with the error.
+        self.refused: dict[int, str] = {}
+        # Until when nothing of ours may hold; infinite where the environment says so.
+        self._frozen_until = 0.0
+        self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
         self.reports_dropped = 0
         # From queueing a report to the answer to it, newest.
         self.round_trip_ms = 0.0
@@ -122,6 +149,11 @@ class Link:
         """End the stream; the next one says Hello anew."""
         if self._call is not None:
             self._call.cancel()
+
+    def step_aside(self) -> None:
+        """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
+        self.idle = True
+        self.restart()
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -160,22 +192,87 @@ class Link:
         self._kept_outcomes = []
         self._ring.put(SnapshotRecord(record.step, snapshot()))
 
-    def lease_expired(self) -> bool:
-        """Whether nothing was heard for longer than the lease while there was something to answer.
+    def resync(self) -> None:
+        """Send the whole state with the next record: what was told before is to be told again."""
+        self._streaming = False
+
+    def _silent_s(self) -> float:
+        """How long nothing was heard while there was something to answer, or no stream at all; 0 while all is well."""
+        since = self._lost_since if self._lost_since is not None else self._unheard_since
+        return 0.0 if since is None else self._clock() - since
+
+    def lapsed(self) -> int:
+        """What holds no longer because its lease is over, as parts of directives.
 
         A stream that is silent for so long is given up: a new one tells both sides anew what holds.
         """
-        since = self._lost_since if self._lost_since is not None else self._unheard_since
-        expired = since is not None and self._clock() - since > self.lease_s
-        if expired and self.connected:
+        silent_s, parts = self._silent_s(), 0
+        if silent_s:
+            for lease_s, ending in self._leases:
+                if silent_s > lease_s:
+                    parts |= ending
+        if parts and self.connected:
             self.restart()
-        return expired
+        return parts
+
+    def frozen(self) -> bool:
+        """Whether the engine is to run as stock vLLM."""
+        return self._frozen_until > 0 and self._clock() < self._frozen_until
+
+    def taken_in(self, arrived: Arrived) -> None:
+        """Say that something holds now, once.
+
+        Called by the engine when it does. For an idle engine the link's thread says so at once: whatever that engine
+        does next, it first takes in what has arrived.
+        """
+        try:
+            arrived.unsaid.pop()
+        except IndexError:
+            return
+        if arrived.settings is not None:
+            self.hold(arrived.settings)
+            self._keep(arrived.settings)
+        arrived.ring.put(arrived.status)
+
+    def hold(self, settings: agent_pb2.Settings) -> None:
+        """Put the link's own part of settings in force."""
+        self.revision = settings.revision
+        self.lease_s = settings.lease_ms / 1000
+        self.report_interval_steps = max(1, settings.report_interval_steps)
+        own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
+        sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
+        self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]
+
+    # ------------------------------------------------------------------------------------------ called on any thread
+
+    @property
+    def state(self) -> agent_pb2.AgentState.ValueType:
+        if self._silent_s() > self.lease_s:
+            return agent_pb2.AGENT_STATE_DEGRADED
+        return agent_pb2.AGENT_STATE_READY if self.connected else agent_pb2.AGENT_STATE_STALE
+
+    def say_state(self) -> agent_pb2.AgentState.ValueType:
+        """The state, and a line in the log where it has changed."""
+        state = self.state
+        if state != self._said:
+            self._said = state
+            name = agent_pb2.AgentState.Name(state).removeprefix("AGENT_STATE_")
+            logger.info("meridian: %s (revision %d)", name, self.revision)
+        return state
+
+    def freeze_for(self, seconds: float) -> None:
+        """Run as stock vLLM for so long from now; infinite for good."""
+        self._frozen_until = self._clock() + seconds if seconds else 0.0
+
+    def freeze_status(self, nonce: int = 0) -> agent_pb2.FreezeStatus:
+        return agent_pb2.FreezeStatus(nonce=nonce, frozen=self.frozen(), locally=self._frozen_until == math.inf)
 
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def _run(self) -> None:
         attempt, order = 0, list[str]()
         while not self._stop.is_set():
+            self.say_state()
             heard = False
             if not order:
                 order = list(self._targets)
@@ -233,6 +330,8 @@ class Link:
         if self._lost_since is None:
             self._lost_since = self._unheard_since if self._unheard_since is not None else self._clock()
         self.connected = False
+        if not self._stop.is_set():
+            self.say_state()
         self._ring.put(None)
 
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
@@ -248,13 +347,16 @@ class Link:
                 logger.error("meridian: %d messages wait to be taken in; connecting anew", INBOX_MESSAGES)
                 self.restart()
         elif kind == "settings":
-            self._apply_settings(response.settings)
+            self._receive_settings(response.settings)
+        elif kind == "freeze":
+            self._receive_freeze(response.freeze)
         elif kind == "welcome":
             self.inbox.clear()
             self.inbox.append(None)
             self._lost_since = None
             self.snapshot_due = True
             self.connected = True
+            self.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
             self.restart()
@@ -270,23 +372,49 @@ class Link:
             del decisions[:]
         if directives.plan.decision_id:
             outcome = agent_pb2.OUTCOME_SHADOWED if directives.plan.shadow else agent_pb2.OUTCOME_APPLIED
+            if frozen := self.frozen():
+                outcome = agent_pb2.OUTCOME_AGENT_OFF
             report.outcomes.add(decision_id=directives.plan.decision_id, outcome=outcome)
             directives.plan.decision_id = 0
+            if frozen:
+                directives.ClearField("plan")
         if report.outcomes:
             self._ring.put(agent_pb2.ConnectRequest(step=report))
 
-    def _apply_settings(self, settings: agent_pb2.Settings) -> None:
-        error = self._on_settings(settings)
-        if not error:
-            self.revision = settings.revision
-            self.lease_s = settings.lease_ms / 1000
-            self.report_interval_steps = max(1, settings.report_interval_steps)
-        else:
-            logger.error(
-                "meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error
-            )
+    def _receive_settings(self, settings: agent_pb2.Settings) -> None:
+        try:
+            markers = self._prepare(settings)
+        except Exception as error:
+            # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
+            self._refuse(settings, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            return
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
+        message = agent_pb2.ConnectRequest(settings_status=status)
+        self._arrive(Arrived(message, self._ring, settings, markers))
+
+    def _refuse(self, settings: agent_pb2.Settings, error: str) -> None:
+        logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
+        newest = sorted({**self.refused, settings.revision: error}.items())[-REFUSED:]
+        self.refused = dict(newest)
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
         self._ring.put(agent_pb2.ConnectRequest(settings_status=status))
+
+    def _receive_freeze(self, freeze: agent_pb2.Freeze) -> None:
+        was = self.frozen()
+        if self._frozen_until != math.inf:
+            self.freeze_for(freeze.remaining_ms / 1000)
+        if freeze.remaining_ms:
+            logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
+        elif was and not self.frozen():
+            logger.warning("meridian: thawed")
+        status = agent_pb2.ConnectRequest(freeze_status=self.freeze_status(freeze.nonce))
+        self._arrive(Arrived(status, self._ring))
+
+    def _arrive(self, arrived: Arrived) -> None:
+        self.arrived.append(arrived)
+        with self.handover:
+            if self.idle:
+                self.taken_in(arrived)
 
     def _requests(self, ring: Ring) -> Iterator[agent_pb2.ConnectRequest]:
         """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""

@@ -68,6 +68,7 @@ def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
         running=last.running,
         waiting=last.waiting,
         prefill_tokens=last.prefill_tokens,
+        state=last.state,  # type: ignore[arg-type]
     )
     if last.counters:
         report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import platform
 import time
@@ -19,6 +20,7 @@ from meridian_agent.credentials import Credentials
 from meridian_agent.guard import Guard
 from meridian_agent.link import Link
 from meridian_agent.phases import NO_MARKERS, Markers
+from meridian_agent.state import StateFile, state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +132,6 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
     markers = _markers(config)
     identity = _identity(config)
     template = hooks.template_of(hooks.tokenizer_of(config), markers)
-    agent: Agent
 
     def hello() -> agent_pb2.Hello:
         return agent_pb2.Hello(
@@ -141,19 +142,46 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
             max_num_seqs=scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
             capabilities=capabilities(scheduler, template.strips_think),
-            revision=agent.link.revision,
+            revision=link.revision,
             fault=guard.fault,
+            state=agent_pb2.AGENT_STATE_OFF if guard.fault else link.state,
+            freeze=link.freeze_status(),
+            refused=link.refused,
         )
+
+    def prepare(settings: agent_pb2.Settings) -> Markers:
+        if guard.fault:
+            raise ValueError(f"the agent is off: {guard.fault}")
+        return hooks.resolve_markers(config, settings)
 
     targets = [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
     credentials = Credentials.from_environment()
-    link = Link(targets, hello, lambda settings: agent.apply_settings(config, settings), credentials=credentials)
+    state = StateFile(state_folder(), identity["engine_id"], model)
+    link = Link(targets, hello, prepare, state.keep, credentials=credentials)
     agent = Agent(scheduler, markers, link, model)
     agent.tool_call = template.tool_call
-    guard.on_trip = link.restart
+    _start_from(state, agent, prepare)
+    if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
+        logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
+        link.freeze_for(math.inf)
+    guard.on_trip = link.step_aside
     link.start()
     logger.info("meridian: governing %s, control plane %s", type(scheduler).__name__, ", ".join(targets))
     return agent
+
+
+def _start_from(state: StateFile, agent: Agent, prepare: Callable[[agent_pb2.Settings], Markers]) -> None:
+    """Begin with the settings of the last start, until a control plane says otherwise."""
+    settings = state.load()
+    if settings is None:
+        return
+    try:
+        agent.put_in_force(settings, prepare(settings))
+    except ValueError as error:
+        logger.warning("meridian: %s is ignored: %s", state.path, error)
+        return
+    agent.link.hold(settings)
+    logger.info("meridian: starting from revision %d of %s", settings.revision, state.path)
 
 
 def _markers(config: Any) -> Markers:

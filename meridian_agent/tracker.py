@@ -53,6 +53,8 @@ class Ending:
     decision_id: int
     # Begun by a cap, the request's own or one of the control plane's, not by a force.
     by_cap: bool = False
+    # Begun by a soft close, which ends with the order.
+    by_order: bool = False
     position: int = 0
 
     def advance(self) -> int:
@@ -124,6 +126,8 @@ class StepRecord:
     running: int = 0
     waiting: int = 0
     prefill_tokens: int = 0
+    # meridian.v1.AgentState
+    state: int = 0
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)

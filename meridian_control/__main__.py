@@ -163,7 +163,7 @@ async def serve(args: argparse.Namespace) -> None:
             if (current := await store.current()) is not None:
                 fleet.set_policy(current)
 
-        fleet = Fleet(clock, refresh=refresh)
+        fleet = Fleet(clock, refresh=refresh, revision=store.get)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:
@@ -187,6 +187,7 @@ async def serve(args: argparse.Namespace) -> None:
             watchers = [watching.create_task(store.follow(fleet.set_policy)), watching.create_task(whole.watch())]
             if replicas is not None:
                 watchers.append(watching.create_task(replicas.run()))
+            watchers.append(watching.create_task(server.freezes.follow()))
             if directory is not None:
                 watchers.append(watching.create_task(directory.watch()))
             await stop.wait()

@@ -36,6 +36,7 @@ from meridian_control.console import (
 )
 from meridian_control.credentials import Credentials
 from meridian_control.ctl_audit import audit
+from meridian_control.ctl_freeze import freeze, freezes, thaw
 from meridian_control.ctl_policy import current, policy_app
 from meridian_control.recorder import Limits, Recorder
 from meridian_control.trace import TraceWriter
@@ -62,7 +63,8 @@ Exit codes:
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
-app.command()(audit)
+for command in (audit, freeze, thaw, freezes):
+    app.command()(command)
 
 
 FleetOutput = Annotated[Output, typer.Option("-o", "--output")]
@@ -92,6 +94,9 @@ def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
         found, unreachable = _engines(client)
     show(found, output, _engine_table(found))
     warn_unreachable(unreachable)
+    if output is Output.table:
+        for refused in (engine for engine in found if engine.nack_error):
+            typer.echo(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
 
 
 @app.command()
@@ -265,11 +270,25 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 def _engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
     shown = new_table("engine", "state", "model", "revision", "step ms", "KV", "running", "waiting", "think", "answer")
     for e in rows:
-        state = fleet_pb2.ConnectionState.Name(e.state).removeprefix("CONNECTION_STATE_").lower()
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
         load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
-        add(shown, e.engine_id, f"fault: {e.fault}" if e.fault else state, e.model, revision, *load)
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, *load)
     return shown
+
+
+def _engine_state(engine: fleet_pb2.Engine) -> str:
+    if engine.fault:
+        return f"fault: {engine.fault}"
+    state = fleet_pb2.ConnectionState.Name(engine.state).removeprefix("CONNECTION_STATE_").lower()
+    if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED:
+        return f"{state}, {agent_pb2.AgentState.Name(engine.agent_state).removeprefix('AGENT_STATE_').lower()}"
+    if not engine.HasField("freeze"):
+        return state
+    if not engine.freeze.confirmed:
+        return "to be frozen" if engine.freeze.freeze_ids else "to be thawed"
+    if not engine.freeze.HasField("end_time"):
+        return "frozen by MERIDIAN_FREEZE"
+    return f"frozen until {engine.freeze.end_time.ToDatetime():%H:%M:%S} UTC"
 
 
 def _request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:

@@ -9,12 +9,12 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
-from meridian_control.errors import MeridianError, NotFound
+from meridian_control.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
 from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
     from datetime import datetime
 
+    from meridian_control.freezes import Freeze
     from meridian_control.policy import Policy
     from meridian_control.store import StoredRevision
 
+logger = logging.getLogger(__name__)
+
 # A changed policy is sent once nothing newer has come for QUIET_S, or MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
-# Between two attempts to find out what the newest policy is.
+# Between two attempts to read from the store.
 RETRY_S = 1.0
 # An engine that went away is shown for this long.
 FORGET_AFTER_S = 600.0
@@ -51,6 +54,8 @@ class Connection:
     overflowed: bool = False
     # Why this side ends the stream, once it does.
     closing: str = ""
+    # Brings back the last good revision, where the newest was refused.
+    restoring: asyncio.Task[None] | None = None
 
     def close(self, reason: str) -> None:
         """End the stream, after what waits."""
@@ -65,23 +70,47 @@ class Connection:
                 self.overflowed = True
 
 
+class Departed(NamedTuple):
+    """An engine whose stream has ended, when, and for how long it then goes on with what was decided."""
+
+    time: datetime
+    engine: fleet_pb2.Engine
+    lease_s: float
+
+    def view(self, now: datetime) -> fleet_pb2.Engine:
+        """The engine as it is now, if it lives."""
+        if self.engine.agent_state != agent_pb2.AGENT_STATE_OFF:
+            expired = (now - self.time).total_seconds() > self.lease_s
+            self.engine.agent_state = agent_pb2.AGENT_STATE_DEGRADED if expired else agent_pb2.AGENT_STATE_STALE
+        return self.engine
+
+
 class Fleet:
     """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
-    now; it raises StoreUnavailable and StoredPolicyUnreadable."""
+    now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound."""
 
-    def __init__(self, clock: Callable[[], datetime], *, refresh: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], datetime],
+        *,
+        refresh: Callable[[], Awaitable[None]] | None = None,
+        revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
+    ) -> None:
         self.clock = clock
-        self._refresh = refresh
+        self._refresh, self._revision = refresh, revision
         self._catching_up: set[asyncio.Task[None]] = set()
         self.connections: set[Connection] = set()
         self.recordings: set[Recording] = set()
-        self.departed: dict[str, tuple[datetime, fleet_pb2.Engine]] = {}
+        self.departed: dict[str, Departed] = {}
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
         self._policy: StoredRevision | None = None
         # When engines are to be given it, and by when at the latest, in the event loop's time.
         self._sending: asyncio.TimerHandle | None = None
         self._send_by = 0.0
+        self._freezes: tuple[Freeze, ...] = ()
+        # When the next of them ends.
+        self._thawing: asyncio.TimerHandle | None = None
 
     def join(self, hello: agent_pb2.Hello) -> Connection:
         """Begin a session; its first messages are queued. Raises InvalidRequest."""
@@ -92,6 +121,9 @@ class Fleet:
             recording.add(hello_record(session, now))
         welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
         self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
+        freezes = self._freezes_of(session)
+        if freezes or session.frozen:
+            self._say(connection, session.on_freezes(freezes, now), now)
         if self._policy is not None and hello.revision > self._policy.revision and self._refresh is not None:
             catching_up = asyncio.create_task(self._catch_up(connection, self._refresh))
             self._catching_up.add(catching_up)
@@ -128,12 +160,42 @@ class Fleet:
         for recording in self._recording(session):
             recording.add(up_record(session, now, message))
         self._say(connection, session.on_message(message, now), now)
+        self._restore_last_good(connection)
+
+    def _restore_last_good(self, connection: Connection) -> None:
+        """See to it that an engine which refuses the newest revision is governed by the one that it has in force."""
+        wanted = connection.session.last_good_wanted
+        if wanted and connection.restoring is None and self._revision is not None:
+            connection.restoring = asyncio.create_task(self._give_last_good(connection, wanted, self._revision))
+
+    async def _give_last_good(
+        self, connection: Connection, revision: int, read: Callable[[int], Awaitable[StoredRevision]]
+    ) -> None:
+        session = connection.session
+        while connection in self.connections:
+            try:
+                stored = await read(revision)
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except MeridianError as error:
+                logger.warning("engine %s has no policy that it takes: %s", session.hello.engine_id, error)
+                return
+            if session.last_good_wanted == revision:
+                now = self.clock()
+                self._record_policy(session, now, revision, stored.policy)
+                self._say(connection, session.on_last_good(revision, stored.policy), now)
+            return
 
     def _give_policy(self, connection: Connection, stored: StoredRevision, now: datetime) -> None:
         session = connection.session
-        for recording in self._recording(session):
-            recording.add(policy_record(session, now, stored.revision, stored.policy))
+        self._record_policy(session, now, stored.revision, stored.policy)
         self._say(connection, session.on_policy(stored.revision, stored.policy), now)
+        self._restore_last_good(connection)
+
+    def _record_policy(self, session: Session, now: datetime, revision: int, policy: Policy) -> None:
+        for recording in self._recording(session):
+            recording.add(policy_record(session, now, revision, policy))
 
     def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
         for recording in self._recording(connection.session):
@@ -150,30 +212,24 @@ class Fleet:
         for session in (c.session for c in self.connections):
             if recording.wants(session):
                 recording.add(hello_record(session, now, joined_late=True))
-                for revision, policy in self._policies(session):
+                for revision, policy in session.given:
                     recording.add(policy_record(session, now, revision, policy))
         self.recordings.add(recording)
         return recording
 
-    def _policies(self, session: Session) -> list[tuple[int, Policy]]:
-        """What is in force on a session, and what it has been given since."""
-        found = [(session.acked_revision, session.policy)] if session.policy is not None else []
-        newest = self._policy
-        if newest is not None and newest.revision == session.revision != session.acked_revision:
-            found.append((newest.revision, newest.policy))
-        return found
-
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session; `reason` is counted."""
         self.connections.discard(connection)
+        if connection.restoring is not None:
+            connection.restoring.cancel()
         session = connection.session
         session.close()
         self.closed_totals.add(session.totals)
         self.count_end(reason)
         now = self.clock()
-        self.departed[session.hello.engine_id] = (now, session.engine(connected=False))
-        for engine_id, (when, _) in list(self.departed.items()):
-            if (now - when).total_seconds() > FORGET_AFTER_S:
+        self.departed[session.hello.engine_id] = Departed(now, session.engine(connected=False), session.lease_s)
+        for engine_id, gone in list(self.departed.items()):
+            if (now - gone.time).total_seconds() > FORGET_AFTER_S:
                 del self.departed[engine_id]
 
     def count_end(self, reason: str) -> None:
@@ -201,6 +257,25 @@ class Fleet:
             if session.revision != stored.revision and not ahead:
                 self._give_policy(connection, stored, now)
 
+    def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
+        """Tell every engine at once whose freezes have changed; again when the first of these ends."""
+        self._freezes, now = freezes, self.clock()
+        if self._thawing is not None:
+            self._thawing.cancel()
+            self._thawing = None
+        for connection in self.connections:
+            session = connection.session
+            if (found := self._freezes_of(session)) != session.freezes:
+                self._say(connection, session.on_freezes(found, now), now)
+        if ends := [freeze.end_time for freeze in freezes if freeze.end_time > now]:
+            delay_s = (min(ends) - now).total_seconds()
+            self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
+
+    def _freezes_of(self, session: Session) -> tuple[Freeze, ...]:
+        hello, now = session.hello, self.clock()
+        matching = (f for f in self._freezes if f.match.matches(hello.engine_id, hello.model, hello.labels))
+        return tuple(freeze for freeze in matching if freeze.end_time > now)
+
     def going_away(self, reason: str) -> None:
         """Ask every agent to connect elsewhere, and end the streams, the recordings too."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
@@ -221,7 +296,8 @@ class Fleet:
     def engines(self) -> list[fleet_pb2.Engine]:
         live = [c.session.engine(connected=True) for c in self.connections]
         ids = {e.engine_id for e in live}
-        gone = [engine for _, engine in self.departed.values() if engine.engine_id not in ids]
+        now = self.clock()
+        gone = [engine.view(now) for engine_id, engine in self.departed.items() if engine_id not in ids]
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from meridian.v1 import agent_pb2
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -43,7 +44,7 @@ class FleetCollector(Collector):
             ("meridian_reports", "Step reports received.", totals.reports),
             ("meridian_token_events", "Token rows received.", totals.token_events),
             ("meridian_requests", "Requests opened on engines.", totals.requests),
-            ("meridian_policy_nacks", "Policies refused by agents.", totals.nacks),
+            ("meridian_policy_nacks", "Policies refused by engines.", totals.nacks),
             ("meridian_unknown_outcomes", "Outcomes of decisions that were never made.", totals.unknown_outcomes),
         )
         for name, text, value in simple:
@@ -64,6 +65,7 @@ class FleetCollector(Collector):
     def _gauges(self) -> Iterable[Metric]:
         engines = [c.session.engine(connected=True) for c in self._fleet.connections]
         yield GaugeMetricFamily("meridian_engines", "Engines connected.", value=len(engines))
+        yield self._states()
         per_engine = (
             ("meridian_engine_revision", "Policy revision applied.", lambda e: e.acked_revision),
             ("meridian_engine_thinking_requests", "Running requests in the thinking phase.", lambda e: e.thinking),
@@ -71,6 +73,7 @@ class FleetCollector(Collector):
             ("meridian_engine_waiting_requests", "Requests waiting.", lambda e: e.waiting),
             ("meridian_engine_kv_used_ratio", "KV cache in use.", lambda e: e.kv_used),
             ("meridian_engine_open_decisions", "Decisions whose outcome is to come.", lambda e: e.open_decisions),
+            ("meridian_engine_frozen", "1 when a freeze has put it back to stock vLLM.", lambda e: e.freeze.confirmed),
             ("meridian_engine_faulted", "1 when an agent fault switched the agent off.", lambda e: bool(e.fault)),
         )
         for name, text, value in per_engine:
@@ -79,6 +82,15 @@ class FleetCollector(Collector):
                 family.add_metric([engine.engine_id, engine.incarnation], float(value(engine)))
             yield family
         yield from self._agents()
+
+    def _states(self) -> Metric:
+        """Of engines that went away, too: as they are if they live."""
+        states = [engine.agent_state for engine in self._fleet.engines()]
+        family = GaugeMetricFamily("meridian_agents", "Agents by state, of lost engines too.", labels=["state"])
+        for name, value in agent_pb2.AgentState.items():
+            if value:
+                family.add_metric([name.removeprefix("AGENT_STATE_").lower()], states.count(value))
+        return family
 
     def _agents(self) -> Iterable[Metric]:
         """The agents' own counters; nothing extra runs in their pods."""

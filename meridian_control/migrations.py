@@ -55,6 +55,16 @@ STEPS: tuple[tuple[str, ...], ...] = (
             error TEXT NOT NULL
         )""",
     ),
+    (
+        """CREATE TABLE freezes (
+            freeze_id INTEGER NOT NULL PRIMARY KEY,
+            engines TEXT NOT NULL,
+            author TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            create_time TIMESTAMPTZ NOT NULL,
+            end_time TIMESTAMPTZ NOT NULL
+        )""",
+    ),
 )
 
 # Any number, the same in every replica.

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -37,10 +38,29 @@ from meridian_control.errors import PolicyError, Violation
 FILE_NAME = "meridian.toml"
 INT32_MAX = 2**31 - 1
 MAX_VALUE_CHARS = 60
+MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _lease(value: int) -> int:
+    if 0 < value < MIN_LEASE_MS or not 0 <= value <= MAX_LEASE_MS:
+        raise PydanticCustomError(
+            "lease", "must be 0 or in [{low}, {high}]", {"low": MIN_LEASE_MS, "high": MAX_LEASE_MS}
+        )
+    return value
+
+
+SectionLease = Annotated[
+    int,
+    AfterValidator(_lease),
+    Field(
+        description="Milliseconds this section's decisions stay in force without a stream, its caps included, so that "
+        "an experiment ends with the control plane; 0 for fallback.lease_ms alone."
+    ),
+]
 
 
 class SchedulerPolicy(Section):
@@ -103,6 +123,7 @@ class SchedulerPolicy(Section):
         description="Thinking tokens added, once, to the cap of a request whose answer would be empty if it were "
         "ended; no rule ends it meanwhile; 0 switches this off.",
     )
+    lease_ms: SectionLease = 0
     # After max_think_tokens, which its check reads.
     min_think_tokens: int = Field(
         512,
@@ -207,6 +228,7 @@ class EntropyPolicy(Section):
     rpdi_window_tokens: int = Field(
         512, ge=1, le=65536, description="RPDI rule: newest thinking tokens that make up the local mean."
     )
+    lease_ms: SectionLease = 0
 
 
 class KvMemoryPolicy(Section):
@@ -221,6 +243,7 @@ class KvMemoryPolicy(Section):
         description="Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above it "
         "nothing new is admitted.",
     )
+    lease_ms: SectionLease = 0
 
 
 class TelemetryPolicy(Section):
@@ -233,7 +256,10 @@ class FallbackPolicy(Section):
     """What an engine does without a stream."""
 
     lease_ms: int = Field(
-        30_000, ge=100, le=86_400_000, description="Milliseconds decisions stay in force without a stream; caps stay."
+        30_000,
+        ge=MIN_LEASE_MS,
+        le=MAX_LEASE_MS,
+        description="Milliseconds decisions stay in force without a stream; caps stay.",
     )
 
 

@@ -18,6 +18,8 @@ from meridian.v1 import (
     audit_pb2_grpc,
     fleet_pb2,
     fleet_pb2_grpc,
+    freeze_pb2,
+    freeze_pb2_grpc,
     policy_pb2,
     policy_pb2_grpc,
 )
@@ -26,6 +28,8 @@ from meridian_control.access import Access, caller
 from meridian_control.audit import AuditLog
 from meridian_control.audit_service import AuditService
 from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.freeze_service import FreezeService
+from meridian_control.freezes import FreezeStore
 from meridian_control.gate import Gate
 from meridian_control.limits import Limiter, Limits
 from meridian_control.paging import page
@@ -67,6 +71,7 @@ SERVICES = (
     policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name,
     fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
     audit_pb2.DESCRIPTOR.services_by_name["AuditService"].full_name,
+    freeze_pb2.DESCRIPTOR.services_by_name["FreezeService"].full_name,
 )
 
 
@@ -198,6 +203,7 @@ class ControlServer:
         limits: Limits | None = None,
     ) -> None:
         self._fleet = fleet = whole.fleet
+        self.freezes = FreezeStore(store.database, clock, fleet.set_freezes)
         self._stopped = asyncio.Event()
         self._health = HealthServicer()
         audit = AuditLog(store.database, clock)
@@ -208,12 +214,14 @@ class ControlServer:
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), self._server)
+        freeze_pb2_grpc.add_FreezeServiceServicer_to_server(FreezeService(self.freezes, clock), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None) -> int:
-        """Bind and serve; returns the port. Raises OSError when the address cannot be had."""
+        """Bind and serve; returns the port. Raises OSError when the address cannot be had, StoreUnavailable."""
+        await self.freezes.look()
         try:
             port = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
         except RuntimeError as error:

@@ -6,6 +6,7 @@ recorded stream replays exactly. Used from one event loop, one call at a time.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control import dispatch, eviction, termination
+from meridian_control import capabilities, dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import Histogram, time_histogram, token_histogram
-from meridian_control.policy import ModelPolicy, Who
+from meridian_control.policy import ModelPolicy, Policy, Who
 from meridian_control.requests import (
     FLAG_BY_CAP,
     FLAG_END,
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.policy import Policy
+    from meridian_control.freezes import Freeze
 
-# A report without decisions is answered all the same after this long, so that the agent knows it is heard.
-ACK_INTERVAL_S = 1.0
+# A report without decisions is answered all the same after this long, or this part of the shortest lease, so that the
+# agent knows it is heard.
+ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 
 PLACEMENTS = {
     "anywhere": agent_pb2.PLACEMENT_ANYWHERE,
@@ -126,8 +128,18 @@ class Session:
         self._policies: list[Policy] = []
         self.revision = self.acked_revision = 0
         self.nack_error = ""
+        # Revision that the agent has in force, as it says, and those it has refused.
+        self.agent_revision = hello.revision
+        self.refused = dict(hello.refused)
         self._pending: tuple[int, int, Policy] | None = None
-        self._nonce = self._decision_id = 0
+        self.agent_state = hello.state
+        # The freezes that are to hold, and whether the agent has answered; it may be frozen before that, and after.
+        self.freezes: tuple[Freeze, ...] = ()
+        self.frozen, self.frozen_locally = hello.freeze.frozen, hello.freeze.locally
+        self.freeze_confirmed = hello.freeze.locally
+        # The agent has dropped what it was told, and sends a snapshot once it has thawed.
+        self._void = False
+        self._nonce = self._freeze_nonce = self._decision_id = 0
         # Newest step that the table knows of.
         self._step = 0
         self._cost = dispatch.StepCost()
@@ -136,6 +148,7 @@ class Session:
         # The policy changed since the last decisions: what agents were told is gone over again.
         self._review = False
         self._answered_at = now
+        self._ack_interval_s = ACK_INTERVAL_S
         # Lengths of the newest answers after natural ends, in tokens.
         self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
 
@@ -144,12 +157,44 @@ class Session:
         """One start of one engine process."""
         return self.hello.engine_id, self.hello.incarnation
 
+    @property
+    def lease_s(self) -> float:
+        """How long the agent goes on with what was decided once the stream has ended."""
+        return (self.policy or Policy()).fallback.lease_ms / 1000
+
     # ---------------------------------------------------------------------------------------------------- what comes
 
     def on_policy(self, revision: int, policy: Policy) -> Out:
-        """A policy to bring into force: sent to the agent, obeyed here from its ACK on."""
+        """A policy to bring into force: sent to the agent, obeyed here from its ACK on.
+
+        One that this engine has refused, or cannot honour, is not sent, and what is in force stays.
+        """
+        self.revision, self.nack_error = revision, self.refused.get(revision, "")
+        if not self.nack_error and (error := capabilities.missing(policy, self.hello)):
+            self.totals.nacks += 1
+            self.nack_error = self.refused[revision] = error
+        if self.nack_error:
+            return []
+        return self._send(revision, policy)
+
+    def on_last_good(self, revision: int, policy: Policy) -> Out:
+        """What the agent has in force already, from an earlier stream: given again where the newest was refused."""
+        return self._send(revision, policy)
+
+    @property
+    def last_good_wanted(self) -> int:
+        """Revision to give by `on_last_good`, 0 for none: the newest was refused, and none is in force here."""
+        governed = not self.nack_error or self.policy is not None or self._pending is not None
+        return 0 if governed or self.agent_revision in self.refused else self.agent_revision
+
+    @property
+    def given(self) -> list[tuple[int, Policy]]:
+        """What is in force, and what is under way to the agent."""
+        found = [(self.acked_revision, self.policy)] if self.policy is not None else []
+        return found + ([self._pending[1:]] if self._pending is not None else [])
+
+    def _send(self, revision: int, policy: Policy) -> Out:
         self._nonce += 1
-        self.revision, self.nack_error = revision, ""
         self._pending = (self._nonce, revision, policy)
         model = self._model(policy)
         settings = agent_pb2.Settings(
@@ -164,8 +209,11 @@ class Session:
             observe_entropy=termination.needs_signals(policy) and self.hello.capabilities.token_entropy,
             report_interval_steps=policy.telemetry.report_interval_steps,
             lease_ms=policy.fallback.lease_ms,
+            scheduler_lease_ms=policy.scheduler.lease_ms,
+            entropy_lease_ms=policy.entropy.lease_ms,
+            kv_memory_lease_ms=policy.kv_memory.lease_ms,
         )
-        if policy.scheduler.enabled and not policy.scheduler.shadow:
+        if policy.scheduler.enabled and not policy.scheduler.shadow and self.hello.capabilities.force_end:
             settings.max_think_tokens = policy.scheduler.max_think_tokens
         return [agent_pb2.ConnectResponse(settings=settings)]
 
@@ -182,18 +230,46 @@ class Session:
                 return self._on_snapshot(message.snapshot, now)
             if kind == "settings_status":
                 return self._on_settings_status(message.settings_status, now)
+            if kind == "freeze_status":
+                return self._on_freeze_status(message.freeze_status, now)
         except ValueError as error:
             raise InvalidRequest(str(kind), str(error)) from error
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
+
+    def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
+        """The freezes that match this engine now: nothing is decided from here on until the agent has thawed."""
+        self.freezes, self.freeze_confirmed = freezes, False
+        if freezes and not self.frozen:
+            self.frozen = self._void = True
+        last = max(freezes, key=lambda freeze: freeze.end_time, default=None)
+        self._freeze_nonce += 1
+        remaining_ms = 0 if last is None else max(0, math.ceil((last.end_time - now).total_seconds() * 1e3))
+        reason = "" if last is None else last.reason
+        freeze = agent_pb2.Freeze(nonce=self._freeze_nonce, remaining_ms=remaining_ms, reason=reason)
+        return [agent_pb2.ConnectResponse(freeze=freeze)]
+
+    def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Out:
+        if status.nonce != self._freeze_nonce:
+            return []
+        self.freeze_confirmed, self.frozen, self.frozen_locally = True, status.frozen, status.locally
+        if self.frozen:
+            return []
+        self._review = True
+        return self._respond(self._step, now)
 
     def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Out:
         if self._pending is None or status.nonce != self._pending[0]:
             return []
         (_, revision, policy), self._pending = self._pending, None
-        self.nack_error = status.error
+        self.agent_revision = status.revision
         if status.error:
             self.totals.nacks += 1
+            self.nack_error = self.refused[revision] = status.error
             return []
+        self.agent_state = agent_pb2.AGENT_STATE_READY
+        leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
+        shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
+        self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         self.policy, self.acked_revision, self._review = policy, revision, True
         self.table.set_window(policy.entropy.rpdi_window_tokens)
         self._policies = [policy]
@@ -208,6 +284,7 @@ class Session:
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
         table = self.table
         table.clear()
+        self._void = False
         for opened in snapshot.requests:
             table.open(opened, self._clock_ms(now))
             self._assign(opened.slot, opened)
@@ -226,6 +303,7 @@ class Session:
             return []
         table = self.table
         self.last_report, self.reported_at = report, now
+        self.agent_state = report.state or self.agent_state
         self.totals.reports += 1
         self.totals.requests += len(report.opened)
         now_ms = self._clock_ms(now)
@@ -363,12 +441,13 @@ class Session:
 
     def _respond(self, step: int, now: datetime, awaited: bool = False) -> Out:
         directives = agent_pb2.Directives()
-        if self.policy is not None and not self.hello.fault:
+        self._void = self._void and bool(self.table.live.any())
+        if self.policy is not None and not (self.hello.fault or self.frozen or self._void):
             self._decide(self.policy, self.table, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = step
         # A wall clock that was set back does not silence us.
-        recent = 0 <= (now - self._answered_at).total_seconds() < ACK_INTERVAL_S
+        recent = 0 <= (now - self._answered_at).total_seconds() < self._ack_interval_s
         # Requests may be held for what is decided from their probes, if only that nothing is.
         if not decided and not awaited and recent:
             return []
@@ -510,7 +589,13 @@ class Session:
             think_tokens=self.totals.think_tokens.message(),
             open_decisions=len(self.open_decisions),
             capabilities=hello.capabilities,
+            agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else self.agent_state,
         )
+        if self.freezes or self.frozen:
+            view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in self.freezes)
+            view.freeze.confirmed = self.freeze_confirmed
+            if not self.frozen_locally and self.freezes:
+                view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in self.freezes))
         view.connect_time.FromDatetime(self.connected_at)
         if report is not None and self.reported_at is not None:
             view.report_time.FromDatetime(self.reported_at)

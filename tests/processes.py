@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.json_format import ParseDict
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, freeze_pb2, freeze_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +25,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "maze-qwen3"
-ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+# What engines keep for a restart; gone with this process. No TemporaryDirectory: its finalizer, made so early, would
+# run after the wait for vLLM's processes, and with it theirs, which ends them.
+STATE = tempfile.mkdtemp(prefix="meridian-state-")
+atexit.register(shutil.rmtree, STATE, ignore_errors=True)
+ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "MERIDIAN_STATE_DIR": STATE,
+}
 
 
 def free_port() -> int:
@@ -150,6 +162,18 @@ class Control:
         with self.channel() as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)
             return int(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=message), timeout=5).revision.revision)
+
+    def freeze(self, seconds: int = 600) -> None:
+        """Freeze every engine, without waiting for them."""
+        request = freeze_pb2.FreezeRequest(reason="test")
+        request.duration.FromSeconds(seconds)
+        with self.channel() as channel:
+            freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request, timeout=5)
+
+    def thaw(self) -> None:
+        """End all freezes."""
+        with self.channel() as channel:
+            freeze_pb2_grpc.FreezeServiceStub(channel).Thaw(freeze_pb2.ThawRequest(), timeout=5)
 
     def apply(self, policy: dict[str, Any]) -> int:
         """Put a policy in force and wait until the engine has acknowledged it."""

@@ -381,7 +381,9 @@ async def test_engines(control: Control) -> None:
     control.fleet.engines = [engine("a[b]", 1, kv_used=0.25), engine("b", 0, nack_error="no", fault="tripped")]
     listed = json.loads((await control("engines", "-o", "json")).stdout)
     assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", "1", 0.25), ("b", "0", 0)]
-    first, second = (await control("engines")).stdout.splitlines()[1:]
+    first, second, reason = (await control("engines")).stdout.splitlines()[1:]
+    assert reason.startswith("b refused revision ")
+    assert reason.endswith(": no")
     assert first.split()[:2] == ["a[b]", "connected"]
     assert "25%" in first
     assert "fault: tripped" in second

@@ -49,14 +49,16 @@ class Engine(LinkedEngine):
         super().__init__(targets, name, shuffle=rng.shuffle)
         self.applied: list[int] = []
         self.loses_ack = False
+        self.asked_again: list[int] = []
 
-    def _on_settings(self, new: agent_pb2.Settings) -> str:
-        if not self.refusal:
-            self.applied.append(new.revision)
+    def _prepare(self, settings: agent_pb2.Settings) -> None:
+        if settings.revision in self.link.refused:
+            self.asked_again.append(settings.revision)
         if self.loses_ack:
             self.loses_ack = False
             self.link.restart()
-        return self.refusal
+        super()._prepare(settings)
+        self.applied.append(settings.revision)
 
 
 class Replica:
@@ -76,7 +78,7 @@ class Replica:
         self.store = PolicyStore(self.database)
         if (current := await self.store.current()) is None:
             current = await self.store.append(Policy(), etag=EMPTY_ETAG, author="", reason="", now=utc_now())
-        self.fleet = Fleet(utc_now, refresh=self.refresh)
+        self.fleet = Fleet(utc_now, refresh=self.refresh, revision=self.store.get)
         self.fleet.set_policy(current)
         self.server = ControlServer(self.store, WholeFleet(self.fleet, self.target, None, lambda: True), utc_now)
         await self.server.start(self.target)
@@ -171,6 +173,10 @@ class DeliveryMachine(RuleBasedStateMachine):
         for engine in self.engines:
             applied = list(engine.applied)
             assert applied == sorted(applied)
+
+    @invariant()
+    def never_again_what_was_refused(self) -> None:
+        assert [engine.asked_again for engine in self.engines] == [[]] * ENGINES
 
     @invariant()
     def an_ack_means_applied(self) -> None:

@@ -139,6 +139,8 @@ async def test_metrics(running: Process) -> None:
     assert {"meridian_reports_total", "meridian_decisions_total", "meridian_engines"} <= families
     assert {"meridian_agent_output_critical_total", "meridian_engine_kv_used_ratio"} <= families
     assert "meridian_engines 1.0" in lines
+    assert {'meridian_agents{state="ready"} 1.0', 'meridian_agents{state="degraded"} 0.0'} <= set(lines)
+    assert 'meridian_engine_frozen{engine="measured",incarnation="1"} 0.0' in lines
     assert 'meridian_engine_thinking_requests{engine="measured",incarnation="1"} 1.0' in lines
     assert any(line.startswith('meridian_decisions_total{kind="cap"}') for line in lines)
 

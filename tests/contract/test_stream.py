@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
+from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
 from meridian_agent.tracker import StepRecord
 from meridian_control import fleet
@@ -49,7 +50,7 @@ class Control:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.fleet = Fleet(utc_now, refresh=self.refresh)
+        self.fleet = Fleet(utc_now, refresh=self.refresh, revision=self.store.get)
         self.server = ControlServer(self.store, WholeFleet(self.fleet, "alone", None, lambda: True), utc_now)
         if (current := await self.store.current()) is None:
             await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
@@ -275,6 +276,228 @@ async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
         assert [s.revision for s in engine.settings] == [1, 2, 3]
 
 
+async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Control) -> None:
+    """The engine is governed by the last good one instead, also by a control plane that knows nothing of before."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "no"
+        await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
+        await until(lambda: control.engine().nack_error)
+        engine.refusal = ""
+        for restart in (engine.link.restart, control.kill):
+            streams = engine.streams
+            if restart is control.kill:
+                await control.kill()
+                await control.start()
+            else:
+                engine.link.restart()
+            engine.open(f"after {streams}")
+            await engine.steps_until(
+                lambda before=streams: engine.streams > before and control.engine().acked_revision == 1  # type: ignore[misc]
+            )
+            await engine.steps_until(engine.caps)
+            shown = control.engine()
+            assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, "no")
+            assert {cap for _, cap in engine.caps()} == {600}
+        assert [s.revision for s in engine.settings] == [1, 2, 1, 1]
+        await control.set_policy(policy(scheduler={"max_think_tokens": 200}))
+        await engine.steps_until(lambda: control.engine().acked_revision == 3)
+        assert control.engine().nack_error == ""
+
+
+async def test_a_new_incarnation_is_asked_again(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.refusal = "no"
+        await until(lambda: control.fleet.connections and control.engine().nack_error)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.engine().acked_revision == 1)
+
+
+async def test_an_engine_that_cannot_honour_a_policy_keeps_the_one_before(control: Control) -> None:
+    poor = agent_pb2.Capabilities(force_end=True, dispatch=True)
+    with LinkedEngine([control.target], capabilities=poor) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(scheduler={"max_think_tokens": 100}, entropy={"shadow": False}))
+        await until(lambda: control.engine().nack_error)
+        shown = control.engine()
+        assert (shown.revision, shown.acked_revision) == (2, 1)
+        assert "the engine lacks eat_probe, needed for entropy.eat_level_threshold_nats" in shown.nack_error
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        engine.link.restart()
+        await engine.steps_until(lambda: engine.streams == 2 and len(engine.caps()) == 2)
+        assert [s.revision for s in engine.settings] == [1, 1]
+        await control.set_policy(policy(entropy={"shadow": True}))
+        await engine.steps_until(lambda: control.engine().acked_revision == 3)
+
+
+async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: len(engine.settings) == 2 and engine.link.arrived)
+        await asyncio.sleep(0.1)
+        assert (control.engine().acked_revision, engine.link.revision, engine.kept) == (1, 1, [1])
+        engine.step()
+        await until(lambda: control.engine().acked_revision == 2)
+        assert (engine.link.revision, engine.kept) == (2, [1, 2])
+
+
+async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tuple[Scripted, str]) -> None:
+    """An engine that falls idle and wakes again and again, while settings and freezes come."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        await until(lambda: engine.link.connected)
+        for number in range(1, 401):
+            settings = agent_pb2.Settings(nonce=number, revision=number, lease_ms=30_000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=number)))
+
+        def wake_and_sleep() -> bool:
+            engine.open("a")
+            engine.step()
+            engine.engine.abort("a")
+            engine.step()
+            return len([k for k in servicer.kinds() if k in {"settings_status", "freeze_status"}]) >= 800
+
+        await until(wake_and_sleep, 60)
+        said = [m.settings_status.nonce for m in servicer.received if m.HasField("settings_status")]
+        assert sorted(said) == list(range(1, 401))
+        said = [m.freeze_status.nonce for m in servicer.received if m.HasField("freeze_status")]
+        assert sorted(said) == list(range(1, 401))
+        assert engine.link.revision == 400
+
+
+async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: tuple[Scripted, str]) -> None:
+    """Nonces begin anew with every stream."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for revision in (7, 8):
+            settings = agent_pb2.Settings(nonce=1, revision=revision, lease_ms=1000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+            await until(lambda wanted=revision: [s.revision for s in engine.settings][-1:] == [wanted])  # type: ignore[misc]
+            if revision == 7:
+                engine.link.restart()
+                await until(lambda: servicer.kinds().count("hello") == 2)
+        await engine.steps_until(lambda: "settings_status" in servicer.kinds())
+        said = [m.settings_status.revision for m in servicer.received if m.HasField("settings_status")]
+        assert said == [8]
+
+
+async def test_a_surprise_in_the_tokenizer_is_a_refusal(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.link._prepare = {}.__getitem__  # type: ignore[assignment]
+        await until(lambda: control.fleet.connections and control.engine().nack_error)
+        assert "TypeError" in control.engine().nack_error
+        assert engine.streams <= 1
+
+
+# --------------------------------------------------------------------------------------------------- leases, freezes
+
+
+async def test_a_sections_own_lease(scripted: tuple[Scripted, str]) -> None:
+    """Past it, what the section decided has ended; the others go on until their own, or the general one."""
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        settings = agent_pb2.Settings(nonce=1, revision=1, lease_ms=4000)
+        settings.scheduler_lease_ms, settings.entropy_lease_ms, settings.kv_memory_lease_ms = 1000, 2000, 3000
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await until(lambda: engine.link.revision == 1)
+        engine.link.stop()
+        await until(lambda: not engine.link.connected)
+        found = []
+        for now in (1.0, 1.1, 2.1, 3.1, 4.1):
+            clock.now = now
+            found.append((engine.link.lapsed(), engine.link.state))
+        degraded, stale = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_STALE
+        scheduler = ORDER | CAPS
+        assert found == [
+            (0, stale),
+            (scheduler, stale),
+            (scheduler | RULES, stale),
+            (scheduler | RULES | MEMORY, stale),
+            (ALL_BUT_CAPS | CAPS, degraded),
+        ]
+
+
+@pytest.mark.parametrize("section", ["scheduler", "entropy", "kv_memory"])
+async def test_leases_are_sent_and_answered_within(control: Control, section: str) -> None:
+    """A busy stream without decisions is answered often enough that no lease runs out."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(**{section: {"lease_ms": 300}}))
+        engine.open("a")
+        await engine.steps_until(lambda: control.engine().acked_revision == 2)
+        assert getattr(engine.settings[-1], f"{section}_lease_ms") == 300
+        (connection,) = control.fleet.connections
+        assert connection.session._ack_interval_s == 0.075
+
+
+async def test_the_agent_thaws_by_itself(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        command = agent_pb2.Freeze(nonce=3, remaining_ms=5000, reason="test")
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
+        await engine.steps_until(lambda: "freeze_status" in servicer.kinds())
+        (status,) = (m.freeze_status for m in servicer.received if m.HasField("freeze_status"))
+        assert status == agent_pb2.FreezeStatus(nonce=3, frozen=True)
+        engine.link.stop()
+        await until(lambda: not engine.link.connected)
+        clock.now = 4.9
+        assert engine.link.frozen()
+        clock.now = 5.1
+        assert not engine.link.frozen()
+
+
+async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for nonce, remaining_ms in ((1, 60_000), (2, 0)):
+            command = agent_pb2.Freeze(nonce=nonce, remaining_ms=remaining_ms)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
+            await engine.steps_until(lambda count=nonce: servicer.kinds().count("freeze_status") == count)  # type: ignore[misc]
+        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+
+
+async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple[Scripted, str]) -> None:
+    """No step of its own comes any more; the engine is stock vLLM already."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.link.step_aside()
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=1, remaining_ms=1000)))
+        await until(lambda: "freeze_status" in servicer.kinds())
+
+
+async def test_states(control: Control) -> None:
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        assert engine.link.state == agent_pb2.AGENT_STATE_STALE
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        assert engine.link.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
+        await control.kill()
+        await until(lambda: engine.link.state == agent_pb2.AGENT_STATE_STALE)
+        clock.now += 31
+        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+        await until(lambda: control.engine().agent_state == agent_pb2.AGENT_STATE_STALE)
+        control.fleet.clock = lambda: utc_now() + timedelta(seconds=31)
+        assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
+
+
 async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: Control) -> None:
     await control.set_policy(policy(fallback={"lease_ms": 500}))
     with LinkedEngine([control.target]) as engine:
@@ -309,7 +532,9 @@ async def test_two_engines_at_once(control: Control) -> None:
         assert [r.request_id for r in control.fleet.requests("two")] == ["b", "c"]
         assert [e.engine_id for e in control.fleet.engines()] == ["one", "two"]
         await control.set_policy(policy())
-        await until(lambda: [e.acked_revision for e in control.fleet.engines()] == [2, 2])
+        await one.steps_until(lambda: control.engine("one").acked_revision == 2)
+        assert control.engine("two").acked_revision == 1, "it makes no step"
+        await two.steps_until(lambda: control.engine("two").acked_revision == 2)
 
 
 async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control: Control) -> None:
@@ -338,16 +563,16 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
     with LinkedEngine([control.target], clock=clock) as engine:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
-        assert not engine.link.lease_expired()
+        assert not engine.link.lapsed()
         await control.kill()
         await until(lambda: not engine.link.connected)
         engine.step()
-        assert not engine.link.lease_expired()
+        assert not engine.link.lapsed()
         clock.now += 30.1
-        assert engine.link.lease_expired()
+        assert engine.link.lapsed()
         await control.start()
         await until(lambda: engine.link.connected)
-        assert not engine.link.lease_expired()
+        assert not engine.link.lapsed()
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
         assert (engine.streams, control.names()) == (2, ["a"])
         (tr,) = engine.engine.live.values()
@@ -371,7 +596,7 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
         assert engine.link._ring.qsize() == 0
         assert engine.link.reports_dropped == 0, "nothing was promised to anybody"
         clock.now += 30.1
-        assert engine.link.lease_expired()
+        assert engine.link.lapsed()
 
 
 async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
@@ -414,15 +639,15 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(scripted: tupl
         engine.open("a")
         await until(lambda: engine.link.connected)
         clock.now = 100.0
-        assert not engine.link.lease_expired(), "nothing was said that is to be answered"
+        assert not engine.link.lapsed(), "nothing was said that is to be answered"
         engine.step()
         await until(lambda: "step" in servicer.kinds())
         clock.now = 130.0
-        assert not engine.link.lease_expired()
+        assert not engine.link.lapsed()
         clock.now = 130.1
-        assert engine.link.lease_expired()
+        assert engine.link.lapsed()
         await until(lambda: servicer.kinds().count("hello") == 2)
-        await until(lambda: engine.link.connected and not engine.link.lease_expired())
+        await until(lambda: engine.link.connected and not engine.link.lapsed())
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
 
 

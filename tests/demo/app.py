@@ -84,7 +84,7 @@ async def _start(console: Console, options: Options, children: Children, fleet: 
     control = children.start("meridian-control", _control_command(options, store), {})
     async with _waiting(console, control):
         await _until(children, fleet.reachable, CONTROL_START_S, control)
-    engine = children.start("vllm", _engine_command(options), _engine_environment(options))
+    engine = children.start("vllm", _engine_command(options), _engine_environment(options, store))
     async with _waiting(console, engine):
 
         async def serving() -> bool:
@@ -136,10 +136,11 @@ def _engine_command(options: Options) -> list[str]:
     ]
 
 
-def _engine_environment(options: Options) -> dict[str, str]:
+def _engine_environment(options: Options, store: Path) -> dict[str, str]:
     return {
         "MERIDIAN_CONTROL": options.control,
         "MERIDIAN_ENGINE_ID": ENGINE_ID,
+        "MERIDIAN_STATE_DIR": str(store.parent),
         "MERIDIAN_DEMO_STEP_MS": str(options.step_ms),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",

@@ -141,7 +141,8 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
         limits = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "strategy": strategy}
         if strategy == "reasoning_first":
             limits["output_tpot_budget_ms"] = 40.0
-        control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
+        revision = control.set_policy({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
+        run.until(lambda wanted=revision: priced.link.revision == wanted, pause_s=0.003)
         done = len(run.tokens["r6"])
         run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, pause_s=0.003)
         plan = priced.directives.plan

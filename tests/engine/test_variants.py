@@ -51,6 +51,7 @@ def test_signals_and_ends_are_exact(tmp_path: Path, variant: str, scheduler: str
             assert after.count(end) == 1
             assert after[: after.index(end)] == before[: after.index(end)]
     assert found["ends"]["eat"] > 0
+    assert found.get("frozen", free) == free, "a freeze leaves stock vLLM, under a policy that ends thinking"
     for before, after in zip(free, found["converged"], strict=True):
         at = after.index(end) if end in after else len(after)
         assert after.count(end) <= 1

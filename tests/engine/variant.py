@@ -18,7 +18,7 @@ from tests.engine import ENGINE_ARGS, cases, chat, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.recording import probes, records, rows
-from tests.processes import ENGINE_ENV, Control
+from tests.processes import ENGINE_ENV, Control, wait_for
 
 CAPS = (1, 2, 20)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -94,6 +94,12 @@ def main() -> None:
     found["probe_costs"] = [cost for of in probed.values() for *_, cost, _, _ in of]
     found["capped"] = {cap: run({"scheduler": {"max_think_tokens": cap}}, 60) for cap in CAPS}
     found["converged"] = run(CONVERGED, tokens)
+    if variant != "v2":
+        control.freeze()
+        wait_for(lambda: control.engine().freeze.confirmed, 10, "the freeze")
+        found["frozen"] = chat(llm, chosen, vllm.SamplingParams(temperature=0.0, max_tokens=tokens))
+        control.thaw()
+        wait_for(lambda: not control.engine().HasField("freeze"), 10, "the thaw")
     engine = control.settled()
     found["ends"], found["fault"] = dict(engine.ends), scheduler._guard.fault
     print("\n" + json.dumps(found))

@@ -37,17 +37,23 @@ class LinkedEngine:
         clock: Callable[[], float] = time.monotonic,
         shuffle: Callable[[list[str]], None] = lambda _: None,
         credentials: Credentials | None = None,
+        **said: Any,
     ) -> None:
+        # What its Hello says besides.
+        self.said = said
         self.engine = FakeEngine()
         self.engine_id = engine_id
         self.refusal = ""
         self.settings: list[agent_pb2.Settings] = []
         self.taken: list[agent_pb2.Directives] = []
         self.streams = 0
+        self.lapsed, self.frozen = 0, False
+        self.kept: list[int] = []
         self.link = Link(
             list(targets),
             self.hello,
-            self._on_settings,
+            self._prepare,
+            self._keep,
             clock=clock,
             jitter=lambda: -0.45,
             shuffle=shuffle,
@@ -55,11 +61,17 @@ class LinkedEngine:
         )
 
     def hello(self) -> agent_pb2.Hello:
-        return hello(self.engine_id, revision=self.link.revision)
+        link = self.link
+        said = {"state": link.state, "freeze": link.freeze_status(), "refused": link.refused}
+        return hello(self.engine_id, revision=link.revision, **said, **self.said)
 
-    def _on_settings(self, settings: agent_pb2.Settings) -> str:
+    def _prepare(self, settings: agent_pb2.Settings) -> None:
         self.settings.append(settings)
-        return self.refusal
+        if self.refusal:
+            raise ValueError(self.refusal)
+
+    def _keep(self, settings: agent_pb2.Settings) -> None:
+        self.kept.append(settings.revision)
 
     def __enter__(self) -> LinkedEngine:
         self.link.start()
@@ -75,6 +87,21 @@ class LinkedEngine:
         self.engine.open(name, **fields)
 
     def take_inbox(self) -> None:
+        """As `Agent.take_arrived` and `Agent._take_inbox` do."""
+        link, directives = self.link, self.engine.directives
+        taken = []
+        while link.arrived:
+            taken.append(link.arrived.popleft())
+        lapsed, frozen = link.lapsed(), link.frozen()
+        if frozen and not self.frozen:
+            directives.freeze()
+        elif ended := lapsed & ~self.lapsed:
+            directives.drop(ended)
+        if self.frozen and not frozen:
+            link.resync()
+        self.lapsed, self.frozen = lapsed, frozen
+        for arrived in taken:
+            link.taken_in(arrived)
         while self.link.inbox:
             message = self.link.inbox.popleft()
             if message is None:
@@ -83,6 +110,8 @@ class LinkedEngine:
             else:
                 self.taken.append(message)
                 self.engine.accept(message)
+                if self.frozen:
+                    self.engine.directives.freeze()
 
     def step(self) -> None:
         """One engine step: a text token for every live request, unless a decision forces another."""
@@ -90,8 +119,11 @@ class LinkedEngine:
         self.send(self.engine.run(dict.fromkeys(self.engine.live, TEXT)))
 
     def send(self, record: Any) -> None:
+        if not self.engine.live:
+            with self.link.handover:
+                self.link.idle = True
+                self.take_inbox()
         self.link.send(record, self.engine.tracker.snapshot)
-        self.link.idle = not self.engine.live
 
     async def steps_until(self, condition: Callable[[], Any]) -> Any:
         def step_and_check() -> Any:

@@ -100,7 +100,7 @@ class World:
         for name in list(engine.live):
             if name in joining:
                 self._token(name)
-        self.linked.link.lease_expired()
+        self.linked.link.lapsed()
         self.linked.send(engine.take())
 
     def _schedule(self) -> None:

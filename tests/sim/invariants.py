@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import Outcome
+from meridian_agent.directives import ALL_BUT_CAPS, Outcome
 from meridian_agent.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.tracker import StepRecord
 from meridian_control.policy import Who
@@ -280,7 +280,7 @@ class EngineBooks:
             self._nobody_starves(agent)
 
     def _after_lease(self, agent: Any) -> None:
-        if not agent._off:
+        if agent._lapsed & ALL_BUT_CAPS != ALL_BUT_CAPS:
             return
         self._forget_forces()
         assert agent.directives.plan is None, "a plan holds past the lease"

@@ -17,6 +17,7 @@ from meridian_agent import agent as agent_module
 from meridian_agent import hooks
 from meridian_agent import link as link_module
 from meridian_agent import scheduler as scheduler_module
+from meridian_agent.state import StateFile
 from meridian_control import dispatch
 from meridian_control import fleet as fleet_module
 from meridian_control import policy as schema
@@ -147,6 +148,9 @@ class World:
     def patches(self) -> None:
         self.patch.setenv("MERIDIAN_CONTROL", "control")
         self.patch.setattr(scheduler_module, "Link", partial(SteppedLink, self.network))
+        # No disk: a restarted engine knows nothing of before.
+        self.patch.setattr(StateFile, "load", lambda _: None)
+        self.patch.setattr(StateFile, "keep", lambda *_: None)
         # Read once for all engines: their model is the same.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import MAX_HOLD_MS, MAX_SKIP_STEPS, Outcome, Tier
+from meridian_agent.directives import (
+    ALL_BUT_CAPS,
+    CAPS,
+    MAX_HOLD_MS,
+    MAX_SKIP_STEPS,
+    MEMORY,
+    ORDER,
+    RULES,
+    SOFT_CLOSE,
+    Outcome,
+    Tier,
+)
 from meridian_agent.phases import Markers, Phase
 from meridian_agent.tracker import PHASE_RANK
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
@@ -47,6 +58,7 @@ def test_values_are_those_of_the_contract() -> None:
     assert {o.name: o.value for o in Outcome} == {
         name.removeprefix("OUTCOME_"): value for name, value in agent_pb2.Outcome.items() if value
     }
+    assert SOFT_CLOSE == agent_pb2.FORCE_REASON_SOFT_CLOSE
     assert {t.name: t.value for t in Tier} == {
         name.removeprefix("EVICTION_TIER_"): value for name, value in agent_pb2.EvictionTier.items() if value
     }
@@ -531,7 +543,7 @@ def test_past_the_lease_only_caps_are_kept() -> None:
     engine = FakeEngine()
     a, b = engine.open("a"), engine.open("b")
     everything(engine)
-    engine.directives.drop(report=True)
+    engine.directives.drop(ALL_BUT_CAPS)
     engine.take()
     assert engine.outcomes == {i: [Outcome.AGENT_OFF] for i in (2, 3, 4, 5)}
     assert engine.directives.active_plan() is None
@@ -542,6 +554,95 @@ def test_past_the_lease_only_caps_are_kept() -> None:
     assert engine.outcomes[1] == [Outcome.APPLIED]
 
 
+@pytest.mark.parametrize(
+    ("parts", "dropped"),
+    [(ORDER, [5]), (CAPS, [1]), (RULES, [2, 3]), (MEMORY, [4]), (ORDER | CAPS, [1, 5])],
+)
+def test_a_section_ends_alone(parts: int, dropped: list[int]) -> None:
+    """What the other sections decided goes on."""
+    engine = FakeEngine()
+    a, b = engine.open("a"), engine.open("b")
+    everything(engine)
+    engine.directives.drop(parts)
+    engine.take()
+    assert engine.outcomes == {i: [Outcome.AGENT_OFF] for i in dropped}
+    assert (a.rank is None) == (engine.directives.active_plan() is None) == (5 in dropped)
+    assert (a.cap is None, b.ending is None, a.tier is None) == (1 in dropped, 2 in dropped, 4 in dropped)
+    assert (not engine.directives.probes) == (3 in dropped)
+
+
+def test_a_soft_close_ends_with_the_order() -> None:
+    engine = FakeEngine()
+    tr = engine.open("a")
+    soft = agent_pb2.ForceEnd(decision_id=1, slot=0, reason=agent_pb2.FORCE_REASON_SOFT_CLOSE)
+    engine.accept(message(forces=[soft]))
+    engine.directives.drop(RULES)
+    assert tr.ending is not None
+    engine.directives.drop(ORDER)
+    assert tr.ending is None
+
+
+def test_order_and_admission_end_apart() -> None:
+    """They are one plan: what is left of it goes on."""
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(plan=plan(1, hold_admission=True, think_per_step=1)))
+    engine.directives.drop(ORDER)
+    assert engine.directives.hold_admission
+    assert engine.directives.active_plan() is None
+    engine.directives.drop(MEMORY)
+    assert not engine.directives.hold_admission
+    engine.accept(message(plan=plan(2, hold_admission=True, think_per_step=1)))
+    engine.directives.drop(MEMORY)
+    assert engine.directives.active_plan() is not None
+    assert not engine.directives.hold_admission
+    engine.take()
+    assert engine.outcomes == {1: [Outcome.APPLIED], 2: [Outcome.APPLIED]}
+
+
+@pytest.mark.parametrize("own_cap", [None, 6])
+def test_past_a_lease_of_the_schedulers_only_the_requests_own_cap_is_left(own_cap: int | None) -> None:
+    engine = FakeEngine()
+    engine.tracker.default_cap = 3
+    a, b = engine.open("a", own_cap=own_cap), engine.open("b", own_cap=own_cap)
+    engine.accept(message(caps=[cap(1, 0, 4)]))
+    engine.directives.drop(CAPS)
+    assert (a.limit, b.limit) == (own_cap, own_cap)
+    for _ in range(10):
+        engine.run({"a": TEXT, "b": TEXT})
+    assert engine.thinking("a") is engine.thinking("b") is (own_cap is None)
+    assert a.state.think_tokens == b.state.think_tokens == (own_cap or 10)
+    assert engine.outcomes == {1: [Outcome.AGENT_OFF]}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_freeze_ends_everything_at_once(begun: bool) -> None:
+    """An ending that has begun, too; the caps hold again afterwards, and no decision has a second outcome."""
+    engine = FakeEngine(TWO)
+    a = engine.open("a")
+    b = engine.open("b")
+    everything(engine)
+    if begun:
+        engine.run({"a": TEXT, "b": TEXT})
+        assert b.ending is not None
+        assert b.ending.position == 1
+    engine.directives.freeze()
+    engine.take()
+    assert {i: o for i, o in engine.outcomes.items() if i != 3} == {
+        1: [Outcome.AGENT_OFF],
+        2: [Outcome.AGENT_OFF],
+        4: [Outcome.AGENT_OFF],
+        5: [Outcome.APPLIED if begun else Outcome.AGENT_OFF],
+    }
+    assert (a.rank, b.ending, a.tier, engine.directives.plan) == (None, None, None, None)
+    assert not b.expected
+    while engine.thinking("a"):
+        engine.run({"a": TEXT, "b": TEXT})
+        assert engine.thinking("b")
+    assert a.state.think_tokens == 4
+    assert all(len(outcomes) == 1 for outcomes in engine.outcomes.values())
+
+
 def test_a_marker_half_written_is_finished_past_the_lease() -> None:
     for begin in ("written", "in a mask"):
         engine = FakeEngine(TWO)
@@ -550,10 +651,10 @@ def test_a_marker_half_written_is_finished_past_the_lease() -> None:
         engine.schedule()
         engine.mask()
         if begin == "in a mask":
-            engine.directives.drop(report=True)
+            engine.directives.drop(ALL_BUT_CAPS)
         engine.feed("a", [5])
         if begin == "written":
-            engine.directives.drop(report=True)
+            engine.directives.drop(ALL_BUT_CAPS)
         engine.run({"a": TEXT})
         assert not engine.thinking("a")
         assert engine.outcomes == {1: [Outcome.APPLIED]}
@@ -649,9 +750,13 @@ class OneOutcome(RuleBasedStateMachine):
         fields = {flag: True} if flag else {}
         self.engine.accept(message(plan=plan(self.new_id(), slot=slots, rank=[1] * len(slots), **fields)))
 
+    @rule(parts=st.sampled_from([ALL_BUT_CAPS, ORDER, CAPS, RULES, MEMORY, ORDER | CAPS]))
+    def lose_a_lease(self, parts: int) -> None:
+        self.engine.directives.drop(parts)
+
     @rule()
-    def lose_the_lease(self) -> None:
-        self.engine.directives.drop(report=True)
+    def freeze(self) -> None:
+        self.engine.directives.freeze()
 
     @rule()
     def new_stream(self) -> None:

@@ -10,12 +10,14 @@ from google.protobuf.descriptor import Descriptor
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from meridian.v1 import policy_pb2
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 from meridian_control.errors import PolicyError
 from meridian_control.policy import (
     INT32_MAX,
+    MAX_LEASE_MS,
+    MIN_LEASE_MS,
     Override,
     Policy,
     RankCondition,
@@ -166,6 +168,8 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
         # An override's field: absent, or what the section itself allows.
         inner = FieldInfo.from_annotation(get_args(field.annotation)[0])
         return values(inner).filter(lambda value: value != [])
+    if any(isinstance(c, AfterValidator) for c in field.metadata):
+        return st.just(0) | st.integers(MIN_LEASE_MS, MAX_LEASE_MS)
     limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
     if field.annotation is int:
         return st.integers(limits["ge"], limits["le"])

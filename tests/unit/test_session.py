@@ -123,6 +123,12 @@ def test_settings_carry_what_the_agent_must_know() -> None:
     assert (s.reasoning_parser, s.supports_think_disable) == ("qwen3", False)
 
 
+def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
+    made = Stream(capabilities=agent_pb2.Capabilities(dispatch=True))
+    (response,) = made.session.on_policy(1, policy())
+    assert not response.settings.HasField("max_think_tokens")
+
+
 @pytest.mark.parametrize(
     ("entropy", "can", "observe"), [(True, True, True), (True, False, False), (False, True, False)]
 )
@@ -519,7 +525,9 @@ CAPABILITIES = ("force_end", "eat_probe", "dispatch", "reclaim", "template_strip
 @pytest.mark.parametrize("missing", CAPABILITIES)
 def test_what_an_engine_cannot_do_is_never_asked(missing: str) -> None:
     can = agent_pb2.Capabilities(**{name: name != missing for name in CAPABILITIES})
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), capabilities=can)
+    # In force, what it cannot do would have the policy refused.
+    entropy = CALIBRATED | {"shadow": missing in {"force_end", "eat_probe"}}
+    made = stream(policy(scheduler=EARLY, entropy=entropy), capabilities=can)
     made.open("a")
     asked = made.step(20)
     kinds = {f.name for f, _ in asked.ListFields()} - {"step"}

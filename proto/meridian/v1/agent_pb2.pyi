@@ -26,6 +26,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AgentState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AgentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AgentState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    AGENT_STATE_UNSPECIFIED: _AgentState.ValueType  # 0
+    AGENT_STATE_READY: _AgentState.ValueType  # 1
+    """A stream is up: everything."""
+    AGENT_STATE_STALE: _AgentState.ValueType  # 2
+    """No stream, within the lease: the last decisions."""
+    AGENT_STATE_DEGRADED: _AgentState.ValueType  # 3
+    """Past the lease: the caps."""
+    AGENT_STATE_OFF: _AgentState.ValueType  # 4
+    """A fault has switched the agent off: nothing."""
+
+class AgentState(_AgentState, metaclass=_AgentStateEnumTypeWrapper):
+    """How much of what was decided holds on an engine."""
+
+AGENT_STATE_UNSPECIFIED: AgentState.ValueType  # 0
+AGENT_STATE_READY: AgentState.ValueType  # 1
+"""A stream is up: everything."""
+AGENT_STATE_STALE: AgentState.ValueType  # 2
+"""No stream, within the lease: the last decisions."""
+AGENT_STATE_DEGRADED: AgentState.ValueType  # 3
+"""Past the lease: the caps."""
+AGENT_STATE_OFF: AgentState.ValueType  # 4
+"""A fault has switched the agent off: nothing."""
+Global___AgentState: _TypeAlias = AgentState  # noqa: Y015
+
 class _Phase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -87,7 +117,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_REFUSED: _Outcome.ValueType  # 6
     """The engine could not carry it out; detail says why."""
     OUTCOME_AGENT_OFF: _Outcome.ValueType  # 7
-    """The agent was off, or the stream was lost."""
+    """The agent was off or frozen, or the stream was lost."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
 
@@ -104,7 +134,7 @@ OUTCOME_REQUEST_GONE: Outcome.ValueType  # 5
 OUTCOME_REFUSED: Outcome.ValueType  # 6
 """The engine could not carry it out; detail says why."""
 OUTCOME_AGENT_OFF: Outcome.ValueType  # 7
-"""The agent was off, or the stream was lost."""
+"""The agent was off or frozen, or the stream was lost."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _ForceReason:
@@ -182,6 +212,7 @@ class ConnectRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SETTINGS_STATUS_FIELD_NUMBER: _builtins.int
+    FREEZE_STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of every stream."""
@@ -194,6 +225,8 @@ class ConnectRequest(_message.Message):
     def step(self) -> Global___StepReport: ...
     @_builtins.property
     def settings_status(self) -> Global___SettingsStatus: ...
+    @_builtins.property
+    def freeze_status(self) -> Global___FreezeStatus: ...
     def __init__(
         self,
         *,
@@ -201,12 +234,13 @@ class ConnectRequest(_message.Message):
         snapshot: Global___Snapshot | None = ...,
         step: Global___StepReport | None = ...,
         settings_status: Global___SettingsStatus | None = ...,
+        freeze_status: Global___FreezeStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freeze_status", b"freeze_status", "hello", b"hello", "message", b"message", "settings_status", b"settings_status", "snapshot", b"snapshot", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "settings_status"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot", "step", "settings_status", "freeze_status"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -220,6 +254,7 @@ class ConnectResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     DIRECTIVES_FIELD_NUMBER: _builtins.int
     GOING_AWAY_FIELD_NUMBER: _builtins.int
+    FREEZE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First message of every stream."""
@@ -232,6 +267,8 @@ class ConnectResponse(_message.Message):
     def going_away(self) -> Global___GoingAway:
         """The server is about to close this stream: connect again, to another replica if there is one."""
 
+    @_builtins.property
+    def freeze(self) -> Global___Freeze: ...
     def __init__(
         self,
         *,
@@ -239,12 +276,13 @@ class ConnectResponse(_message.Message):
         settings: Global___Settings | None = ...,
         directives: Global___Directives | None = ...,
         going_away: Global___GoingAway | None = ...,
+        freeze: Global___Freeze | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["directives", b"directives", "going_away", b"going_away", "message", b"message", "settings", b"settings", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["directives", b"directives", "freeze", b"freeze", "going_away", b"going_away", "message", b"message", "settings", b"settings", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directives", b"directives", "going_away", b"going_away", "message", b"message", "settings", b"settings", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directives", b"directives", "freeze", b"freeze", "going_away", b"going_away", "message", b"message", "settings", b"settings", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "settings", "directives", "going_away"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "settings", "directives", "going_away", "freeze"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -276,6 +314,26 @@ class Hello(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     AGENT_VERSION_FIELD_NUMBER: _builtins.int
@@ -289,6 +347,9 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    FREEZE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable over restarts of the engine process."""
     incarnation: _builtins.str
@@ -305,10 +366,18 @@ class Hello(_message.Message):
     """Revision the agent has in force from an earlier stream; 0 for none."""
     fault: _builtins.str
     """The stopped-for reason when an agent fault has switched the agent off; empty otherwise."""
+    state: Global___AgentState.ValueType
+    """What it was in until this stream."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def capabilities(self) -> Global___Capabilities: ...
+    @_builtins.property
+    def freeze(self) -> Global___FreezeStatus: ...
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """The newest revisions that this incarnation has refused, with its error: not sent again."""
+
     def __init__(
         self,
         *,
@@ -325,10 +394,13 @@ class Hello(_message.Message):
         capabilities: Global___Capabilities | None = ...,
         revision: _builtins.int = ...,
         fault: _builtins.str = ...,
+        state: Global___AgentState.ValueType = ...,
+        freeze: Global___FreezeStatus | None = ...,
+        refused: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "freeze", b"freeze"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "labels", b"labels", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "revision", b"revision", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -623,6 +695,7 @@ class StepReport(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report, and how many steps it merges. A report of 0 steps comes from an
     idle engine and carries outcomes only.
@@ -636,6 +709,8 @@ class StepReport(_message.Message):
     waiting: _builtins.int
     prefill_tokens: _builtins.int
     """Prompt tokens that the last step computed."""
+    state: Global___AgentState.ValueType
+    """The agent's own view when the step began."""
     @_builtins.property
     def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]: ...
     @_builtins.property
@@ -672,10 +747,11 @@ class StepReport(_message.Message):
         outcomes: _abc.Iterable[Global___DecisionOutcome] | None = ...,
         counters: Global___AgentCounters | None = ...,
         prefill_tokens: _builtins.int = ...,
+        state: Global___AgentState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,7 +838,7 @@ Global___DecisionOutcome: _TypeAlias = DecisionOutcome  # noqa: Y015
 
 @_typing.final
 class SettingsStatus(_message.Message):
-    """Acknowledges Settings: an empty error means they are applied."""
+    """Acknowledges Settings: an empty error means that they hold, from the beginning of a step on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -787,6 +863,36 @@ class SettingsStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SettingsStatus: _TypeAlias = SettingsStatus  # noqa: Y015
+
+@_typing.final
+class FreezeStatus(_message.Message):
+    """Confirms Freeze: what it says holds, from the beginning of a step on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    LOCALLY_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.int
+    """0 in a Hello."""
+    frozen: _builtins.bool
+    """The engine runs as stock vLLM."""
+    locally: _builtins.bool
+    """Because of MERIDIAN_FREEZE in its environment, until it is started without."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.int = ...,
+        frozen: _builtins.bool = ...,
+        locally: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "locally", b"locally", "nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreezeStatus: _TypeAlias = FreezeStatus  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -849,6 +955,9 @@ class Settings(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     CLOSING_TEXT_FIELD_NUMBER: _builtins.int
     EAT_ANSWER_PREFIX_FIELD_NUMBER: _builtins.int
+    SCHEDULER_LEASE_MS_FIELD_NUMBER: _builtins.int
+    ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
+    KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     nonce: _builtins.int
     """Belongs to the stream, as the revision outlives it."""
@@ -864,6 +973,12 @@ class Settings(_message.Message):
     """Written before the marker when an end is forced; counts as thinking."""
     eat_answer_prefix: _builtins.str
     """Appended after the end marker of an EAT probe."""
+    scheduler_lease_ms: _builtins.int
+    """Without a stream for this long the decisions of one section end, those of `scheduler` with the caps; 0 for none of
+    its own.
+    """
+    entropy_lease_ms: _builtins.int
+    kv_memory_lease_ms: _builtins.int
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replace what the tokenizer and the reasoning parser say; empty keeps it."""
@@ -885,16 +1000,49 @@ class Settings(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         closing_text: _builtins.str = ...,
         eat_answer_prefix: _builtins.str = ...,
+        scheduler_lease_ms: _builtins.int = ...,
+        entropy_lease_ms: _builtins.int = ...,
+        kv_memory_lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
 
 Global___Settings: _TypeAlias = Settings  # noqa: Y015
+
+@_typing.final
+class Freeze(_message.Message):
+    """Run as stock vLLM for a while: no decision holds, nor a cap, a request's own included. The agent ends it by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.int
+    """Belongs to the stream."""
+    remaining_ms: _builtins.int
+    """From when the message is received; 0 ends it now."""
+    reason: _builtins.str
+    """For the engine's log."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.int = ...,
+        remaining_ms: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "reason", b"reason", "remaining_ms", b"remaining_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Freeze: _TypeAlias = Freeze  # noqa: Y015
 
 @_typing.final
 class Directives(_message.Message):

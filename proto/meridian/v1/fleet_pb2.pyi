@@ -152,6 +152,8 @@ class Engine(_message.Message):
     ANSWERS_FIELD_NUMBER: _builtins.int
     OUTPUT_ITL_FIELD_NUMBER: _builtins.int
     TTOT_FIELD_NUMBER: _builtins.int
+    FREEZE_FIELD_NUMBER: _builtins.int
+    AGENT_STATE_FIELD_NUMBER: _builtins.int
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -164,7 +166,7 @@ class Engine(_message.Message):
     """Revision the control plane wants and the one the agent has acknowledged as applied."""
     acked_revision: _builtins.int
     nack_error: _builtins.str
-    """The agent's error for the newest revision it refused; empty when it took it."""
+    """Why the newest revision is not in force: the agent's error, or what the engine cannot do; empty when it took it."""
     fault: _builtins.str
     step: _builtins.int
     step_time_ms: _builtins.float
@@ -176,6 +178,8 @@ class Engine(_message.Message):
     token_events: _builtins.int
     open_decisions: _builtins.int
     """Decisions whose outcome is still to come."""
+    agent_state: _agent_pb2.AgentState.ValueType
+    """As the agent says; of an engine that is not connected, what it is in by now if it lives."""
     replica: _builtins.str
     """Id of the replica of the control plane that it is, or was last, connected to."""
     @_builtins.property
@@ -217,6 +221,10 @@ class Engine(_message.Message):
         """From the end of thinking to the first answer token."""
 
     @_builtins.property
+    def freeze(self) -> Global___EngineFreeze:
+        """Set while the engine is to run as stock vLLM."""
+
+    @_builtins.property
     def think_tokens(self) -> Global___Histogram:
         """Thinking tokens of the requests that finished after any."""
 
@@ -252,12 +260,14 @@ class Engine(_message.Message):
         answers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         output_itl: Global___Histogram | None = ...,
         ttot: Global___Histogram | None = ...,
+        freeze: Global___EngineFreeze | None = ...,
+        agent_state: _agent_pb2.AgentState.ValueType = ...,
         think_tokens: Global___Histogram | None = ...,
         replica: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,6 +305,38 @@ class Histogram(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
+
+@_typing.final
+class EngineFreeze(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREEZE_IDS_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
+    confirmed: _builtins.bool
+    """The engine runs as stock vLLM; false until it has said so."""
+    @_builtins.property
+    def freeze_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The freezes in force that match the engine; none where its environment alone freezes it, or its thaw is awaited."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last of them ends; absent where the environment freezes it, until it is started without."""
+
+    def __init__(
+        self,
+        *,
+        freeze_ids: _abc.Iterable[_builtins.int] | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        confirmed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "end_time", b"end_time", "freeze_ids", b"freeze_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineFreeze: _TypeAlias = EngineFreeze  # noqa: Y015
 
 @_typing.final
 class LastDecision(_message.Message):

@@ -323,6 +323,7 @@ class SchedulerPolicy(_message.Message):
     STRATEGY_FIELD_NUMBER: _builtins.int
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     think_tpot_budget_ms: _builtins.float
@@ -336,6 +337,7 @@ class SchedulerPolicy(_message.Message):
     strategy: _builtins.str
     min_prefill_tokens: _builtins.int
     long_think_tokens: _builtins.int
+    lease_ms: _builtins.int
     def __init__(
         self,
         *,
@@ -352,15 +354,18 @@ class SchedulerPolicy(_message.Message):
         strategy: _builtins.str | None = ...,
         min_prefill_tokens: _builtins.int | None = ...,
         long_think_tokens: _builtins.int | None = ...,
+        lease_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
+    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
     _WhichOneofReturnType__long_think_tokens: _TypeAlias = _typing.Literal["long_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__long_think_tokens: _TypeAlias = _typing.Literal["_long_think_tokens", b"_long_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
@@ -387,6 +392,8 @@ class SchedulerPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__long_think_tokens) -> _WhichOneofReturnType__long_think_tokens | None: ...
     @_typing.overload
@@ -429,6 +436,7 @@ class EntropyPolicy(_message.Message):
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     ema_alpha: _builtins.float
@@ -441,6 +449,7 @@ class EntropyPolicy(_message.Message):
     eat_warmup_samples: _builtins.int
     eat_probe_max_rank: _builtins.int
     eat_hold_ms: _builtins.int
+    lease_ms: _builtins.int
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
     def __init__(
@@ -459,10 +468,11 @@ class EntropyPolicy(_message.Message):
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
+        lease_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "lease_ms", b"lease_ms", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "lease_ms", b"lease_ms", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -482,6 +492,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
+    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_window_tokens: _TypeAlias = _typing.Literal["rpdi_window_tokens"]  # noqa: Y015
@@ -506,6 +518,8 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
@@ -544,28 +558,35 @@ class KvMemoryPolicy(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     THINK_PHASE_MEMORY_FRACTION_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     shadow: _builtins.bool
     think_phase_memory_fraction: _builtins.float
+    lease_ms: _builtins.int
     def __init__(
         self,
         *,
         enabled: _builtins.bool | None = ...,
         shadow: _builtins.bool | None = ...,
         think_phase_memory_fraction: _builtins.float | None = ...,
+        lease_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_shadow", b"_shadow", "_think_phase_memory_fraction", b"_think_phase_memory_fraction", "enabled", b"enabled", "lease_ms", b"lease_ms", "shadow", b"shadow", "think_phase_memory_fraction", b"think_phase_memory_fraction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
+    _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     _WhichOneofReturnType__think_phase_memory_fraction: _TypeAlias = _typing.Literal["think_phase_memory_fraction"]  # noqa: Y015
     _WhichOneofArgType__think_phase_memory_fraction: _TypeAlias = _typing.Literal["_think_phase_memory_fraction", b"_think_phase_memory_fraction"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
     @_typing.overload

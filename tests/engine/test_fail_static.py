@@ -1,0 +1,226 @@
+"""What holds on the real engine when the control plane is gone, or has frozen it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine import MAX_TOKENS, Run, cases, chat
+from tests.engine.policies import CONVERGED, NEUTRAL
+from tests.engine.test_decisions import endless, opened
+from tests.engine.test_equality import GREEDY
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.processes import Control
+
+# Ends the thinking of every case that thinks, and more.
+CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}
+
+
+def rebuild(scheduler: Any) -> Any:
+    """A new agent, as a restart of the engine makes it."""
+    from meridian_agent.guard import Guard
+    from meridian_agent.scheduler import build_agent
+
+    scheduler._agent.link.stop()
+    scheduler._agent.link._thread.join(10)
+    scheduler._guard = Guard()
+    scheduler._agent = build_agent(scheduler, scheduler._guard)
+    return scheduler._agent
+
+
+def confirmed(control: Control, frozen: bool) -> None:
+    wait_for(lambda: control.engine().freeze.confirmed is frozen, 10, f"frozen: {frozen}")
+
+
+@pytest.fixture
+def thawed(control: Control) -> Iterator[None]:
+    yield
+    control.thaw()
+    confirmed(control, False)
+
+
+@pytest.fixture
+def lost(control: Control, scheduler: Any) -> Iterator[None]:
+    """Whatever a test does to the control plane and the agent's clock, both are well again afterwards."""
+    yield
+    scheduler._agent.link._clock = time.monotonic
+    control.process.kill()
+    control.start()
+    control.engine()
+
+
+def kill(control: Control, agent: Any) -> None:
+    control.process.kill()
+    wait_for(lambda: not agent.link.connected, 10, "the stream to end")
+
+
+# ------------------------------------------------------------------------------------------------------------- freeze
+
+
+@pytest.mark.usefixtures("thawed")
+def test_frozen_output_is_stocks(llm: Any, agent: Any, control: Control, stock: list[list[int]]) -> None:
+    """Under a policy that caps and forces, and with caps of the requests' own; a thaw brings it all back."""
+    control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 40, "min_think_tokens": 4}})
+    ends = dict(control.settled().ends)
+    assert chat(llm, cases(), GREEDY) != stock
+    ended = control.settled().ends
+    assert sum(ended[reason] - ends.get(reason, 0) for reason in ("hard_cap", "eat")) > 0
+    control.apply(CAPPED)
+    capped = chat(llm, cases(), GREEDY)
+    control.freeze()
+    confirmed(control, True)
+    before = control.settled()
+    assert chat(llm, cases(), GREEDY) == stock
+    own = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, extra_args={"meridian_max_think_tokens": 3})
+    assert chat(llm, cases(), own) == stock
+    after = control.settled()
+    assert after.token_events > before.token_events
+    assert after.decisions == before.decisions
+    control.thaw()
+    confirmed(control, False)
+    assert chat(llm, cases(), GREEDY) == capped
+
+
+@pytest.mark.usefixtures("thawed")
+def test_requests_in_flight_are_let_go_and_taken_up_again(llm: Any, agent: Any, control: Control) -> None:
+    control.apply({"scheduler": {"max_think_tokens": 150}})
+    before = control.settled()
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=900))
+    run.until(lambda: len(run.tokens["r"]) > 10)
+    control.freeze()
+    run.until(lambda: control.engine().freeze.confirmed)
+    assert len(run.tokens["r"]) < 150
+    run.until(lambda: len(run.tokens["r"]) > 200)
+    end = agent.tracker.markers.end[0]
+    assert end not in run.tokens["r"]
+    control.thaw()
+    run.until()
+    assert 200 < run.tokens["r"].index(end) < 900
+    assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)
+
+
+@pytest.mark.usefixtures("lost")
+def test_the_time_limit_holds_without_a_control_plane(
+    llm: Any, agent: Any, control: Control, stock: list[list[int]]
+) -> None:
+    control.apply(CAPPED)
+    capped = chat(llm, cases(), GREEDY)
+    control.freeze(600)
+    try:
+        confirmed(control, True)
+        kill(control, agent)
+        assert chat(llm, cases(), GREEDY) == stock
+        agent.link._clock = lambda: time.monotonic() + 601
+        assert chat(llm, cases(), GREEDY) == capped
+    finally:
+        control.start()
+        control.thaw()
+        confirmed(control, False)
+
+
+@pytest.mark.usefixtures("lost")
+def test_frozen_by_the_environment(  # noqa: PLR0917
+    llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision = control.apply(CAPPED)
+    monkeypatch.setenv("MERIDIAN_FREEZE", "1")
+    rebuild(scheduler)
+    try:
+        wait_for(lambda: control.engine().freeze.confirmed and control.engine().acked_revision == revision, 10, "Hello")
+        assert not control.engine().freeze.HasField("end_time")
+        assert chat(llm, cases(), GREEDY) == stock
+    finally:
+        monkeypatch.delenv("MERIDIAN_FREEZE")
+        rebuild(scheduler)
+    confirmed(control, False)
+
+
+# -------------------------------------------------------------------------------------------- without a control plane
+
+
+@pytest.mark.usefixtures("lost")
+def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
+    """The control plane is down: the default cap and the markers are those of the last start, and it says so."""
+    text = "Wait . "
+    revision = control.apply({**CAPPED, "model": {"maze": {"closing_text": text}}})
+    capped = chat(llm, cases(), GREEDY)
+    assert capped[0][12:14] == llm.get_tokenizer().encode(text, add_special_tokens=False)
+    file = state_file(scheduler)
+    wait_for(lambda: (kept := file.load()) and kept.revision == revision, 10, "the settings to be kept")
+    kill(control, agent)
+    again = rebuild(scheduler)
+    assert (again.link.revision, again.link.connected) == (revision, False)
+    assert chat(llm, cases(), GREEDY) == capped
+    again.link._clock = lambda: time.monotonic() + 100
+    assert chat(llm, cases(), GREEDY) == capped, "past the lease, too"
+    control.start()
+    wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
+
+
+def state_file(scheduler: Any) -> Any:
+    from meridian_agent.scheduler import _identity
+    from meridian_agent.state import StateFile, state_folder
+
+    return StateFile(state_folder(), _identity(scheduler.vllm_config)["engine_id"], "maze")
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_sections_lease_ends_its_caps(llm: Any, agent: Any, control: Control, stock: list[list[int]]) -> None:
+    """Of requests that run, and of new ones; a request's own stays. With the control plane it all comes back."""
+    control.apply({"scheduler": {"max_think_tokens": 12, "lease_ms": 60_000}})
+    capped = chat(llm, cases(), GREEDY)
+    assert capped != stock
+    kill(control, agent)
+    assert chat(llm, cases(), GREEDY) == capped
+    agent.link._clock = lambda: time.monotonic() + 100
+    assert chat(llm, cases(), GREEDY) == stock
+    (own,) = chat(llm, [opened()], endless(agent, max_tokens=40, extra_args={"meridian_max_think_tokens": 7}))
+    assert own.index(agent.tracker.markers.end[0]) == 7
+    agent.link._clock = time.monotonic
+    control.start()
+    control.engine()
+    wait_for(lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")
+    assert chat(llm, cases(), GREEDY) == capped
+
+
+# ----------------------------------------------------------------------------------------------------------- delivery
+
+
+def test_an_ack_means_that_a_step_has_begun_with_it(llm: Any, agent: Any, control: Control) -> None:
+    before = control.engine().acked_revision
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=60))
+    run.until(lambda: len(run.tokens["r"]) > 3)
+    revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
+    wait_for(lambda: agent.link.arrived, 10, "the settings to arrive")
+    time.sleep(0.2)
+    assert (control.engine().acked_revision, agent.link.revision, agent.default_cap) == (before, before, 100_000)
+    run.step()
+    assert (agent.link.revision, agent.default_cap) == (revision, 20)
+    wait_for(lambda: control.engine().acked_revision == revision, 10, "the ACK")
+    run.until()
+
+
+def test_after_a_refusal_and_a_reconnect_the_last_good_policy_governs(llm: Any, agent: Any, control: Control) -> None:
+    good = control.apply(CAPPED)
+    capped = chat(llm, cases(), GREEDY)
+    bad = control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
+    wait_for(lambda: control.engine().nack_error, 10, "a NACK")
+    nacked = control.engine().connect_time
+    agent.link.restart()
+    engine = wait_for(
+        lambda: (e := control.engine()).connect_time != nacked and e.acked_revision == good and e,
+        20,
+        "the last good one",
+    )
+    assert (engine.revision, "999999" in engine.nack_error) == (bad, True)
+    assert chat(llm, cases(), GREEDY) == capped
+    assert control.settled().decisions["cap"] == len(cases())

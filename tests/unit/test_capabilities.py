@@ -1,0 +1,99 @@
+"""What a policy asks of an engine: the defaults nothing, what an operator puts in force what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_control.capabilities import missing
+from tests.fakes.agent import ALL, hello
+from tests.fakes.tables import policy
+
+NONE = agent_pb2.Capabilities()
+CAPABILITIES = ("token_entropy", "force_end", "eat_probe", "dispatch", "reclaim", "template_strips_think")
+
+
+def lacking(*names: str) -> agent_pb2.Capabilities:
+    return agent_pb2.Capabilities(**{name: name not in names for name in CAPABILITIES})
+
+
+IN_FORCE = {"shadow": False}
+ASKED: list[tuple[dict[str, Any], str, str]] = [
+    ({"scheduler": {"strategy": "deadline"}}, "dispatch", "scheduler.strategy"),
+    ({"scheduler": {"output_tpot_budget_ms": 5.0}}, "dispatch", "scheduler.output_tpot_budget_ms"),
+    ({"scheduler": {"think_tpot_budget_ms": 5.0}}, "dispatch", "scheduler.think_tpot_budget_ms"),
+    ({"scheduler": {"think_batch_multiplier": 5.0}}, "dispatch", "scheduler.think_batch_multiplier"),
+    ({"scheduler": {"min_prefill_tokens": 5}}, "dispatch", "scheduler.min_prefill_tokens"),
+    ({"scheduler": {"long_think_tokens": 5}}, "dispatch", "scheduler.long_think_tokens"),
+    ({"scheduler": {"max_think_tokens": 600}}, "force_end", "scheduler.max_think_tokens"),
+    ({"scheduler": {"soft_think_tokens": 5}}, "token_entropy", "scheduler.soft_think_tokens"),
+    ({"scheduler": {"empty_answer_extension_tokens": 5}}, "eat_probe", "scheduler.empty_answer_extension_tokens"),
+    ({"kv_memory": {"think_phase_memory_fraction": 0.2}}, "dispatch", "kv_memory.think_phase_memory_fraction"),
+    ({"entropy": IN_FORCE}, "eat_probe", "entropy.eat_level_threshold_nats"),
+    ({"entropy": IN_FORCE}, "token_entropy", "entropy.rpdi_threshold"),
+    ({"entropy": {**IN_FORCE, "rank_conditions": [{"max_ranks": [5]}]}}, "token_entropy", "entropy.rank_conditions"),
+    ({"override": [{"scheduler": {"max_think_tokens": 5}}]}, "force_end", "override[0].scheduler.max_think_tokens"),
+    ({"override": [{"entropy": IN_FORCE}]}, "eat_probe", "override[0].entropy.eat_level_threshold_nats"),
+]
+
+
+@pytest.mark.parametrize(("sections", "capability", "path"), ASKED)
+def test_what_is_in_force_asks(sections: dict[str, Any], capability: str, path: str) -> None:
+    asked = policy(**sections)
+    assert missing(asked, hello(capabilities=ALL)) == ""
+    said = missing(asked, hello(capabilities=lacking(capability)))
+    assert said.startswith(f"the engine lacks {capability}, needed for ")
+    assert path in said
+    assert ";" not in said
+
+
+@pytest.mark.parametrize(("sections", "capability", "path"), ASKED)
+@pytest.mark.parametrize("how", ["shadow", "disabled"])
+def test_what_is_shadowed_or_disabled_does_not(sections: dict[str, Any], capability: str, path: str, how: str) -> None:
+    off = {"shadow": True} if how == "shadow" else {"enabled": False}
+    section = path.split(".")[-2]
+    quiet = {**sections, section: {**sections.get(section, {}), **off}}
+    if "override" in sections and section == "entropy":
+        quiet["override"] = [{"entropy": {**IN_FORCE, **off}}]
+    assert missing(policy(**quiet), hello(capabilities=lacking(capability))) == ""
+
+
+def test_the_defaults_work_on_every_engine() -> None:
+    assert missing(policy(), hello(capabilities=NONE)) == ""
+    assert missing(policy(scheduler={"strategy": "stock"}), hello(capabilities=NONE)) == ""
+
+
+def test_a_rule_that_is_switched_off_asks_for_nothing() -> None:
+    off = {"shadow": False, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
+    assert missing(policy(entropy=off), hello(capabilities=NONE)) == ""
+    only_rank = {**off, "rank_conditions": [{"max_ranks": [5]}]}
+    assert missing(policy(entropy=only_rank), hello(capabilities=lacking("eat_probe"))) == ""
+
+
+def test_all_that_is_lacking_is_named() -> None:
+    said = missing(policy(entropy=IN_FORCE, scheduler={"strategy": "deadline"}), hello(capabilities=NONE))
+    assert said == (
+        "the engine lacks dispatch, needed for scheduler.strategy; "
+        "the engine lacks eat_probe, needed for entropy.eat_level_threshold_nats; "
+        "the engine lacks force_end, needed for entropy.eat_level_threshold_nats, entropy.rpdi_threshold; "
+        "the engine lacks token_entropy, needed for entropy.rpdi_threshold"
+    )
+
+
+@pytest.mark.parametrize(
+    ("match", "asks"),
+    [
+        ({}, True),
+        ({"model": "m"}, True),
+        ({"model": "other-*"}, False),
+        ({"engine_labels": {"zone": "a"}}, True),
+        ({"engine_labels": {"zone": "b"}}, False),
+        ({"tenant": "acme", "effort": "low"}, True),
+    ],
+)
+def test_overrides_ask_where_they_may_hold(match: dict[str, Any], asks: bool) -> None:
+    asked = policy(override=[{**match, "entropy": IN_FORCE}])
+    said = missing(asked, hello(capabilities=NONE, labels={"zone": "a"}))
+    assert bool(said) == asks

@@ -1,0 +1,109 @@
+"""The file of the last good settings: what is kept comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent import state
+from meridian_agent.state import StateFile, state_folder
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SETTINGS = agent_pb2.Settings(
+    revision=7, max_think_tokens=99, think_end_token_ids=[5, 6], closing_text="ä", lease_ms=500
+)
+
+
+def kept(folder: Path, settings: agent_pb2.Settings = SETTINGS) -> StateFile:
+    file = StateFile(folder, "rack/7", "m")
+    file.keep(settings)
+    wait_for(lambda: (found := file.load()) and found.revision == settings.revision, 5, "the file")
+    return file
+
+
+def test_what_is_kept_comes_back(tmp_path: Path) -> None:
+    file = kept(tmp_path / "new" / "folder")
+    assert StateFile(tmp_path / "new" / "folder", "rack/7", "m").load() == SETTINGS
+    assert file.path.name == "rack%2F7.json"
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name], "nothing is left behind"
+
+
+def test_the_newest_wins(tmp_path: Path) -> None:
+    file = kept(tmp_path)
+    for revision in range(8, 40):
+        file.keep(agent_pb2.Settings(revision=revision))
+    wait_for(lambda: file.load() == agent_pb2.Settings(revision=39), 5, "the newest")
+
+
+def test_an_experiments_cap_does_not_outlive_a_restart(tmp_path: Path) -> None:
+    experiment = agent_pb2.Settings(revision=7, max_think_tokens=99, scheduler_lease_ms=1000)
+    loaded = kept(tmp_path, experiment).load()
+    assert loaded is not None
+    assert (loaded.revision, loaded.HasField("max_think_tokens")) == (7, False)
+
+
+def test_nothing_kept_is_nothing_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert StateFile(tmp_path, "e", "m").load() is None
+    assert not caplog.records
+
+
+def content(**changes: Any) -> str:
+    return json.dumps({"format": 1, "engine_id": "e", "model": "m", "settings": {"revision": "7"}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ("\xff", "decode"),
+        ("7", "not a file of settings"),
+        (content(format=0), "its format is 0, not 1"),
+        (content(engine_id="other"), "its engine_id is 'other', not 'e'"),
+        (content(model="other"), "its model is 'other', not 'm'"),
+        (content(settings={"revision": "seven"}), "Failed to parse revision"),
+        (content(settings={"from_the_future": 1}), "no field named"),
+        (content(settings=None), "not a file of settings"),
+        (" " * (state.MAX_BYTES + 1), "larger than 1048576 bytes"),
+    ],
+)
+def test_what_cannot_be_used_is_ignored_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, said: str
+) -> None:
+    file = StateFile(tmp_path, "e", "m")
+    file.path.write_bytes(text.encode("latin-1"))
+    assert file.load() is None
+    (record,) = caplog.records
+    assert str(file.path) in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert said.lower() in record.getMessage().lower()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    file = StateFile(tmp_path / "file", "e", "m")
+    with caplog.at_level(logging.WARNING):
+        for revision in range(1, 20):
+            file.keep(agent_pb2.Settings(revision=revision))
+            wait_for(file._wanted.empty, 5, "it to be taken")
+        (tmp_path / "file").unlink()
+        file.keep(agent_pb2.Settings(revision=99))
+        wait_for(lambda: (found := file.load()) and found.revision == 99, 5, "the file")
+    said = [r.getMessage() for r in caplog.records if "not kept" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MERIDIAN_STATE_DIR", str(tmp_path / "chosen"))
+    assert state_folder() == tmp_path / "chosen"
+    monkeypatch.delenv("MERIDIAN_STATE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert state_folder() == tmp_path / "meridian"
