@@ -28,6 +28,8 @@ from meridian_control.metrics import FleetCollector
 from meridian_control.peers import Peers
 from meridian_control.policy_dir import PolicyDirectory
 from meridian_control.replicas import Replica, Replicas, new_id, own_host
+from meridian_control.rollout_driver import Rollouts
+from meridian_control.rollout_store import RolloutStore
 from meridian_control.server import ControlServer
 from meridian_control.store import EMPTY_ETAG, PolicyStore, StoredRevision
 from meridian_control.tls import server_credentials
@@ -158,10 +160,10 @@ async def serve(args: argparse.Namespace) -> None:
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     store = PolicyStore(database)
     try:
+        rollouts: Rollouts
 
         async def refresh() -> None:
-            if (current := await store.current()) is not None:
-                fleet.set_policy(current)
+            await rollouts.look()
 
         fleet = Fleet(clock, refresh=refresh, revision=store.get)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
@@ -172,7 +174,17 @@ async def serve(args: argparse.Namespace) -> None:
         replicas = Replicas(database, Replica(me, advertised(args.advertise, args.listen))) if shared else None
         peers = Peers(lambda: replicas.others, Credentials.from_environment()) if replicas else None
         whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
-        server = ControlServer(store, whole, clock, access, Limits(engines=args.max_engines))
+        rollouts = Rollouts(
+            RolloutStore(store),
+            fleet,
+            clock,
+            whole.known_engines,
+            whole.leads,
+            fence=replicas.fence if replicas else None,
+        )
+        # Before engines connect: those of a rollout's group must not be given what is older.
+        await rollouts.look()
+        server = ControlServer(store, whole, clock, access, Limits(engines=args.max_engines), rollouts=rollouts)
         if replicas is not None:
             await replicas.beat()
         bound = await server.start(address, tls)
@@ -184,10 +196,10 @@ async def serve(args: argparse.Namespace) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with asyncio.TaskGroup() as watching:
-            watchers = [watching.create_task(store.follow(fleet.set_policy)), watching.create_task(whole.watch())]
+            following = store.follow(fleet.set_policy), server.freezes.follow(), rollouts.follow()
+            watchers = [watching.create_task(work) for work in (*following, rollouts.drive(), whole.watch())]
             if replicas is not None:
                 watchers.append(watching.create_task(replicas.run()))
-            watchers.append(watching.create_task(server.freezes.follow()))
             if directory is not None:
                 watchers.append(watching.create_task(directory.watch()))
             await stop.wait()

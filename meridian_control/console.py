@@ -18,7 +18,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc
+from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -85,6 +85,7 @@ class Client:
     fleet: fleet_pb2_grpc.FleetServiceStub
     audit: audit_pb2_grpc.AuditServiceStub
     freeze: freeze_pb2_grpc.FreezeServiceStub
+    rollout: rollout_pb2_grpc.RolloutServiceStub
 
 
 def new_table(*columns: str) -> Table:
@@ -144,6 +145,7 @@ def connect(context: typer.Context) -> Iterator[Client]:
             fleet_pb2_grpc.FleetServiceStub(channel),
             audit_pb2_grpc.AuditServiceStub(channel),
             freeze_pb2_grpc.FreezeServiceStub(channel),
+            rollout_pb2_grpc.RolloutServiceStub(channel),
         )
 
 

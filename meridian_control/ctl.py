@@ -38,6 +38,7 @@ from meridian_control.credentials import Credentials
 from meridian_control.ctl_audit import audit
 from meridian_control.ctl_freeze import freeze, freezes, thaw
 from meridian_control.ctl_policy import current, policy_app
+from meridian_control.ctl_rollout import rollout_app
 from meridian_control.recorder import Limits, Recorder
 from meridian_control.trace import TraceWriter
 
@@ -52,7 +53,7 @@ Exit codes:
 
 0  ok
 
-1  not converged, nothing to recommend, or a precondition failed
+1  not converged, not completed, nothing to recommend, or a precondition failed
 
 2  usage error, invalid policy, unusable trace or labels
 
@@ -63,6 +64,7 @@ Exit codes:
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
+app.add_typer(rollout_app, name="rollout")
 for command in (audit, freeze, thaw, freezes):
     app.command()(command)
 

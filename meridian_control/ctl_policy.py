@@ -164,7 +164,7 @@ def policy_diff(
         request = policy_pb2.DiffPoliciesRequest(before=before, after=after)
         answer = client.policy.DiffPolicies(request, timeout=CALL_TIMEOUT_S)
     names = (f"revision {answer.before}" if answer.before else "defaults", f"revision {answer.after}")
-    show(answer.changes, output, _change_table(answer.changes, names))
+    show(answer.changes, output, change_table(answer.changes, names))
 
 
 @policy_app.command("explain")
@@ -228,11 +228,11 @@ def _print_answer(
     revision: policy_pb2.PolicyRevision, changes: Sequence[policy_pb2.PolicyChange] | None, if_checked: str
 ) -> None:
     if changes is not None:
-        console().print(_change_table(changes, ("before", "after")))
+        console().print(change_table(changes, ("before", "after")))
     typer.echo(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
 
 
-def _change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:
+def change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:
     return _rows(("field", *names), [(c.path, c.before, c.after) for c in changes])
 
 

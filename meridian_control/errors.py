@@ -12,6 +12,8 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     ├── EtagMismatch            ABORTED              etag_mismatch
     ├── NotFound                NOT_FOUND            not_found
     ├── StoredPolicyUnreadable  FAILED_PRECONDITION  stored_policy_unreadable
+    ├── RolloutActive           FAILED_PRECONDITION  rollout_active
+    ├── RolloutEnded            FAILED_PRECONDITION  rollout_ended
     ├── StoreUnavailable        UNAVAILABLE          store_unavailable
     ├── NotLeading              UNAVAILABLE          not_leading
     └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
@@ -139,8 +141,8 @@ class EtagMismatch(MeridianError):
     code = "etag_mismatch"
     status = grpc.StatusCode.ABORTED
 
-    def __init__(self, expected: str, actual: str) -> None:
-        super().__init__(f'etag is "{expected}" but the policy in force has "{actual}": read it again')
+    def __init__(self, expected: str, actual: str, what: str = "the policy in force") -> None:
+        super().__init__(f'etag is "{expected}" but {what} has "{actual}": read it again')
         self.expected = expected
         self.actual = actual
 
@@ -172,6 +174,34 @@ class StoredPolicyUnreadable(MeridianError):
 
     def precondition(self) -> tuple[str, str]:
         return "SCHEMA", f"policy revision {self.revision}"
+
+
+class RolloutActive(MeridianError):
+    """The policy cannot change while a rollout is running, paused or halted."""
+
+    code = "rollout_active"
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, rollout_id: int) -> None:
+        super().__init__(f"rollout {rollout_id} is active: abort it first, or let it end")
+        self.rollout_id = rollout_id
+
+    def metadata(self) -> dict[str, str]:
+        return {"rollout_id": str(self.rollout_id)}
+
+
+class RolloutEnded(MeridianError):
+    """A rollout in `state` cannot be paused, resumed or aborted; `what` was asked for."""
+
+    code = "rollout_ended"
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, rollout_id: int, state: str, what: str) -> None:
+        super().__init__(f"rollout {rollout_id} is {state}: there is nothing to {what}")
+        self.rollout_id = rollout_id
+
+    def metadata(self) -> dict[str, str]:
+        return {"rollout_id": str(self.rollout_id)}
 
 
 class StoreUnavailable(MeridianError):

@@ -18,6 +18,7 @@ from meridian_control.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
 from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
+from meridian_control.rollout import Rollout, revision_of
 from meridian_control.session import Session, Totals
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Fleet:
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
         self._policy: StoredRevision | None = None
+        # The active rollout and its candidate.
+        self._staged: tuple[Rollout, StoredRevision] | None = None
         # When engines are to be given it, and by when at the latest, in the event loop's time.
         self._sending: asyncio.TimerHandle | None = None
         self._send_by = 0.0
@@ -124,12 +127,13 @@ class Fleet:
         freezes = self._freezes_of(session)
         if freezes or session.frozen:
             self._say(connection, session.on_freezes(freezes, now), now)
-        if self._policy is not None and hello.revision > self._policy.revision and self._refresh is not None:
+        wanted = self._wanted(session)
+        if wanted is not None and hello.revision > wanted.revision and self._refresh is not None:
             catching_up = asyncio.create_task(self._catch_up(connection, self._refresh))
             self._catching_up.add(catching_up)
             catching_up.add_done_callback(self._catching_up.discard)
-        elif self._policy is not None:
-            self._give_policy(connection, self._policy, now)
+        elif wanted is not None:
+            self._give_policy(connection, wanted, now)
         same = (hello.engine_id, hello.incarnation)
         for older in [c for c in self.connections if c.session.identity == same]:
             # The agent has one stream: this one's end has not been noticed yet.
@@ -151,8 +155,9 @@ class Fleet:
             except MeridianError as error:
                 logger.warning("engine %s is ahead of this replica: %s", connection.session.hello.engine_id, error)
                 await asyncio.sleep(RETRY_S)
-        if self._policy is not None and connection in self.connections and not connection.session.revision:
-            self._give_policy(connection, self._policy, self.clock())
+        wanted = self._wanted(connection.session)
+        if wanted is not None and connection in self.connections and not connection.session.revision:
+            self._give_policy(connection, wanted, self.clock())
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
         """A message of an agent's; the answers are queued. Raises InvalidRequest."""
@@ -237,25 +242,43 @@ class Fleet:
 
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine: at once to those that connect, to the others when changes have settled."""
-        if self._policy is not None and stored.revision <= self._policy.revision:
-            return
-        self._policy = stored
+        if self._policy is None or stored.revision > self._policy.revision:
+            self._policy = stored
+            self._send_soon()
+
+    def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
+        """The same, with the candidate to the engines of an active rollout's group; None for no rollout."""
+        self._staged = (rollout, candidate) if rollout is not None and candidate is not None else None
+        self._send_soon()
+
+    def _wanted(self, session: Session) -> StoredRevision | None:
+        """The policy that an engine is to have."""
+        stored, hello = self._policy, session.hello
+        if self._staged is None or stored is None:
+            return stored
+        rollout, candidate = self._staged
+        has = session.revision or hello.revision
+        mine = revision_of(rollout, hello.engine_id, hello.labels, has) == candidate.revision
+        # A newer one is in force where the end of the rollout is still to be heard of.
+        return candidate if mine and candidate.revision > stored.revision else stored
+
+    def _send_soon(self) -> None:
         loop = asyncio.get_running_loop()
         if self._sending is None:
             self._send_by = loop.time() + MAX_WAIT_S
         else:
             self._sending.cancel()
-        self._sending = loop.call_at(min(loop.time() + QUIET_S, self._send_by), self._send_policy, stored)
+        self._sending = loop.call_at(min(loop.time() + QUIET_S, self._send_by), self._send_policies)
 
-    def _send_policy(self, stored: StoredRevision) -> None:
+    def _send_policies(self) -> None:
         self._sending, now = None, self.clock()
         for connection in self.connections:
-            session = connection.session
+            session, wanted = connection.session, self._wanted(connection.session)
             # To be caught up with first.
-            ahead = not session.revision and session.hello.revision > stored.revision
+            ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
             # Those that came meanwhile have it, and may have refused it.
-            if session.revision != stored.revision and not ahead:
-                self._give_policy(connection, stored, now)
+            if wanted is not None and wanted.revision > session.revision and not ahead:
+                self._give_policy(connection, wanted, now)
 
     def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
         """Tell every engine at once whose freezes have changed; again when the first of these ends."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # ISO 3's R10 series from 1 ms to 10 s: each bound about a quarter above the one before, which is how well a quantile
 # can be told.
 _R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
-TIME_BOUNDS_S = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
+TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 
 

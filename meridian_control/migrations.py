@@ -65,6 +65,17 @@ STEPS: tuple[tuple[str, ...], ...] = (
             end_time TIMESTAMPTZ NOT NULL
         )""",
     ),
+    (
+        # 1 in the active one, else NULL, so that there is one at most.
+        """CREATE TABLE rollouts (
+            rollout_id INTEGER NOT NULL PRIMARY KEY,
+            active INTEGER UNIQUE,
+            candidate_revision INTEGER NOT NULL,
+            version INTEGER NOT NULL,
+            request_id VARCHAR(128) UNIQUE,
+            rollout TEXT NOT NULL
+        )""",
+    ),
 )
 
 # Any number, the same in every replica.

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Optional, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Optional, Self, TypeVar, get_args, get_origin
 
 import tomli_w
 from google.protobuf import json_format
@@ -43,6 +43,9 @@ MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Schema = TypeVar("Schema", bound=Section)
 
 
 def _lease(value: int) -> int:
@@ -402,21 +405,31 @@ class Policy(Section):
 
 def parse_toml(text: str, source: str = "<string>") -> Policy:
     """Read a policy from TOML text; `source` names it in syntax errors. Raises PolicyError."""
+    return parse_toml_as(Policy, text, source)
+
+
+def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> Schema:
+    """Read TOML text of another schema. Raises PolicyError."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise PolicyError([Violation(f"{source}:", _syntax_message(error, text))]) from error
-    return _validate(values)
+    return _validate(schema, values)
 
 
 def load(path: Path) -> Policy:
     """Read a policy file. Raises PolicyError, for an unreadable file too."""
+    return load_as(Policy, path)
+
+
+def load_as(schema: type[Schema], path: Path) -> Schema:
+    """Read a TOML file of another schema. Raises PolicyError, for an unreadable file too."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
-    return parse_toml(text, str(path))
+    return parse_toml_as(schema, text, str(path))
 
 
 def find(explicit: Path | None) -> Path | None:
@@ -435,7 +448,12 @@ def find(explicit: Path | None) -> Path | None:
 
 def from_proto(message: policy_pb2.Policy) -> Policy:
     """Validate a policy message; absent fields get their defaults. Raises PolicyError, for unknown fields too."""
-    return _validate(_plain(message))
+    return from_proto_as(Policy, message)
+
+
+def from_proto_as(schema: type[Schema], message: Message) -> Schema:
+    """Validate a message whose fields are another schema's. Raises PolicyError, for unknown fields too."""
+    return _validate(schema, _plain(message))
 
 
 def to_proto(policy: Policy) -> policy_pb2.Policy:
@@ -468,18 +486,18 @@ def _plain_value(field: FieldDescriptor, value: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------- complaints
 
 
-def _validate(values: Mapping[str, Any]) -> Policy:
+def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
     try:
-        return Policy.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        raise PolicyError(map(_violation, error.errors())) from None
+        raise PolicyError(_violation(schema, found) for found in error.errors()) from None
 
 
-def _violation(error: ErrorDetails) -> Violation:
+def _violation(schema: type[Section], error: ErrorDetails) -> Violation:
     path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return Violation(path, "is not a known key")
-    return Violation(path, _requirement(error), _render(error["input"]))
+    return Violation(path, _requirement(schema, error), _render(error["input"]))
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
@@ -513,7 +531,7 @@ _LENGTHS = {
 }
 
 
-def _requirement(error: ErrorDetails) -> str:
+def _requirement(schema: type[Section], error: ErrorDetails) -> str:
     kind = error["type"]
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}"
@@ -522,7 +540,7 @@ def _requirement(error: ErrorDetails) -> str:
     if kind == "literal_error":
         return f"must be {error['ctx']['expected']}"
     if kind.startswith(("greater_than", "less_than")):
-        return f"must be {_range(_field(error['loc']).metadata)}"
+        return f"must be {_range(_field(schema, error['loc']).metadata)}"
     return error["msg"]
 
 
@@ -536,9 +554,9 @@ def _range(metadata: list[Any]) -> str:
     return f"in {'(' if exclusive else '['}{low}, {limits['le']}]"
 
 
-def _field(loc: tuple[int | str, ...]) -> FieldInfo:
+def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
     """The schema of the value at `loc`; table names and list indexes lead to the type of their values."""
-    field = FieldInfo.from_annotation(Policy)
+    field = FieldInfo.from_annotation(schema)
     for part in loc:
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):

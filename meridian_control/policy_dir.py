@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from watchfiles import awatch
 
 from meridian_control import policy as schema
-from meridian_control.errors import EtagMismatch, MeridianError, PolicyError, StoredPolicyUnreadable, Violation
+from meridian_control.errors import (
+    EtagMismatch,
+    MeridianError,
+    PolicyError,
+    RolloutActive,
+    StoredPolicyUnreadable,
+    Violation,
+)
 from meridian_control.store import EMPTY_ETAG
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ class PolicyDirectory:
         self._complaint = ""
 
     async def begin(self) -> StoredRevision:
-        """Put the file's policy in force, or go on with what the store holds where it cannot be used.
+        """Put the file's policy in force, or go on with what the store holds where it cannot be, or not now.
 
         Raises MeridianError where that is nothing, or the folder is not there.
         """
@@ -55,7 +62,7 @@ class PolicyDirectory:
             raise PolicyError([Violation(f"{self.file.parent}:", "is not a directory")])
         try:
             await self.read()
-        except PolicyError as error:
+        except (PolicyError, RolloutActive) as error:
             if (current := await self._store.current()) is None:
                 raise
             self._log(error)

@@ -135,7 +135,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
 
     async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[Change]]:
         """Store a policy, or with validate_only fail as that would; and what it changes."""
-        _check_texts(request)
+        check_texts(request)
         stored: StoredRevision | None
         if request.validate_only:
             newest = 0
@@ -174,8 +174,8 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             return None
 
 
-def _check_texts(request: Writing) -> None:
-    """What a database cannot hold. Raises InvalidRequest."""
+def check_texts(request: Any) -> None:
+    """Author, reason and request id, as far as a database can hold them. Raises InvalidRequest."""
     for name in ("author", "reason", "request_id"):
         if "\0" in getattr(request, name):
             raise InvalidRequest(name, "must not contain the character U+0000")

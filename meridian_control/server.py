@@ -22,6 +22,8 @@ from meridian.v1 import (
     freeze_pb2_grpc,
     policy_pb2,
     policy_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
 )
 
 from meridian_control.access import Access, caller
@@ -34,6 +36,9 @@ from meridian_control.gate import Gate
 from meridian_control.limits import Limiter, Limits
 from meridian_control.paging import page
 from meridian_control.policy_service import PolicyService
+from meridian_control.rollout_driver import Rollouts
+from meridian_control.rollout_service import RolloutService
+from meridian_control.rollout_store import RolloutStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -72,6 +77,7 @@ SERVICES = (
     fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
     audit_pb2.DESCRIPTOR.services_by_name["AuditService"].full_name,
     freeze_pb2.DESCRIPTOR.services_by_name["FreezeService"].full_name,
+    rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
 )
 
 
@@ -201,6 +207,8 @@ class ControlServer:
         clock: Callable[[], datetime],
         access: Access | None = None,
         limits: Limits | None = None,
+        *,
+        rollouts: Rollouts | None = None,
     ) -> None:
         self._fleet = fleet = whole.fleet
         self.freezes = FreezeStore(store.database, clock, fleet.set_freezes)
@@ -215,6 +223,8 @@ class ControlServer:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), self._server)
         freeze_pb2_grpc.add_FreezeServiceServicer_to_server(FreezeService(self.freezes, clock), self._server)
+        rollouts = rollouts or Rollouts(RolloutStore(store), fleet, clock, whole.known_engines, whole.leads)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutService(rollouts, clock), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

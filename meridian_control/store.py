@@ -4,7 +4,8 @@ Owns the revision numbers, the etags and the request ids. Knows nothing of gRPC,
 told about a change. Runs on the control plane's event loop; the driver does the waiting.
 
 Appending reads the newest revision and inserts the next number. The primary key makes that atomic: when somebody else
-took the number first, the insert fails and the append starts over with what is newest then.
+took the number first, the insert fails and the append starts over with what is newest then. The candidate of an active
+rollout is stored but not in force, and nothing is appended meanwhile.
 """
 
 import hashlib
@@ -14,8 +15,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Column, DateTime, Integer, MetaData, Row, String, Table, Text, func, insert, select
+from sqlalchemy import (
+    Column,
+    DateTime,
+    Integer,
+    MetaData,
+    Row,
+    String,
+    Table,
+    Text,
+    column,
+    func,
+    insert,
+    select,
+    table,
+)
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from meridian_control.database import Database, utc
 from meridian_control.errors import (
@@ -23,6 +39,7 @@ from meridian_control.errors import (
     InvalidRequest,
     NotFound,
     PolicyError,
+    RolloutActive,
     StoredPolicyUnreadable,
 )
 from meridian_control.policy import Policy, parse_toml, to_toml
@@ -46,6 +63,10 @@ _revisions = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
 )
+# Of the rollouts, what concerns revisions.
+_rollouts = table("rollouts", column("rollout_id"), column("active"), column("candidate_revision"))
+_active = _rollouts.c.active == 1
+_in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
 _HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at")]
 
 
@@ -79,7 +100,10 @@ class PolicyStore:
         self.database = database
 
     async def current(self) -> StoredRevision | None:
-        """The newest revision, None in an empty store. Raises StoreUnavailable, StoredPolicyUnreadable."""
+        """The revision in force, None in an empty store: the newest, or while a rollout is active the one before it.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable.
+        """
         row = await self._newest()
         return None if row is None else _stored(row)
 
@@ -100,8 +124,13 @@ class PolicyStore:
             return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
 
     async def check(self, etag: str) -> int:
-        """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty."""
+        """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty, and
+        RolloutActive while nothing may be appended."""
         row = await self._newest()
+        # In this order: of a rollout that begins in between, the candidate has the number that an append would take.
+        rollout = await self._one(select(_rollouts.c.rollout_id).where(_active))
+        if rollout is not None:
+            raise RolloutActive(rollout.rollout_id)
         actual = EMPTY_ETAG if row is None else row.etag
         if etag and etag != actual:
             raise EtagMismatch(etag, actual)
@@ -128,15 +157,13 @@ class PolicyStore:
         """Store `policy` as the next revision; on return it is on disk.
 
         `etag` must be that of the newest revision, empty skips the check; `now` is aware. What `request_id` stored
-        before is returned as it is. Raises EtagMismatch, InvalidRequest, StoreUnavailable.
+        before is returned as it is. Raises EtagMismatch, RolloutActive, InvalidRequest, StoreUnavailable.
         """
-        toml = to_toml(policy)
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
                 return stored
-            revision = await self.check(etag) + 1
-            stored = StoredRevision(revision, _etag(revision, toml), policy, author, reason, now.astimezone(UTC))
-            if await self._insert({**vars(stored), "policy": toml, "request_id": request_id or None}):
+            stored = new_revision(await self.check(etag) + 1, policy, author, reason, now)
+            if await self._insert(stored, request_id):
                 return stored
 
     async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
@@ -149,7 +176,7 @@ class PolicyStore:
         async def look() -> None:
             nonlocal known
             async with self.database.reading() as connection:
-                newest = await connection.scalar(select(func.max(_revisions.c.revision))) or 0
+                newest = await connection.scalar(select(func.max(_revisions.c.revision)).where(_in_force)) or 0
             if newest <= known:
                 return
             try:
@@ -162,20 +189,31 @@ class PolicyStore:
         await self.database.follow(look)
 
     async def _newest(self) -> Row[Any] | None:
-        return await self._one(select(_revisions).order_by(_revisions.c.revision.desc()).limit(1))
+        return await self._one(select(_revisions).where(_in_force).order_by(_revisions.c.revision.desc()).limit(1))
 
     async def _one(self, query: Any) -> Row[Any] | None:
         async with self.database.reading() as connection:
             return (await connection.execute(query)).one_or_none()
 
-    async def _insert(self, row: dict[str, Any]) -> bool:
+    async def _insert(self, stored: StoredRevision, request_id: str) -> bool:
         """False when the revision number or the request id is already taken."""
         try:
             async with self.database.writing() as connection:
-                await connection.execute(insert(_revisions).values(row))
+                await insert_revision(connection, stored, request_id)
         except IntegrityError:
             return False
         return True
+
+
+def new_revision(revision: int, policy: Policy, author: str, reason: str, now: datetime) -> StoredRevision:
+    """As it would be stored; `now` is aware."""
+    return StoredRevision(revision, _etag(revision, to_toml(policy)), policy, author, reason, now.astimezone(UTC))
+
+
+async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:
+    """Store it. Raises SQLAlchemy's IntegrityError where the number or the request id is taken."""
+    row = {**vars(stored), "policy": to_toml(stored.policy), "request_id": request_id or None}
+    await connection.execute(insert(_revisions).values(row))
 
 
 def _etag(revision: int, text: str) -> str:

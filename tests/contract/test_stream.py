@@ -269,7 +269,7 @@ async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
         stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().nack_error)
         control.fleet.set_policy(stored)
-        control.fleet._send_policy(stored)
+        control.fleet._send_policies()
         engine.refusal = ""
         await control.set_policy(policy(fallback={"lease_ms": 500}))
         await until(lambda: control.engine().acked_revision == 3)
@@ -817,8 +817,9 @@ async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
     async with call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
         await until(lambda: control.fleet.connections)
+        (connection,) = control.fleet.connections
         for revision in range(2, QUEUE_MESSAGES + 10):
-            control.fleet._send_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+            control.fleet._give_policy(connection, StoredRevision(revision, "", policy(), "", "", utc_now()), utc_now())
         await call.write(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot()))
         await to_the_end(call)
     assert control.fleet.stream_ends == {"overflow": 1}

@@ -72,14 +72,16 @@ class PolicyServiceServicer(object):
     """
 
     def GetPolicy(self, request, context):
-        """Returns the policy in force, or an older one.
+        """Returns the policy in force, or another revision. While a rollout is active, that is the policy of the engines
+        outside of its group, and new engines get what the rollout says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePolicy(self, request, context):
-        """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one.
+        """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one;
+        FAILED_PRECONDITION names the rollout that is active.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,9 +36,13 @@ class PolicyServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PolicyServiceAsyncStub: ...
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]
-    """Returns the policy in force, or an older one."""
+    """Returns the policy in force, or another revision. While a rollout is active, that is the policy of the engines
+    outside of its group, and new engines get what the rollout says.
+    """
     UpdatePolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.UpdatePolicyRequest, _policy_pb2.UpdatePolicyResponse]
-    """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+    """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one;
+    FAILED_PRECONDITION names the rollout that is active.
+    """
     ListRevisions: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListRevisionsRequest, _policy_pb2.ListRevisionsResponse]
     """Lists the revisions, newest first."""
     DiffPolicies: _grpc.UnaryUnaryMultiCallable[_policy_pb2.DiffPoliciesRequest, _policy_pb2.DiffPoliciesResponse]
@@ -54,9 +58,13 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]  # type: ignore[assignment]
-    """Returns the policy in force, or an older one."""
+    """Returns the policy in force, or another revision. While a rollout is active, that is the policy of the engines
+    outside of its group, and new engines get what the rollout says.
+    """
     UpdatePolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.UpdatePolicyRequest, _policy_pb2.UpdatePolicyResponse]  # type: ignore[assignment]
-    """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+    """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one;
+    FAILED_PRECONDITION names the rollout that is active.
+    """
     ListRevisions: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListRevisionsRequest, _policy_pb2.ListRevisionsResponse]  # type: ignore[assignment]
     """Lists the revisions, newest first."""
     DiffPolicies: _aio.UnaryUnaryMultiCallable[_policy_pb2.DiffPoliciesRequest, _policy_pb2.DiffPoliciesResponse]  # type: ignore[assignment]
@@ -75,7 +83,9 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.GetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.GetPolicyResponse, _abc.Awaitable[_policy_pb2.GetPolicyResponse]]:
-        """Returns the policy in force, or an older one."""
+        """Returns the policy in force, or another revision. While a rollout is active, that is the policy of the engines
+        outside of its group, and new engines get what the rollout says.
+        """
 
     @_abc_1.abstractmethod
     def UpdatePolicy(
@@ -83,7 +93,9 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.UpdatePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.UpdatePolicyResponse, _abc.Awaitable[_policy_pb2.UpdatePolicyResponse]]:
-        """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one."""
+        """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one;
+        FAILED_PRECONDITION names the rollout that is active.
+        """
 
     @_abc_1.abstractmethod
     def ListRevisions(

@@ -1,0 +1,123 @@
+"""RolloutService over the rollout store: checks what is asked for, and has what was changed brought to the engines.
+
+Knows nothing of engines, nor of how a rollout goes on. Runs on the event loop of the gRPC server.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+
+from meridian_control import rollout as rules
+from meridian_control.audit import changed
+from meridian_control.errors import EtagMismatch, InvalidRequest, MeridianError, NotFound, abort_with
+from meridian_control.fields import diff
+from meridian_control.paging import checked
+from meridian_control.policy import from_proto, from_proto_as
+from meridian_control.policy_service import check_texts
+from meridian_control.rollout import By, Rollout
+from meridian_control.rollout_plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from datetime import datetime
+
+    import grpc
+
+    from meridian_control.rollout_driver import Rollouts
+
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+Steering: TypeAlias = (
+    rollout_pb2.PauseRolloutRequest | rollout_pb2.ResumeRolloutRequest | rollout_pb2.AbortRolloutRequest
+)
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+def _rpc(
+    method: Callable[[RolloutService, Request], Awaitable[Response]],
+) -> Callable[[RolloutService, Request, Context], Coroutine[Any, Any, Response]]:
+    """The servicer's method for `method`, whose errors reach the caller as statuses."""
+
+    @wraps(method)
+    async def call(self: RolloutService, request: Request, context: Context) -> Response:
+        try:
+            return await method(self, request)
+        except MeridianError as error:
+            await abort_with(context, error)
+
+    return call
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """The servicer. `clock` gives aware time. A caller that hangs up does not undo what is stored; the fleet then hears
+    of it from `Rollouts.follow` or its next tick."""
+
+    def __init__(self, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
+        self._rollouts, self._store, self._clock = rollouts, rollouts.store, clock
+
+    @_rpc
+    async def StartRollout(self, request: rollout_pb2.StartRolloutRequest) -> rollout_pb2.StartRolloutResponse:  # noqa: N802
+        for name in ("policy", "plan"):
+            if not request.HasField(name):
+                raise InvalidRequest(name, "must be set")
+        policy, plan = from_proto(request.policy), from_proto_as(Plan, request.plan)
+        check_texts(request)
+        by = By(self._clock(), request.author, request.reason, request.request_id)
+        if (made := await self._store.answered(request.request_id, plan, policy)) is None:
+            if request.validate_only:
+                made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
+            else:
+                made = await self._store.start(plan, policy, request.etag, by)
+                await self._rollouts.look()
+        before = await self._store.policies.get(made.stable_revision)
+        changed.get({})["etag"] = before.etag
+        changes = [
+            policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
+        ]
+        return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes)
+
+    @_rpc
+    async def GetRollout(self, request: rollout_pb2.GetRolloutRequest) -> rollout_pb2.GetRolloutResponse:  # noqa: N802
+        return rollout_pb2.GetRolloutResponse(rollout=(await self._store.get(request.rollout_id)).message())
+
+    @_rpc
+    async def ListRollouts(self, request: rollout_pb2.ListRolloutsRequest) -> rollout_pb2.ListRolloutsResponse:  # noqa: N802
+        limit, before = checked(request.page_size, request.page_token)
+        found = await self._store.history(limit + 1, before)
+        page = found[:limit]
+        token = str(page[-1].rollout_id) if len(found) > limit else ""
+        return rollout_pb2.ListRolloutsResponse(rollouts=[r.message() for r in page], next_page_token=token)
+
+    @_rpc
+    async def PauseRollout(self, request: rollout_pb2.PauseRolloutRequest) -> rollout_pb2.PauseRolloutResponse:  # noqa: N802
+        return rollout_pb2.PauseRolloutResponse(rollout=await self._steer(request, rules.pause))
+
+    @_rpc
+    async def ResumeRollout(self, request: rollout_pb2.ResumeRolloutRequest) -> rollout_pb2.ResumeRolloutResponse:  # noqa: N802
+        return rollout_pb2.ResumeRolloutResponse(rollout=await self._steer(request, rules.resume))
+
+    @_rpc
+    async def AbortRollout(self, request: rollout_pb2.AbortRolloutRequest) -> rollout_pb2.AbortRolloutResponse:  # noqa: N802
+        return rollout_pb2.AbortRolloutResponse(rollout=await self._steer(request, rules.abort))
+
+    async def _steer(self, request: Steering, change: Callable[[Rollout, By], Rollout]) -> rollout_pb2.Rollout:
+        check_texts(request)
+        by = By(self._clock(), request.author, request.reason, request.request_id)
+
+        def steered(rollout: Rollout) -> Rollout:
+            made = change(rollout, by)
+            if made is not rollout and request.etag not in ("", rollout.etag):
+                raise EtagMismatch(request.etag, rollout.etag, f"rollout {rollout.rollout_id}")
+            return made
+
+        found = await self._store.get(request.rollout_id)
+        if not request.rollout_id and not found.active and not rules.knows(found, by):
+            raise NotFound("no rollout is active")
+        changed.get({})["etag"] = found.etag
+        saved = await self._store.change(found, steered)
+        await self._rollouts.look()
+        return saved.message()

@@ -1,0 +1,414 @@
+"""Rollouts as pure functions: who gets which revision, what guardrails say, and what becomes of a rollout."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from meridian_control import rollout as rules
+from meridian_control.errors import PolicyError, RolloutEnded
+from meridian_control.histogram import TIME_BOUNDS_S
+from meridian_control.policy import from_proto_as, parse_toml_as
+from meridian_control.rollout import By, Measured, Reading, Rollout, Sample, State, begin, p99, revision_of, tick
+from meridian_control.rollout_plan import Plan, position
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+BY = By(NOW, "ann", "why")
+STABLE, CANDIDATE, BACK = 7, 8, 9
+LIMITS = {"output_itl_p99_ratio": 1.5, "min_observations": 10}
+
+
+def plan(*steps: dict[str, Any], **fields: Any) -> Plan:
+    return Plan.model_validate({"step": steps or ({"percent": 50.0, "bake_s": 60.0},), **fields})
+
+
+def started(*steps: dict[str, Any], rollout_id: int = 3, **fields: Any) -> Rollout:
+    return begin(rollout_id, plan(*steps, **fields), (STABLE, CANDIDATE), BY)
+
+
+def buckets(seconds: float, count: int) -> tuple[int, ...]:
+    """`count` observations of a bound of the histogram's."""
+    counts = [0] * (len(TIME_BOUNDS_S) + 1)
+    counts[TIME_BOUNDS_S.index(seconds)] = count
+    return tuple(counts)
+
+
+def seen(candidate: Measured = rules.NOTHING, stable: Measured = rules.NOTHING, **fields: Any) -> Sample:
+    return Sample(candidate, stable, **{"candidate_engines": 1, "other_engines": 1, **fields})
+
+
+def itl(candidate: tuple[float, int], stable: tuple[float, int] = (0.02, 100), **fields: Any) -> Sample:
+    return seen(Measured(output_itl=buckets(*candidate)), Measured(output_itl=buckets(*stable)), **fields)
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_a_plan_as_a_file() -> None:
+    text = """
+        on_violation = "halt"
+        [[step]]
+        engine_labels = {pool = "canary-*"}
+        [[step]]
+        percent = 10
+        bake_s = 1800
+        [guardrails]
+        ttot_p99_ms = 500
+    """
+    read = parse_toml_as(Plan, text)
+    assert [(step.percent, step.bake_s) for step in read.step] == [(100.0, 600.0), (10.0, 1800.0)]
+    assert (read.guardrails.nacks, read.guardrails.ttot_p99_ms, read.on_violation) == (0, 500.0, "halt")
+    again = started(rollout_id=1).model_copy(update={"plan": read}).message().plan
+    assert from_proto_as(Plan, again) == read
+
+
+BAD = [
+    ("", "step must have 1 to 32 entries; got []"),
+    ("step = []", "step must have 1 to 32 entries; got []"),
+    ("[[step]]\nbake_s = 1.0", 'step[0] must have engine_labels or percent; got {"bake_s": 1.0}'),
+    ("[[step]]\npercent = 100.5", "step[0].percent must be in [0, 100]; got 100.5"),
+    ("[[step]]\npercent = 1.0\nbake_s = 0.0", "step[0].bake_s must be in (0, 2592000]; got 0.0"),
+    ("[[step]]\nengine_labels = {pool = 1}", "step[0].engine_labels.pool must be a string; got 1"),
+    ("[[step]]\npercent = 1.0\nlabels = {}", "step[0].labels is not a known key"),
+    ('on_violation = "no"\n[[step]]\npercent = 1.0', "on_violation must be 'rollback' or 'halt'; got \"no\""),
+    ("[[step]]\npercent = 1.0\n[guardrails]\nttot_p99_ratio = 0.0", "guardrails.ttot_p99_ratio must be > 0; got 0.0"),
+    ("[[step]]\npercent = 1.0\n[guardrails]\nnacks = -1", "guardrails.nacks must be in [0, 2147483647]; got -1"),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), BAD)
+def test_plans_that_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_toml_as(Plan, text)
+    assert str(caught.value) == complaint
+
+
+# -------------------------------------------------------------------------------------------------------- who gets it
+
+ids = st.text(max_size=20)
+labels = st.dictionaries(st.sampled_from(["pool", "zone"]), st.sampled_from(["canary-1", "canary-2", "main"]))
+percents = st.floats(0, 100)
+steps = st.one_of(
+    st.builds(lambda p: {"percent": p}, percents),
+    st.builds(lambda g: {"engine_labels": {"pool": g}}, st.sampled_from(["canary-*", "canary-1", "*", "none"])),
+    st.builds(lambda p: {"percent": p, "engine_labels": {"zone": "main"}}, percents),
+)
+plans = st.lists(steps, min_size=1, max_size=5)
+
+
+def at(rollout: Rollout, step: int) -> Rollout:
+    return rollout.model_copy(update={"step": step})
+
+
+@given(plans, st.integers(1, 99), ids, labels)
+def test_a_later_step_only_adds_engines(
+    plan: list[dict[str, Any]], number: int, engine: str, has: dict[str, str]
+) -> None:
+    rollout = started(*plan, rollout_id=number)
+    given = [revision_of(at(rollout, step), engine, has, 0) for step in range(1, len(plan) + 1)]
+    assert set(given) <= {STABLE, CANDIDATE}
+    assert given == sorted(given)
+    assert given == [revision_of(at(rollout, step), engine, has, 0) for step in range(1, len(plan) + 1)], (
+        "the same again"
+    )
+
+
+@given(percents, percents, st.integers(1, 99), ids)
+def test_a_higher_percentage_only_adds_engines(one: float, other: float, number: int, engine: str) -> None:
+    low, high = (started({"percent": percent}, rollout_id=number) for percent in sorted((one, other)))
+    assert revision_of(low, engine, {}, 0) <= revision_of(high, engine, {}, 0)
+
+
+@given(st.integers(1, 99), ids, labels)
+def test_nobody_and_everybody(number: int, engine: str, has: dict[str, str]) -> None:
+    assert 0 <= position(number, engine) < 100
+    assert revision_of(started({"percent": 0.0}, rollout_id=number), engine, has, 0) == STABLE
+    assert revision_of(started({"percent": 100.0}, rollout_id=number), engine, has, 0) == CANDIDATE
+
+
+def test_a_percentage_is_that_share_of_many_and_another_one_each_time() -> None:
+    chosen = [
+        {e for e in range(4000) if revision_of(started({"percent": 25.0}, rollout_id=n), f"e{e}", {}, 0) == CANDIDATE}
+        for n in (1, 2)
+    ]
+    assert all(900 < len(some) < 1100 for some in chosen)
+    assert 150 < len(chosen[0] & chosen[1]) < 350
+
+
+def test_labels_are_globs_and_must_all_match() -> None:
+    rollout = started({"engine_labels": {"pool": "canary-*", "zone": "a"}})
+    for has, revision in (
+        ({"pool": "canary-2", "zone": "a"}, CANDIDATE),
+        ({"pool": "canary-2", "zone": "b"}, STABLE),
+        ({"pool": "canary-2"}, STABLE),
+        ({"pool": "main", "zone": "a"}, STABLE),
+    ):
+        assert revision_of(rollout, "e", has, 0) == revision
+
+
+@given(plans, ids, labels, labels, st.lists(st.sampled_from(["tick", "pause", "resume", "halt", "abort"]), max_size=12))
+def test_an_engine_never_goes_back(
+    plan: list[dict[str, Any]], engine: str, before: dict[str, str], after: dict[str, str], what: list[str]
+) -> None:
+    """Whatever happens, and though its labels change: it keeps what it has, or gets something newer."""
+    rollout, has = started(*plan), STABLE
+    for number, action in enumerate(what):
+        rollout = act(rollout, action)
+        wanted = revision_of(rollout, engine, before if number % 2 else after, has)
+        assert wanted >= has
+        has = wanted
+
+
+def act(rollout: Rollout, action: str) -> Rollout:
+    if not rollout.active:
+        return rollout
+    if action == "tick":
+        rollout = tick(rollout, seen(), 1e9, NOW)
+    elif action == "halt":
+        rollout = tick(rollout, seen(nacks=1), 1.0, NOW)
+    else:
+        rollout = getattr(rules, action)(rollout, BY)
+    if rollout.state in rules.TAKEN_BACK:
+        rollout = rollout.model_copy(update={"rollback_revision": BACK})
+    return rollout
+
+
+def test_ends_are_for_everybody() -> None:
+    rollout = started({"percent": 0.0})
+    done = tick(rollout, seen(), 1e9, NOW)
+    assert (done.state, revision_of(done, "e", {}, STABLE)) == (State.COMPLETED, CANDIDATE)
+    aborted = act(rollout, "abort")
+    assert [revision_of(aborted, "e", {}, has) for has in (STABLE, CANDIDATE)] == [BACK, BACK]
+
+
+# -------------------------------------------------------------------------------------------------------- what happens
+
+
+def test_steps_follow_each_other_when_they_have_baked() -> None:
+    rollout = started({"percent": 1.0, "bake_s": 60.0}, {"percent": 50.0, "bake_s": 10.0})
+    rollout = tick(rollout, seen(), 59.0, NOW)
+    assert (rollout.step, rollout.baked_s, rollout.candidate_engines, rollout.other_engines) == (1, 59.0, 1, 1)
+    rollout = tick(rollout, seen(), 1.0, NOW + timedelta(seconds=60))
+    assert (rollout.step, rollout.baked_s, rollout.state) == (2, 0.0, State.RUNNING)
+    rollout = tick(rollout, seen(), 10.0, NOW)
+    assert rollout.state is State.COMPLETED
+    assert tick(rollout, seen(nacks=5), 10.0, NOW) == rollout
+    assert [(event.event, event.step, event.author) for event in rollout.events] == [
+        ("started", 1, "ann"),
+        ("advanced", 2, "meridian-control"),
+        ("completed", 2, "meridian-control"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sample", "why"),
+    [
+        (Sample(), "an engine to connect"),
+        (seen(pending=2), "2 engines to apply the candidate"),
+        (seen(missing=1), "1 engines to connect again"),
+        (itl((0.02, 9)), "observations for output_itl_p99_ratio"),
+        (itl((0.02, 100), (0.02, 9)), "observations for output_itl_p99_ratio"),
+    ],
+)
+def test_what_a_step_waits_for(sample: Sample, why: str) -> None:
+    rollout = tick(started(guardrails=LIMITS), sample, 1e6, NOW)
+    assert (rollout.state, rollout.waiting_for) == (State.RUNNING, why)
+    rollout = tick(rollout, itl((0.02, 100)), 1.0, NOW)
+    assert (rollout.state, rollout.waiting_for) == (State.COMPLETED, "")
+
+
+def test_a_step_without_engines_of_its_own_waits_for_no_observations() -> None:
+    rollout = started(guardrails=LIMITS)
+    assert tick(rollout, seen(candidate_engines=0), 1e6, NOW).state is State.COMPLETED
+
+
+def test_nothing_to_compare_with_is_not_waited_for() -> None:
+    rollout = tick(started(guardrails=LIMITS), itl((0.02, 100), (0.02, 0), other_engines=0), 1e6, NOW)
+    assert rollout.state is State.COMPLETED
+
+
+def test_the_last_engines_are_compared_with_those_of_earlier_steps() -> None:
+    rollout = started({"percent": 50.0, "bake_s": 1.0}, {"percent": 100.0, "bake_s": 1.0}, guardrails=LIMITS)
+    rollout = tick(rollout, itl((0.02, 100)), 1.0, NOW)
+    assert rollout.step == 2
+    slow = itl((0.05, 100), (0.02, 0), other_engines=0)
+    (reading, _) = tick(rollout, slow, 1.0, NOW).guardrails
+    assert (reading.violated, reading.stable_observations) == (True, 100)
+
+
+def test_a_pause_stops_the_clock_and_not_the_guardrails() -> None:
+    rollout = rules.pause(tick(started(), seen(), 50.0, NOW), BY)
+    assert tick(rollout, seen(), 1e6, NOW).baked_s == 50.0
+    assert tick(rollout, seen(nacks=1), 1.0, NOW).state is State.ROLLED_BACK
+    rollout = rules.resume(rollout, BY)
+    assert tick(rollout, seen(), 10.0, NOW).state is State.COMPLETED
+    assert [event.event for event in rollout.events] == ["started", "paused", "resumed"]
+
+
+def test_a_halted_rollout_waits_and_is_measured_anew_once_resumed() -> None:
+    rollout = tick(started(on_violation="halt", guardrails=LIMITS), itl((0.05, 100)), 59.0, NOW)
+    assert rollout.state is State.HALTED
+    assert tick(rollout, itl((0.05, 100)), 1e6, NOW) == rollout
+    assert rules.pause(rollout, BY) == rollout
+    resumed = rules.resume(rollout, BY)
+    assert (resumed.state, resumed.baked_s, resumed.candidate) == (State.RUNNING, 0.0, rules.NOTHING)
+    assert tick(resumed, itl((0.02, 100)), 60.0, NOW).state is State.COMPLETED
+
+
+def test_steering_what_has_ended() -> None:
+    ended = tick(started(), seen(), 1e6, NOW)
+    for what in (rules.pause, rules.resume, rules.abort):
+        with pytest.raises(RolloutEnded, match=r"^rollout 3 is completed: there is nothing to (pause|resume|abort)$"):
+            what(ended, BY)
+    aborted = rules.abort(started(), BY)
+    assert rules.abort(aborted, BY) == aborted
+
+
+def test_a_request_id_steers_once() -> None:
+    by = By(NOW, "ann", "", "a")
+    paused = rules.pause(started(), by)
+    resumed = rules.resume(paused, BY)
+    assert rules.pause(resumed, by) == resumed
+    completed = tick(resumed, seen(), 1e6, NOW)
+    assert rules.pause(completed, by) == completed
+
+
+def test_old_events_are_let_go() -> None:
+    rollout = started()
+    for _ in range(rules.MAX_EVENTS):
+        rollout = rules.resume(rules.pause(rollout, BY), BY)
+    assert (len(rollout.events), rollout.etag) == (rules.MAX_EVENTS, f"3-{2 * rules.MAX_EVENTS + 1}")
+
+
+def test_what_is_stored_is_read_back() -> None:
+    rollout = tick(started(on_violation="halt", guardrails=LIMITS), itl((0.05, 100)), 59.0, NOW)
+    assert Rollout.model_validate_json(rollout.model_dump_json(exclude_none=True)) == rollout
+    message = rollout.message()
+    assert (message.violation.guardrail, message.violation.violated) == ("output_itl_p99_ratio", True)
+    assert message.events[1].time.ToDatetime(UTC) == NOW
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A rollout under any calls and measurements: its step never falls, ends are final, guardrails always win."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rollout = started({"percent": 1.0}, {"percent": 50.0}, {"percent": 99.0}, on_violation="halt")
+        self.before = self.rollout
+
+    def become(self, rollout: Rollout) -> None:
+        self.before, self.rollout = self.rollout, rollout
+
+    @rule(elapsed_s=st.floats(0, 700), nacks=st.integers(0, 1), pending=st.integers(0, 1))
+    def time_passes(self, elapsed_s: float, nacks: int, pending: int) -> None:
+        self.become(tick(self.rollout, seen(nacks=nacks, pending=pending), elapsed_s, NOW))
+        if nacks:
+            assert self.rollout.step == self.before.step
+            assert self.rollout.state not in (State.RUNNING, State.PAUSED)
+
+    @rule(what=st.sampled_from([rules.pause, rules.resume, rules.abort]))
+    def steer(self, what: Any) -> None:
+        if self.rollout.active:
+            self.become(what(self.rollout, BY))
+
+    @invariant()
+    def holds(self) -> None:
+        now, before = self.rollout, self.before
+        assert before.step <= now.step <= before.step + 1
+        assert before.changes <= now.changes <= before.changes + 1
+        assert now.state == before.state or now.changes > before.changes
+        assert now == before or before.active
+        if now.step > before.step:
+            assert (before.state, now.baked_s) == (State.RUNNING, 0.0)
+
+
+TestAnyOrder = AnyOrder.TestCase
+
+
+# --------------------------------------------------------------------------------------------------------- guardrails
+
+
+def test_p99() -> None:
+    assert p99(()) is None
+    assert p99(buckets(0.02, 0)) is None
+    assert p99(buckets(0.02, 5)) == pytest.approx(0.016 + 0.99 * 0.004)
+    mixed = tuple(a + b for a, b in zip(buckets(0.02, 985), buckets(1.0, 15), strict=True))
+    assert p99(mixed) == pytest.approx(0.8 + 0.2 * 5 / 15)
+    assert p99((0,) * len(TIME_BOUNDS_S) + (1,)) == TIME_BOUNDS_S[-1], "beyond what is measured"
+
+
+def answers(count: int, empty: int = 0, reentries: int = 0) -> Measured:
+    return Measured(answers=count, empty=empty, reentries=reentries)
+
+
+def ttot(seconds: float, count: int) -> Measured:
+    return Measured(ttot=buckets(seconds, count))
+
+
+VIOLATIONS = [
+    ("output_itl_p99_ms", 30.0, itl((0.05, 100)), itl((0.02, 100))),
+    ("output_itl_p99_ratio", 1.5, itl((0.05, 100), (0.02, 100)), itl((0.05, 100), (0.04, 100))),
+    ("ttot_p99_ms", 30.0, seen(ttot(0.05, 100)), seen(ttot(0.02, 100))),
+    ("ttot_p99_ratio", 1.5, seen(ttot(0.05, 100), ttot(0.02, 100)), seen(ttot(0.05, 100), ttot(0.04, 100))),
+    ("reentry_rate", 0.1, seen(answers(100, reentries=11)), seen(answers(100, reentries=10))),
+    (
+        "reentry_rate_increase",
+        0.1,
+        seen(answers(100, reentries=31), answers(100, reentries=20)),
+        seen(answers(100, reentries=29), answers(100, reentries=20)),
+    ),
+    ("empty_answer_rate", 0.1, seen(answers(100, empty=11)), seen(answers(100, empty=10))),
+    (
+        "empty_answer_rate_increase",
+        0.1,
+        seen(answers(100, empty=31), answers(100, empty=20)),
+        seen(answers(100, empty=29), answers(100, empty=20)),
+    ),
+    ("nacks", 1, seen(nacks=2), seen(nacks=1)),
+    ("degraded_engines", 1, seen(degraded=2), seen(degraded=1)),
+]
+
+
+@pytest.mark.parametrize(("name", "limit", "bad", "good"), VIOLATIONS)
+@pytest.mark.parametrize("on_violation", ["rollback", "halt"])
+def test_every_guardrail(name: str, limit: float, bad: Sample, good: Sample, on_violation: str) -> None:
+    rollout = started(guardrails={name: limit}, on_violation=on_violation)
+    fine = tick(rollout, good, 1.0, NOW)
+    assert (fine.state, fine.violation) == (State.RUNNING, None)
+    tripped = tick(rollout, bad, 1.0, NOW)
+    assert tripped.state is (State.HALTED if on_violation == "halt" else State.ROLLED_BACK)
+    assert tripped.violation is not None
+    assert (tripped.violation.guardrail, tripped.violation.limit) == (name, limit)
+    assert tripped.violation.value is not None
+    assert tripped.violation.value > limit
+    event = tripped.events[-1]
+    assert event.event == ("halted" if on_violation == "halt" else "rolled_back")
+    assert event.reason == f"{name} is {tripped.violation.value:.4g}, limit {limit:.4g}"
+
+
+@pytest.mark.parametrize(("name", "limit", "bad", "good"), VIOLATIONS[:8])
+def test_nothing_is_judged_by_too_little(name: str, limit: float, bad: Sample, good: Sample) -> None:
+    rollout = tick(started(guardrails={name: limit, "min_observations": 101}), bad, 1e6, NOW)
+    found = {reading.guardrail: reading for reading in rollout.guardrails}[name]
+    assert (rollout.state, found.violated, found.waiting) == (State.RUNNING, False, True)
+    assert found.observations == 100
+    more = tick(rollout, bad, 1.0, NOW)
+    assert more.violation is not None, "what comes later counts with what came before"
+    at_once = tick(started(guardrails={name: limit, "min_observations": 0}), bad, 1.0, NOW)
+    assert at_once.violation is not None
+    unseen = tick(started(guardrails={name: limit, "min_observations": 0}), seen(), 1.0, NOW)
+    assert [reading for reading in unseen.guardrails if reading.guardrail == name] == [
+        Reading(guardrail=name, limit=limit, observations=0)
+    ]
+
+
+def test_each_step_is_measured_by_itself() -> None:
+    rollout = started({"percent": 50.0, "bake_s": 1.0}, {"percent": 60.0}, guardrails=LIMITS)
+    rollout = tick(rollout, itl((0.02, 10_000)), 1.0, NOW)
+    assert (rollout.step, rollout.candidate) == (2, rules.NOTHING)
+    assert tick(rollout, itl((0.05, 10)), 1.0, NOW).violation is not None

@@ -1,0 +1,112 @@
+"""What a rollout is judged by, from engines as FleetService shows them: counters that grow, and start over."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+from meridian.v1 import fleet_pb2
+
+from meridian_control.histogram import time_histogram
+from meridian_control.rollout import By, Sample, begin
+from meridian_control.rollout_plan import Plan
+from meridian_control.rollout_sample import Sampler
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+ROLLOUT = begin(1, Plan.model_validate({"step": [{"percent": 50}]}), (1, 2), By(NOW))
+UP, DOWN = fleet_pb2.CONNECTION_STATE_CONNECTED, fleet_pb2.CONNECTION_STATE_DISCONNECTED
+LEASE_S = 30.0
+
+
+def engine(name: str, acked: int = 1, tokens: int = 0, since_s: float = -100, **fields: Any) -> fleet_pb2.Engine:
+    """One that is at 20 ms a token, finishes an answer with every token, every second of them empty."""
+    itl = time_histogram()
+    itl.add(np.full(tokens, 0.02))
+    made = fleet_pb2.Engine(
+        **{"engine_id": name, "state": UP, "revision": acked, "acked_revision": acked, **fields},
+        output_itl=itl.message(),
+        ttot=time_histogram().message(),
+        answers={"answered_after_natural": tokens - tokens // 2, "empty_after_forced": tokens // 2, "unended": 9},
+    )
+    made.connect_time.FromDatetime(NOW + timedelta(seconds=since_s))
+    return made
+
+
+class Looks:
+    """One look a second."""
+
+    def __init__(self) -> None:
+        self.sampler, self.now = Sampler(), NOW
+
+    def at(self, *engines: fleet_pb2.Engine) -> Sample:
+        found = self.sampler.sample(engines, ROLLOUT, LEASE_S, self.now)
+        self.now += timedelta(seconds=1)
+        return found
+
+
+def counted(sample: Sample) -> tuple[int, int]:
+    return sum(sample.candidate.output_itl), sum(sample.stable.output_itl)
+
+
+def test_what_is_new_belongs_to_the_policy_applied() -> None:
+    looks = Looks()
+    assert counted(looks.at(engine("a", 2, 50), engine("b", 1, 70))) == (0, 0), "from before the first look"
+    sample = looks.at(engine("a", 2, 60), engine("b", 1, 73))
+    assert counted(sample) == (10, 3)
+    assert (sample.candidate.answers, sample.candidate.empty, sample.candidate.reentries) == (10, 5, 0)
+    assert (sample.candidate_engines, sample.other_engines) == (1, 1)
+    assert counted(looks.at(engine("a", 2, 60), engine("b", 1, 73))) == (0, 0)
+
+
+def test_an_engine_that_changes_policy_counts_from_the_next_look_on() -> None:
+    looks = Looks()
+    looks.at(engine("a", 1, 10))
+    assert counted(looks.at(engine("a", 2, 20))) == (0, 0)
+    assert counted(looks.at(engine("a", 2, 25))) == (5, 0)
+    assert counted(looks.at(engine("a", 0, 25), engine("older", 0, 5))) == (0, 0)
+
+
+def test_counters_that_start_over() -> None:
+    looks = Looks()
+    looks.at(engine("a", 2, 50))
+    assert counted(looks.at(engine("a", 2, 4, since_s=0.5))) == (4, 0), "all of it came since the look before"
+    assert counted(looks.at(engine("a", 2, 9, since_s=0.5), engine("new", 1, 3, since_s=1.5))) == (5, 3)
+    assert counted(looks.at(engine("found", 1, 30, since_s=-50))) == (0, 0), "another replica showed it only now"
+
+
+def test_other_buckets_are_left_out() -> None:
+    looks = Looks()
+    looks.at(engine("a", 2, 1))
+    other = engine("a", 2, 9)
+    other.output_itl.counts.append(7)
+    assert counted(looks.at(other))[0] <= 0
+
+
+def test_refused_and_pending() -> None:
+    sample = Looks().at(
+        engine("applied", 2),
+        engine("asked", 1, revision=2),
+        engine("refused", 1, revision=2, nack_error="no such parser"),
+        engine("refused-and-left", 1, revision=2, nack_error="no such parser", state=DOWN),
+        engine("refused-the-old", 1, nack_error="no such parser"),
+        engine("other"),
+    )
+    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 4, 1, 2)
+
+
+def test_degraded_is_past_the_lease_or_switched_off() -> None:
+    looks = Looks()
+    gone = [engine("gone", 2, state=DOWN), engine("asked", 1, revision=2, state=DOWN), engine("old", 1, state=DOWN)]
+    moved = [engine("moved", 2, state=DOWN), engine("moved", 2)]
+
+    def missing_and_degraded(*engines: fleet_pb2.Engine) -> tuple[int, int]:
+        sample = looks.at(*engines)
+        return sample.missing, sample.degraded
+
+    assert missing_and_degraded(*gone, *moved, engine("off", 2, fault="KeyError")) == (2, 1)
+    looks.now += timedelta(seconds=LEASE_S - 1)
+    assert missing_and_degraded(*gone, *moved) == (2, 0)
+    assert missing_and_degraded(*gone, *moved) == (0, 2)
+    assert missing_and_degraded(engine("gone", 2), gone[1]) == (0, 1)
+    assert missing_and_degraded(gone[0]) == (1, 0), "another time"
