@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery lint proto clean
+.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
@@ -48,3 +48,8 @@ bench-cache: $(VENV)/ready
 
 bench-delivery: $(VENV)/ready
 	$(BIN)/python -m tests.bench.delivery $(ARGS)
+
+# Needs a CUDA GPU, CuPy and a CUDA build of torch, so it runs in the Python that has them, for example that of a vLLM
+# image: make bench-kernels GPU_PYTHON=python3
+bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)
+	PYTHONPATH=kernels $(or $(GPU_PYTHON),$(BIN)/python) -m tests.bench.kernels $(ARGS)

@@ -72,6 +72,8 @@ class Agent:
         self._keep_places_until = 0
         # Begins a tool call in this model's output, where thinking stays in the chat until the tool has answered.
         self.tool_call: int | None = None
+        # Why the worker measures nothing, once it said so.
+        self.no_entropy = ""
         self._tail: Any = None
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
@@ -500,6 +502,8 @@ class Agent:
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Account the step's tokens, settle decisions, send the record."""
         signals = getattr(runner_output, RESULT, None)
+        if isinstance(signals, str):
+            signals = self._without_entropy(signals)
         by_id = self.tracker.by_id
         index = runner_output.req_id_to_index
         for group in outputs.values():
@@ -526,6 +530,13 @@ class Agent:
             if not tr.asked_in and any(probe[1] == tr.slot for probe in sent.probes):
                 tr.asked_in = sent.step
         self.link.send(sent, self.tracker.snapshot)
+
+    def _without_entropy(self, reason: str) -> None:
+        """The worker says why it measures nothing: the next Hello no longer promises it."""
+        if not self.no_entropy:
+            self.no_entropy = reason
+            logger.warning("meridian: no entropy from this engine: %s", reason)
+            self.link.restart()
 
     def _step_time_ms(self) -> float:
         """Time since the step's schedule began; under asynchronous scheduling, where the next step's began before this

@@ -1,27 +1,32 @@
 """The worker role: measures every sampled logits row before any mask changes it, and hands the columns to the engine
-core on the model runner's own output. Runs on the worker's thread; knows nothing of requests' meaning or of policy.
+core on the model runner's own output. Runs on the worker's threads; knows nothing of requests' meaning or of policy.
+
+On a GPU a measurement is begun here and read when the output is: under asynchronous scheduling, vLLM's default there,
+on the thread that waits for the sampled tokens, while the next step is under way.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meridian_kernels import EntropyProbe
+from meridian_kernels import EntropyProbe, KernelError
 
 from meridian_agent.guard import Guard
 
 if TYPE_CHECKING:
+    from meridian_kernels import Pending
     from numpy.typing import NDArray
 
 logger = logging.getLogger("vllm.meridian")
 
 # Attribute of SchedulerOutput (engine core to worker): id of the end marker's first token, absent when not observing.
 REQUEST = "meridian_end_token_id"
-# Attribute of ModelRunnerOutput (worker to engine core).
+# Attribute of ModelRunnerOutput (worker to engine core): StepSignals, or why this worker measures nothing.
 RESULT = "meridian_signals"
 
 
@@ -42,16 +47,28 @@ class StepSignals:
         return request if self.first_row is None else int(self.first_row[request])
 
 
+class Measurement:
+    """A step's rows, being measured."""
+
+    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None) -> None:
+        self._pending, self._first_row = pending, first_row
+
+    def signals(self) -> StepSignals:
+        s = self._pending.result()
+        return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
+
+
 class Observer:
     """Measures for one model runner."""
 
     def __init__(self, runner: Any) -> None:
-        self.guard = Guard()
+        self.probe = EntropyProbe()
+        # Of what measures, and of what hands over: that goes on when the first has failed, to say so.
+        self.guard, self.delivery = Guard(), Guard()
         self._runner = runner
-        self._probe = EntropyProbe()
         self._end_token_id: int | None = None
         self._drafts: dict[str, list[int]] = {}
-        self._signals: StepSignals | None = None
+        self._measurement: Measurement | None = None
         # Model Runner V2: first rows of the batch whose logits are about to be computed.
         self._awaited: NDArray[np.int32] | None = None
 
@@ -62,7 +79,7 @@ class Observer:
 
     def before_sampling(self) -> None:
         """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
-        self._signals = self._awaited = None
+        self._measurement = self._awaited = None
         state = self._runner.execute_model_state
         if self._end_token_id is None or state is None:
             return
@@ -87,39 +104,56 @@ class Observer:
 
     def _measure(self, logits: Any, first_row: NDArray[np.int32] | None) -> None:
         assert self._end_token_id is not None
-        s = self._probe.compute_batch(logits, self._end_token_id)
-        self._signals = StepSignals(first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
+        self._measurement = Measurement(self.probe.begin(logits, self._end_token_id), first_row)
 
-    def attach_to(self, output: Any) -> None:
-        """Put the step's signals on the output that goes to the engine core."""
-        _put(output, self._signals)
-        self._signals = None
+    def take(self) -> Measurement | None:
+        """The step's measurement, once."""
+        measurement, self._measurement = self._measurement, None
+        return measurement
+
+    def put(self, output: Any, measurement: Measurement | None) -> None:
+        """Put the step's signals, or the fault that keeps them away, on the output that goes to the engine core."""
+        # Outputs without requests may be one object that vLLM shares.
+        if not getattr(output, "req_ids", None):
+            return
+        signals = None if measurement is None else self.guard.run(measurement.signals)
+        if signals is not None or self.guard.fault:
+            setattr(output, RESULT, signals or self.guard.fault)
 
 
-def _put(output: Any, signals: StepSignals | None) -> None:
-    # Outputs without requests may be one object that vLLM shares.
-    if signals is not None and getattr(output, "req_ids", None):
-        setattr(output, RESULT, signals)
+def possible(device_type: str) -> bool:
+    """Whether workers on this kind of device measure, as far as can be told without touching one."""
+    return device_type == "cpu" or (device_type == "cuda" and importlib.util.find_spec("cupy") is not None)
 
 
-def supported(worker: Any) -> str:
-    """Why this worker cannot observe; empty when it can."""
-    if str(worker.device.type) != "cpu":
-        return f"entropy kernels for {worker.device.type} are not part of this version"
-    if not hasattr(worker.model_runner, "sample_tokens") or not hasattr(worker.model_runner, "execute_model"):
-        return "the model runner has no sample_tokens or no execute_model"
-    return ""
+def probe_for(worker: Any) -> EntropyProbe:
+    """The probe for a worker's device; on a GPU it takes all memory it will ever need. Raises KernelError."""
+    device = worker.device
+    if str(device.type) == "cpu":
+        return EntropyProbe()
+    if str(device.type) != "cuda":
+        raise KernelError(f"there are no entropy kernels for {device.type}")
+    config = worker.vllm_config
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
+    rows = config.scheduler_config.max_num_seqs * (1 + drafts)
+    return EntropyProbe("cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
 def attach(worker: Any) -> None:
     """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone."""
-    if reason := supported(worker):
-        logger.warning("meridian: no entropy from this worker: %s", reason)
-        return
     if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
         return
     runner = worker.model_runner
+    if not hasattr(runner, "sample_tokens") or not hasattr(runner, "execute_model"):
+        logger.warning("meridian: no entropy from this worker: its runner has no sample_tokens or no execute_model")
+        return
     observer = Observer(runner)
+    try:
+        observer.probe = probe_for(worker)
+        logger.info("meridian: observing logits on the %s", worker.device)
+    except KernelError as error:
+        logger.warning("meridian: no entropy from this worker: %s", error)
+        observer.guard.fault = str(error)
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
     @functools.wraps(execute_model)
@@ -131,13 +165,12 @@ def attach(worker: Any) -> None:
     def observed_sample(*args: Any, **kwargs: Any) -> Any:
         observer.guard.run(observer.before_sampling)
         output = sample_tokens(*args, **kwargs)
-        observer.guard.run(_attach_now_or_later, observer, output)
+        observer.delivery.run(_put_now_or_later, observer, output)
         return output
 
     runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
     if getattr(worker, "use_v2_model_runner", False):
         _watch_logits(runner.model, observer)
-    logger.info("meridian: observing logits on the %s", worker.device)
 
 
 def _watch_logits(model: Any, observer: Observer) -> None:
@@ -153,17 +186,17 @@ def _watch_logits(model: Any, observer: Observer) -> None:
     model.compute_logits = watched
 
 
-def _attach_now_or_later(observer: Observer, output: Any) -> None:
+def _put_now_or_later(observer: Observer, output: Any) -> None:
     """An asynchronous output exists only once `get_output` is called; the signals ride on what it returns."""
+    measurement = observer.take()
     get_output = getattr(output, "get_output", None)
     if get_output is None:
-        observer.attach_to(output)
+        observer.put(output, measurement)
         return
-    signals, observer._signals = observer._signals, None
 
     def with_signals() -> Any:
         result = get_output()
-        _put(result, signals)
+        observer.delivery.run(observer.put, result, measurement)
         return result
 
     output.get_output = with_signals

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent import __version__, hooks
+from meridian_agent import __version__, hooks, observe
 from meridian_agent.agent import Agent
 from meridian_agent.credentials import Credentials
 from meridian_agent.guard import Guard
@@ -141,7 +141,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(scheduler, template.strips_think),
+            capabilities=capabilities(scheduler, template.strips_think, agent.no_entropy),
             revision=link.revision,
             fault=guard.fault,
             state=agent_pb2.AGENT_STATE_OFF if guard.fault else link.state,
@@ -205,11 +205,11 @@ def _identity(config: Any) -> dict[str, Any]:
     }
 
 
-def capabilities(scheduler: Any, strips_think: bool) -> agent_pb2.Capabilities:
-    """What this engine can honour."""
+def capabilities(scheduler: Any, strips_think: bool, no_entropy: str) -> agent_pb2.Capabilities:
+    """What this engine can honour. no_entropy: why its worker measures nothing, if it said so."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
-    entropy = str(scheduler.vllm_config.device_config.device_type) == "cpu"
+    entropy = not no_entropy and observe.possible(str(scheduler.vllm_config.device_config.device_type))
     return agent_pb2.Capabilities(
         token_entropy=entropy,
         force_end=True,

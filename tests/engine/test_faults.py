@@ -69,16 +69,20 @@ def test_preemption_hook_that_raises(llm: Any, agent: Any, scheduler: Any, contr
     assert "injected into preempted" in scheduler._guard.fault
 
 
-@pytest.mark.parametrize("hook", ["begin", "before_sampling", "attach_to"])
+@pytest.mark.parametrize("hook", ["begin", "before_sampling", "put"])
 def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock: list[list[int]], hook: str) -> None:
-    """The worker stops measuring and serves on; the engine core goes on without signals."""
+    """The worker stops measuring and serves on; the engine core goes on without signals, and promises none any more if
+    the worker can still tell it."""
     observers = llm.collective_rpc(_break_observer, args=(hook,))
     assert all(observers)
     try:
         assert chat(llm, cases(), GREEDY) == stock
         assert all("injected" in fault for fault in llm.collective_rpc(_observer_fault))
+        assert ("injected" in agent.no_entropy) == (hook != "put")
     finally:
         llm.collective_rpc(_mend_observer)
+        agent.no_entropy = ""
+        agent.link.restart()
     control.settled()
 
 
@@ -96,14 +100,15 @@ def _break_observer(worker: Any, hook: str) -> bool:
 
 
 def _observer_fault(worker: Any) -> str:
-    return str(_observer(worker).guard.fault)
+    observer = _observer(worker)
+    return str(observer.guard.fault or observer.delivery.fault)
 
 
 def _mend_observer(worker: Any) -> None:
     observer = _observer(worker)
-    for hook in ("begin", "before_sampling", "attach_to"):
+    for hook in ("begin", "before_sampling", "put"):
         observer.__dict__.pop(hook, None)
-    observer.guard.fault = ""
+    observer.guard.fault = observer.delivery.fault = ""
 
 
 NO_OP = """

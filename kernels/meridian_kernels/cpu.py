@@ -1,0 +1,110 @@
+"""What the signals are, and two ways to compute them on the CPU: with torch, for engines without a GPU, and in float64
+NumPy, slow and plain, which is the definition that every other path is tested against.
+
+Importing this touches neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+# Logits are shifted by their row maximum and then clipped here: exp(-1e4) is exactly 0 in float32, so -inf entries and
+# the tail contribute 0 to both sums, never NaN.
+_FLOOR = -1e4
+# Elements of one chunk, so that temporaries stay far below the size of the logits.
+_CHUNK_ELEMENTS = 1 << 19
+
+
+class KernelError(ValueError):
+    """The input cannot be measured, or not here: wrong shape, dtype or device, an end token outside the vocabulary, a
+    GPU that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntropySignal:
+    """Signals of `rows` logits rows; every column has shape [rows]. Logarithms are natural.
+
+    entropy_nats: entropy of softmax(row), float32.
+    log_sum_exp_nats: log of the sum of e^logit, float32.
+    top_logprob_nats: log-probability of the likeliest token, float32.
+    end_logprob_nats: log-probability of the end token, of the likeliest if there are several, float32.
+    top_token_id: the likeliest token, the first of equal ones; -1 in a row that cannot be measured. int32.
+    end_rank: 1 + number of logits strictly above the end token's, int32.
+
+    A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN, and its rank means
+    nothing. Other rows are not affected.
+    """
+
+    entropy_nats: NDArray[np.float32]
+    log_sum_exp_nats: NDArray[np.float32]
+    top_logprob_nats: NDArray[np.float32]
+    end_logprob_nats: NDArray[np.float32]
+    top_token_id: NDArray[np.int32]
+    end_rank: NDArray[np.int32]
+
+
+def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int32] | None) -> EntropySignal:
+    """Signals of a tensor [rows, vocabulary] on the CPU, of the selected rows or all, a chunk of rows at a time."""
+    import torch
+
+    count, vocab = logits.shape[0] if selected is None else len(selected), logits.shape[1]
+    floats, integers = np.empty((4, count), np.float32), np.empty((2, count), np.int32)
+    chosen = None if selected is None else torch.from_numpy(selected)
+    step = max(1, _CHUNK_ELEMENTS // vocab)
+    for begin in range(0, count, step):
+        at = slice(begin, begin + step)
+        chunk = logits[at] if chosen is None else logits.index_select(0, chosen[at])
+        _measure(chunk.float(), list(ends), floats[:, at], integers[:, at])
+    return EntropySignal(*floats, *integers)
+
+
+def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:
+    end = x[:, ends].amax(dim=1, keepdim=True)
+    top, top_id = x.max(dim=1, keepdim=True)
+    above = (x > end).sum(dim=1)
+    x = x - top
+    weight = x.clamp_(min=_FLOOR).exp()
+    total = weight.sum(dim=1)
+    log_total = total.log()
+    floats[0] = (log_total - weight.mul_(x).sum(dim=1) / total).numpy()
+    floats[1] = (top[:, 0] + log_total).numpy()
+    floats[2] = -log_total.numpy()
+    floats[3] = ((end - top)[:, 0] - log_total).numpy()
+    # With nothing but -inf, or with +inf, shifting made NaN of the sum and not of all that was added to it.
+    floats[:, np.isnan(floats[2])] = np.nan
+    integers[0] = np.where(np.isnan(floats[2]), -1, top_id[:, 0].numpy())
+    integers[1] = above.numpy() + 1
+
+
+def reference(
+    logits: NDArray[np.floating], end_token_ids: Sequence[int], selected: NDArray[np.int32] | None = None
+) -> EntropySignal:
+    """The definition, in float64."""
+    x = np.asarray(logits if selected is None else logits[selected], dtype=np.float64)
+    rows = np.arange(len(x))
+    top = x.argmax(axis=1)
+    end = x[:, list(end_token_ids)].max(axis=1)
+    with np.errstate(invalid="ignore"):
+        shifted = x - x[rows, top][:, None]
+        weight = np.exp(shifted)
+        total = weight.sum(axis=1)
+        product = np.where(weight > 0, weight * np.where(np.isneginf(shifted), 0.0, shifted), weight)
+        log_total = np.log(total)
+        end_logprob = end - x[rows, top] - log_total
+    return EntropySignal(
+        (log_total - product.sum(axis=1) / total).astype(np.float32),
+        (x[rows, top] + log_total).astype(np.float32),
+        (-log_total).astype(np.float32),
+        end_logprob.astype(np.float32),
+        np.where(np.isnan(total), -1, top).astype(np.int32),
+        (1 + (x > end[:, None]).sum(axis=1)).astype(np.int32),
+    )

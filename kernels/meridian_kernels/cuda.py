@@ -1,0 +1,179 @@
+"""Loads the CUDA source through CuPy and runs it beside torch: own stream, events, pinned memory.
+
+Everything is allocated, compiled and run once when a `Kernels` is made; after that a measurement allocates nothing on
+the GPU and no call but `Pending.result` waits. Importing this touches neither CuPy nor a GPU. Knows no torch but a
+tensor's address, strides and dtype, and the stream that torch works on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_kernels.cpu import EntropySignal, KernelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+SOURCE = Path(__file__).with_name("signals.cu")
+THREADS, VECTORS, STAGES, BLOCKS_PER_SM = 256, 4, 2, 4
+TILE_VECTORS = THREADS * VECTORS
+OPTIONS = (
+    "-std=c++17",
+    f"-DTHREADS={THREADS}",
+    f"-DVECTORS={VECTORS}",
+    f"-DSTAGES={STAGES}",
+    f"-DBLOCKS_PER_SM={BLOCKS_PER_SM}",
+)
+# Kernel and bytes per entry, by the name of the dtype.
+KERNELS = {"float32": ("signals_f32", 4), "bfloat16": ("signals_bf16", 2), "float16": ("signals_f16", 2)}
+COLUMNS = 6
+MAX_END_TOKENS = 4
+# Measurements whose results may be outstanding; vLLM has two steps under way, with pipeline parallelism one per stage.
+SLOTS = 16
+# Bytes of the source's State, of which there is one for each block and row at most.
+STATE_BYTES = 20
+
+
+def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int = TILE_VECTORS) -> tuple[int, int]:
+    """Tiles of a row, and blocks to launch of the `blocks` that the GPU holds at once."""
+    vectors = vocab // (16 // entry_bytes)
+    tiles = max(1, -(-vectors // tile_vectors))
+    return tiles, min(blocks, rows * tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows in the GPU's memory. stride: entries from one to the next; count: of those to measure."""
+
+    address: int
+    stride: int
+    count: int
+    vocab: int
+    dtype: str
+
+
+@dataclass(slots=True)
+class _Slot:
+    host: NDArray[np.float32]
+    selected: NDArray[np.int32]
+    copied: Any
+    use: int = 0
+    busy: bool = False
+
+
+class Pending:
+    """A measurement under way."""
+
+    def __init__(self, slot: _Slot, rows: int) -> None:
+        self._slot, self._use, self._rows = slot, slot.use, rows
+
+    def result(self) -> EntropySignal:
+        """Wait for this measurement alone. Raises KernelError when SLOTS others were begun since."""
+        slot = self._slot
+        slot.copied.synchronize()
+        columns = slot.host[: COLUMNS * self._rows].copy().reshape(COLUMNS, self._rows)
+        if slot.use != self._use:
+            raise KernelError(f"a result must be read before {SLOTS} more measurements are begun")
+        return EntropySignal(*columns[:4], *columns[4:].view(np.int32))
+
+
+def rows_of(logits: Any, count: int) -> Rows:
+    """Where a torch tensor's rows are, of which this many are to be measured."""
+    dtype = str(logits.dtype).removeprefix("torch.")
+    return Rows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], dtype)
+
+
+class Kernels:
+    """The kernels on one GPU, for at most `max_rows` rows. Raises what CuPy raises when it cannot be used."""
+
+    def __init__(self, device: int, max_rows: int) -> None:
+        import cupy
+
+        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
+        self.device, self.max_rows = device, max_rows
+        with cupy.cuda.Device(device) as gpu:
+            module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+            self._functions = {dtype: (module.get_function(name), size) for dtype, (name, size) in KERNELS.items()}
+            self._blocks = gpu.attributes["MultiProcessorCount"] * BLOCKS_PER_SM
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._given, self._read = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+            with self._stream:
+                self._pieces = cupy.empty((self._blocks + max_rows) * STATE_BYTES, np.uint8)
+                self._tickets = cupy.zeros(max_rows, np.uint32)
+                self._out = cupy.empty(COLUMNS * max_rows, np.float32)
+                self._selected = cupy.empty(max_rows, np.int32)
+                logits = cupy.zeros(64, np.float32)
+            self._slots = [self._slot() for _ in range(SLOTS)]
+            self._next = 0
+            # A kernel's first launch loads it, which may wait and allocate.
+            for dtype in KERNELS:
+                self._begin(Rows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
+
+    def _slot(self) -> _Slot:
+        def pinned(count: int, dtype: type) -> Any:
+            return np.frombuffer(self._cuda.alloc_pinned_memory(4 * count), dtype, count)
+
+        copied = self._cuda.Event(block=True, disable_timing=True)
+        return _Slot(pinned(COLUMNS * self.max_rows, np.float32), pinned(self.max_rows, np.int32), copied)
+
+    def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> Pending:
+        """Measure rows of a CUDA tensor [rows, vocabulary], after what torch's current stream has been given so far and
+        before what it is given from now on. Raises KernelError."""
+        import torch
+
+        if logits.shape[1] > 1 and logits.stride(1) != 1:
+            raise KernelError(f"a row's logits must lie side by side on a GPU; got strides {logits.stride()}")
+        if logits.device.index != self.device:
+            raise KernelError(f"logits must be on cuda:{self.device}; got {logits.device}")
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelError("logits cannot be measured while torch captures a graph: measure after its replay")
+        count = logits.shape[0] if selected is None else len(selected)
+        if count > self.max_rows:
+            raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
+        rows = rows_of(logits, count)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self._cuda.Device(self.device):
+            return self._begin(rows, ends, selected, stream)
+
+    def _begin(self, rows: Rows, ends: Sequence[int], selected: NDArray[np.int32] | None, torch_stream: int) -> Pending:
+        slot = self._slots[self._next]
+        if slot.busy and not slot.copied.done:
+            raise KernelError(f"{SLOTS} measurements are under way")
+        self._next = (self._next + 1) % SLOTS
+        slot.use, slot.busy = slot.use + 1, True
+        runtime, own, count = self._runtime, self._stream, rows.count
+        if count:
+            runtime.eventRecord(self._given.ptr, torch_stream)
+            runtime.streamWaitEvent(own.ptr, self._given.ptr)
+            chosen = 0
+            if selected is not None:
+                slot.selected[:count] = selected
+                chosen = self._selected.data.ptr
+                self._copy(chosen, slot.selected.ctypes.data, 4 * count, runtime.memcpyHostToDevice)
+            self.launch(own, rows, ends, chosen)
+            runtime.eventRecord(self._read.ptr, own.ptr)
+            runtime.streamWaitEvent(torch_stream, self._read.ptr)
+            self._copy(slot.host.ctypes.data, self._out.data.ptr, 4 * COLUMNS * count, runtime.memcpyDeviceToHost)
+        runtime.eventRecord(slot.copied.ptr, own.ptr)
+        return Pending(slot, count)
+
+    def launch(self, stream: Any, rows: Rows, ends: Sequence[int], chosen: int) -> None:
+        """Give the kernel alone to a CuPy stream. chosen: address of the selected rows' numbers, or 0."""
+        function, entry_bytes = self._functions[rows.dtype]
+        count, vocab = rows.count, rows.vocab
+        tiles, grid = plan(count, vocab, entry_bytes, self._blocks)
+        if max(count * tiles, vocab) >= 1 << 31:
+            raise KernelError(f"{count} rows of {vocab} logits are too many")
+        four = (*ends, *(ends[-1],) * (MAX_END_TOKENS - len(ends)))
+        buffers = (self._pieces.data.ptr, self._tickets.data.ptr, self._out.data.ptr)
+        with stream:
+            function((grid,), (THREADS,), (rows.address, rows.stride, chosen, count, vocab, tiles, *four, *buffers))
+
+    def _copy(self, to: int, start: int, count: int, kind: int) -> None:
+        self._runtime.memcpyAsync(to, start, count, kind, self._stream.ptr)

@@ -1,0 +1,107 @@
+"""What `make bench-kernels` compares: each arm gives its work to torch's current stream. Arms whose library is missing
+are left out, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_kernels import EntropyProbe
+
+OURS, ALONE, EAGER = "meridian", "meridian, kernel alone", "torch eager"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """begin: give the work for these logits and this end token to the stream. entropy: what came of it, in nats, as a
+    tensor or an array [rows]; None where nothing is read back."""
+
+    begin: Callable[[torch.Tensor, int], Any]
+    entropy: Callable[[Any], Any] | None
+
+
+def eager(logits: torch.Tensor, end_token: int) -> torch.Tensor:
+    """The six columns as one would write them, [6, rows]: log_softmax and sums."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    entropy = -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(dim=-1)
+    top = logprobs.max(dim=-1)
+    rank = (logits > logits[:, end_token : end_token + 1]).sum(dim=-1) + 1
+    lse = (logits.float() - logprobs)[:, 0]
+    return torch.stack([entropy, lse, top.values, logprobs[:, end_token], top.indices.float(), rank.float()])
+
+
+def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tuple[dict[str, Arm], dict[str, str]]:
+    """Arms by name for logits of this shape, and why others are missing."""
+    found = {
+        OURS: Arm(probe.begin, lambda pending: pending.result().entropy_nats),
+        ALONE: _alone(probe),
+        EAGER: Arm(eager, lambda columns: columns[0]),
+    }
+    missing: dict[str, str] = {}
+    for name, make in (("torch.compile", _compiled), ("Triton", _triton), ("vLLM", _vllm), ("FlashInfer", _flashinfer)):
+        try:
+            found.update(make(rows, vocab, device))
+        except ImportError as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+    return found, missing
+
+
+def _alone(probe: EntropyProbe) -> Arm:
+    """The launch without events, streams and the copy of the results."""
+    import cupy
+    from meridian_kernels.cuda import rows_of
+
+    kernels = probe._kernels
+    assert kernels is not None
+
+    def begin(logits: torch.Tensor, end_token: int) -> None:
+        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        kernels.launch(stream, rows_of(logits, logits.shape[0]), (end_token,), 0)
+
+    return Arm(begin, None)
+
+
+_COMPILED: list[Any] = []
+
+
+def _compiled(*_: Any) -> dict[str, Arm]:
+    if not _COMPILED:
+        _COMPILED.append(torch.compile(eager, dynamic=True))
+    return {"torch.compile": Arm(_COMPILED[0], lambda columns: columns[0])}
+
+
+def _triton(rows: int, vocab: int, device: torch.device) -> dict[str, Arm]:
+    from tests.bench.kernels_triton import TritonProbe
+
+    # As many programs as our own grid has blocks.
+    programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return {"Triton": Arm(TritonProbe(rows, vocab, device, programs), lambda columns: columns[0])}
+
+
+def _vllm(rows: int, _: int, device: torch.device) -> dict[str, Arm]:
+    """vLLM has no op of this function. The one-pass kernel of its diffusion sampler gives entropy and argmax, and draws
+    a sample besides; it gives neither rank nor log-probability of a token."""
+    from vllm.model_executor.models.diffusion_gemma_sampler import sample_row_stats
+
+    temperatures = torch.ones(rows, device=device)
+    return {
+        "vLLM row stats": Arm(lambda logits, _: sample_row_stats(logits, temperatures, 1, 0, None), lambda out: out[2])
+    }
+
+
+def _flashinfer(*_: Any) -> dict[str, Arm]:
+    """FlashInfer has no op of this function: its softmax writes all probabilities, of which entropy is a sum."""
+    from flashinfer.sampling import softmax
+
+    return {
+        "FlashInfer softmax, sum": Arm(lambda logits, _: torch.special.entr(softmax(logits.float())).sum(-1), _as_it_is)
+    }
+
+
+def _as_it_is(out: torch.Tensor) -> torch.Tensor:
+    return out

@@ -1,0 +1,225 @@
+"""The kernels on a GPU: the whole table against the definition, order against torch's streams in both directions, no
+allocation and no wait while measuring, CUDA graphs beside it. kernels/README.md says how to run it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from meridian_kernels import EntropyProbe, EntropySignal, KernelError, reference
+
+from tests.bench.kernels import why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+import cupy
+from meridian_kernels.cuda import SLOTS
+
+from tests.bench.kernels_arms import ALONE, arms
+
+VOCABULARIES = [1, 2, 33, 1023, 32000, 128256, 151936, 262144]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["random", "peaked", "flat", "tied", "masked", "equal"]
+NATS = 1e-5
+# Clock cycles of a kernel that does nothing for about a tenth of a second.
+LONG = 200_000_000
+
+
+@pytest.fixture(scope="module")
+def probe() -> EntropyProbe:
+    return EntropyProbe("cuda", strict=True, max_rows=1024)
+
+
+def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Drawn anew in every run."""
+    x = 4 * torch.randn(count, vocab, device="cuda")
+    if kind == "peaked":
+        x[:, vocab // 2] += 60.0
+    elif kind == "flat":
+        x *= 1e-3
+    elif kind == "tied":
+        x = torch.round(x)
+    elif kind == "masked":
+        x[torch.rand(count, vocab, device="cuda") < 0.9] = -math.inf
+        x[:, vocab // 3] = 1.0
+    elif kind == "equal":
+        x[:] = x[:, :1]
+    return x.to(dtype)
+
+
+def compare(got: EntropySignal, logits: torch.Tensor, ends: Sequence[int], rows: Sequence[int] | None = None) -> None:
+    chosen = None if rows is None else np.array(rows, np.int32)
+    want = reference(logits.double().cpu().numpy(), ends, chosen)
+    np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
+    for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
+        np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
+    measurable = want.top_token_id >= 0
+    np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
+    np.testing.assert_array_equal(got.end_rank[measurable], want.end_rank[measurable])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_against_the_reference(probe: EntropyProbe, vocab: int, kind: str, dtype: torch.dtype) -> None:
+    logits = rows_of(kind, 7, vocab, dtype)
+    compare(probe.compute_batch(logits, vocab // 3), logits, [vocab // 3])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 128, 512, 1024])
+def test_any_number_of_rows(probe: EntropyProbe, rows: int) -> None:
+    logits = rows_of("random", rows, 32001, torch.bfloat16)
+    got = probe.compute_batch(logits, 5)
+    assert got.entropy_nats.shape == (rows,)
+    if rows:
+        compare(got, logits, [5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_alignments_selections(probe: EntropyProbe, dtype: torch.dtype) -> None:
+    wide = rows_of("random", 40, 4099, dtype)
+    for offset in range(9):
+        view = wide[1:, offset : offset + 3001 + offset]
+        compare(probe.compute_batch(view, [0, 7, 3000]), view, [0, 7, 3000])
+        rows = [38, 0, 17, 17]
+        compare(probe.compute_batch(view, 3, rows), view, [3], rows)
+
+
+def test_rows_that_cannot_be_measured(probe: EntropyProbe) -> None:
+    logits = rows_of("random", 9, 50_000)
+    logits[1, 49_999], logits[3, 0], logits[5] = math.nan, math.inf, -math.inf
+    logits[6], logits[7, 1:] = torch.finfo(torch.float32).min, -math.inf
+    got = probe.compute_batch(logits, 2)
+    compare(got, logits, [2])
+    assert np.flatnonzero(np.isnan(got.entropy_nats)).tolist() == [1, 3, 5]
+
+
+def test_the_same_bits_every_time(probe: EntropyProbe) -> None:
+    logits = rows_of("random", 5, 151_936)
+    first = probe.compute_batch(logits, 9)
+    for _ in range(50):
+        again = probe.compute_batch(logits, 9)
+        np.testing.assert_array_equal(again.entropy_nats, first.entropy_nats)
+        np.testing.assert_array_equal(again.end_logprob_nats, first.end_logprob_nats)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_order_against_torch(probe: EntropyProbe, side: bool) -> None:
+    """What is measured is what the stream wrote before, however late that is, and not what it writes afterwards."""
+    before, after = rows_of("random", 64, 151_936), rows_of("peaked", 64, 151_936)
+    logits = torch.empty_like(before)
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+            logits.copy_(before)
+            pending = probe.begin(logits, 9)
+            logits.copy_(after)
+        compare(pending.result(), before, [9])
+        torch.cuda.synchronize()
+        assert torch.equal(logits, after)
+
+
+def test_begin_does_not_wait(probe: EntropyProbe) -> None:
+    """It returns while the stream is still busy with what came before."""
+    logits = rows_of("random", 8, 32_000)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    busy = torch.cuda.Event()
+    busy.record()
+    pending = probe.begin(logits, 9)
+    assert not busy.query()
+    compare(pending.result(), logits, [9])
+
+
+def test_no_allocation_while_measuring(probe: EntropyProbe) -> None:
+    logits = {dtype: rows_of("random", 1024, 3001, dtype) for dtype in DTYPES}
+    torch.cuda.synchronize()
+    pools = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
+
+    def held() -> tuple[int, ...]:
+        free, _ = torch.cuda.mem_get_info()
+        counted = torch.cuda.memory_stats()["allocation.all.allocated"]
+        return free, counted, pools[0].total_bytes(), pools[0].used_bytes(), pools[1].n_free_blocks()
+
+    before = held()
+    for dtype in DTYPES:
+        for count in (1, 100, 1024):
+            probe.compute_batch(logits[dtype][:count], 9)
+            probe.compute_batch(logits[dtype], 9, list(range(count)))
+    assert held() == before
+
+
+def test_beside_cuda_graphs(probe: EntropyProbe) -> None:
+    """A graph may be captured and replayed around measurements; within a capture, measuring is an error that leaves the
+    capture as it is."""
+    weight, hidden = torch.randn(256, 32_000, device="cuda"), torch.randn(16, 256, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        hidden @ weight
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = hidden @ weight
+        with pytest.raises(KernelError, match="captures a graph"):
+            probe.begin(logits, 9)
+        scaled = logits * 0.5
+    for _ in range(3):
+        hidden.copy_(torch.randn(16, 256, device="cuda"))
+        graph.replay()
+        first, second = probe.begin(logits, 9), probe.begin(scaled, 9)
+        kept = logits.clone(), scaled.clone()
+        graph.replay()
+        compare(first.result(), kept[0], [9])
+        compare(second.result(), kept[1], [9])
+
+
+def test_results_are_read_later_and_elsewhere(probe: EntropyProbe) -> None:
+    """As many as there are slots, on another thread; older ones are an error, not another's result."""
+    batches = [rows_of("random", 4, 5000) for _ in range(SLOTS)]
+    pending = [probe.begin(b, 9) for b in batches]
+    results: list[EntropySignal] = []
+    reader = threading.Thread(target=lambda: results.extend(p.result() for p in pending))
+    reader.start()
+    reader.join()
+    for batch, result in zip(batches, results, strict=True):
+        compare(result, batch, [9])
+    probe.compute_batch(batches[0], 9)
+    with pytest.raises(KernelError, match="must be read before"):
+        pending[0].result()
+
+
+def test_errors(probe: EntropyProbe) -> None:
+    logits = rows_of("random", 2, 100)
+    for bad, complaint in (
+        (logits.cpu(), "logits must be on cuda:0; got cpu"),
+        (logits.t(), "must lie side by side"),
+        (logits[:1].expand(1025, 100), "at most 1024 rows"),
+    ):
+        with pytest.raises(KernelError, match=complaint):
+            probe.compute_batch(bad, 1)
+    with pytest.raises(KernelError, match="logits must be on the CPU"):
+        EntropyProbe().compute_batch(logits, 1)
+
+
+def test_the_benchmark_compares_the_same_function(probe: EntropyProbe) -> None:
+    logits = rows_of("random", 6, 32_000, torch.bfloat16)
+    found, _ = arms(probe, 6, 32_000, logits.device)
+    want = reference(logits.double().cpu().numpy(), [9]).entropy_nats
+    for name, arm in found.items():
+        if arm.entropy is None:
+            assert name == ALONE
+            continue
+        got = arm.entropy(arm.begin(logits, 9))
+        got = got if isinstance(got, np.ndarray) else got.float().cpu().numpy()
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4, err_msg=name)

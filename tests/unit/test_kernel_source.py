@@ -1,0 +1,189 @@
+"""The CUDA source without a GPU: it compiles for every architecture without spills, and run on the host it reads each
+entry once and agrees with the definition, whatever the sizes, strides, alignments, selections and order of blocks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian_kernels import EntropySignal, cuda, reference
+
+from tests import nvrtc
+from tests.cuda_host import COMPILER, HostKernels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+README = Path(cuda.__file__).parents[1] / "README.md"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Nats; a logarithm of a float32 that is far from 0 has a larger rounding error.
+NATS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def compiler() -> nvrtc.Compiler:
+    try:
+        return nvrtc.Compiler()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
+    """And README.md carries what this compiler says."""
+    found = []
+    for architecture in nvrtc.ARCHITECTURES:
+        code, log = compiler.compile(architecture)
+        assert code.startswith(b"\x7fELF")
+        found += nvrtc.resources(architecture, log)
+    assert len(found) == len(nvrtc.ARCHITECTURES) * len(cuda.KERNELS)
+    for one in found:
+        assert (one.stack_bytes, one.spill_bytes) == (0, 0), one
+        # As many blocks as the launch counts on fit into a multiprocessor's registers and shared memory.
+        assert one.registers * cuda.THREADS * cuda.BLOCKS_PER_SM <= 65536, one
+        assert (one.shared_bytes + 1024) * cuda.BLOCKS_PER_SM <= 164 << 10, one
+    if f"NVRTC {compiler.version}" in README.read_text():
+        assert nvrtc.table(found) in README.read_text(), "python -m tests.nvrtc prints the table for kernels/README.md"
+
+
+def test_compiler_errors_are_told(compiler: nvrtc.Compiler) -> None:
+    with pytest.raises(RuntimeError, match=r"sm_90: [^$]*nonsense"):
+        compiler.compile("sm_90", "-DTHREADS=nonsense")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """Tiles so small that rows of a few thousand entries have many."""
+    return _built(tmp_path_factory, threads=64, vectors=2, stages=2)
+
+
+def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return HostKernels(factory.mktemp("host"), **sizes)
+
+
+def compare(got: EntropySignal, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
+    chosen = None if selected is None else np.array(selected, np.int32)
+    want = reference(logits.double().numpy(), ends, chosen)
+    for column in ("entropy_nats", "log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
+        np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
+    measurable = want.top_token_id >= 0
+    np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
+    np.testing.assert_array_equal(got.end_rank[measurable], want.end_rank[measurable])
+
+
+def placed(rows: torch.Tensor, pad: int, offset: int) -> torch.Tensor:
+    """The same rows, this many entries after a 16-byte boundary and this many apart; NaN all around."""
+    count, vocab = rows.shape
+    stride = vocab + pad
+    buffer = torch.full((count * stride + offset + 8,), math.nan, dtype=rows.dtype)
+    aligned = -buffer.data_ptr() % 16 // rows.element_size()
+    view = buffer[aligned + offset :].as_strided((count, vocab), (stride, 1))
+    view.copy_(rows)
+    return view
+
+
+VOCABULARIES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1023, 1024, 1031, 3001, 4096]
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_shape(small: HostKernels, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    vocab, count = data.draw(st.sampled_from(VOCABULARIES)), data.draw(st.integers(1, 5))
+    kind = data.draw(st.sampled_from(["random", "peaked", "flat", "tied", "masked", "equal"]))
+    seed = data.draw(st.integers(0, 1 << 16))
+    rows = rows_of(kind, count, vocab, seed).to(dtype)
+    logits = placed(rows, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 7)))
+    selected = data.draw(st.none() | st.lists(st.integers(0, count - 1), unique=True, min_size=1))
+    ends = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=4))
+    blocks = data.draw(st.sampled_from([1, 2, 3, 5, 7, 64]))
+    compare(small.measure(logits, ends, selected, blocks=blocks, seed=seed), logits, ends, selected)
+
+
+def rows_of(kind: str, count: int, vocab: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.randn(count, vocab, generator=generator)
+    if kind == "peaked":
+        x[:, vocab // 2] += 60.0
+    elif kind == "flat":
+        x *= 1e-3
+    elif kind == "tied":
+        x = torch.round(x)
+    elif kind == "masked":
+        x[torch.rand(count, vocab, generator=generator) < 0.9] = -math.inf
+        x[:, seed % vocab] = 1.0
+    elif kind == "equal":
+        x[:] = x[:, :1]
+    return x
+
+
+@pytest.mark.parametrize(("threads", "vectors", "stages"), [(cuda.THREADS, cuda.VECTORS, cuda.STAGES), (32, 1, 3)])
+def test_other_tiles(tmp_path_factory: pytest.TempPathFactory, threads: int, vectors: int, stages: int) -> None:
+    """The sizes that the GPU gets, and the smallest."""
+    kernels = _built(tmp_path_factory, threads=threads, vectors=vectors, stages=stages)
+    for dtype in DTYPES:
+        for vocab in (5, 1000, 9001):
+            logits = placed(rows_of("random", 3, vocab, vocab).to(dtype), 3, 1)
+            compare(kernels.measure(logits, [vocab // 2], blocks=4, seed=1), logits, [vocab // 2], None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_in_a_row(small: HostKernels, dtype: torch.dtype) -> None:
+    """Masks however they are written, extremes, and rows that cannot be measured beside rows that can."""
+    low = torch.finfo(dtype).min
+    rows = rows_of("random", 12, 1500, 3).to(dtype)
+    rows[1, 700:] = -math.inf
+    rows[2, :-1] = -math.inf
+    rows[3, 5:] = low
+    rows[4] = low
+    rows[5] = -math.inf
+    rows[6, 1499] = math.nan
+    rows[7, 0] = math.inf
+    rows[8] = torch.finfo(dtype).max
+    rows[9, ::2] = low
+    rows[9, 1::2] = -math.inf
+    rows[10] = math.nan
+    for blocks in (1, 3, 40):
+        for end in (0, 699, 1499):
+            got = small.measure(rows, [end], blocks=blocks, seed=blocks)
+            compare(got, rows, [end], None)
+            assert np.flatnonzero(np.isnan(got.entropy_nats)).tolist() == [5, 6, 7, 10]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_of_equal_entries_is_the_top(small: HostKernels, dtype: torch.dtype) -> None:
+    """Wherever it lies: before the first aligned vector, within one, after the last."""
+    for first in (0, 1, 6, 7, 8, 500, 1300, 1330, 1332):
+        rows = torch.zeros(1, 1333, dtype=dtype)
+        rows[0, first:] = 1.0
+        for offset in range(4):
+            for blocks in (1, 3):
+                got = small.measure(placed(rows, 0, offset), [0], blocks=blocks)
+                assert got.top_token_id.tolist() == [first]
+
+
+def test_the_order_of_blocks_changes_nothing(small: HostKernels) -> None:
+    """Not one bit: pieces are combined in their own order by whichever block comes last."""
+    logits = rows_of("random", 3, 5000, 5)
+    once = small.measure(logits, [17], blocks=11)
+    for seed in range(5):
+        again = small.measure(logits, [17], blocks=11, seed=seed)
+        for column in ("entropy_nats", "log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats", "end_rank"):
+            np.testing.assert_array_equal(getattr(again, column), getattr(once, column))
+
+
+@given(st.integers(1, 3000), st.integers(1, 300_000), st.sampled_from([2, 4]), st.integers(1, 2000))
+def test_plan(rows: int, vocab: int, entry_bytes: int, blocks: int) -> None:
+    """All tiles of a row hold it, none is empty but a row's only one, and no block is without a tile."""
+    tiles, grid = cuda.plan(rows, vocab, entry_bytes, blocks)
+    per_tile = cuda.THREADS * cuda.VECTORS * 16 // entry_bytes
+    edge = 16 // entry_bytes - 1
+    assert (tiles - 1) * per_tile < vocab <= tiles * per_tile + 2 * edge
+    assert 1 <= grid <= min(blocks, rows * tiles)
