@@ -69,7 +69,9 @@ def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int3
 
 def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:
     end = x[:, ends].amax(dim=1, keepdim=True)
-    top, top_id = x.max(dim=1, keepdim=True)
+    # NumPy finds the place several times as fast as torch.
+    top_id = x.numpy().argmax(axis=1)
+    top = x.amax(dim=1, keepdim=True)
     above = (x > end).sum(dim=1)
     x = x - top
     weight = x.clamp_(min=_FLOOR).exp()
@@ -81,7 +83,7 @@ def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], inte
     floats[3] = ((end - top)[:, 0] - log_total).numpy()
     # With nothing but -inf, or with +inf, shifting made NaN of the sum and not of all that was added to it.
     floats[:, np.isnan(floats[2])] = np.nan
-    integers[0] = np.where(np.isnan(floats[2]), -1, top_id[:, 0].numpy())
+    integers[0] = np.where(np.isnan(floats[2]), -1, top_id)
     integers[1] = above.numpy() + 1
 
 

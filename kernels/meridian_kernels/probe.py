@@ -108,7 +108,7 @@ def _checked(
     if str(logits.dtype).removeprefix("torch.") not in cuda.KERNELS:
         raise KernelError(f"logits must be {', '.join(cuda.KERNELS)}; got {logits.dtype}")
     count, vocab = logits.shape
-    ends = (end_token_id,) if isinstance(end_token_id, int) else tuple(end_token_id)
+    ends = (end_token_id,) if isinstance(end_token_id, (int, np.integer)) else tuple(end_token_id)
     if not 1 <= len(ends) <= cuda.MAX_END_TOKENS:
         raise KernelError(f"there must be 1 to {cuda.MAX_END_TOKENS} end tokens; got {len(ends)}")
     for end in ends:

@@ -337,6 +337,7 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
         }
         brought = __shfl_sync(ALL, brought, 0);
         if (brought == count - 1) {
+          __syncwarp();
           __threadfence();
           s = nothing();
 #pragma unroll 1

@@ -99,6 +99,7 @@ static unsigned __ballot_sync(unsigned, bool yes) {
   return all;
 }
 static void __syncthreads() { host::wait(host::block, THREADS); }
+static void __syncwarp() { host::wait(host::warps[threadIdx.x / 32], 32); }
 static void __threadfence() {}
 static unsigned atomicAdd(unsigned* at, unsigned more) { unsigned old = *at; *at += more; return old; }
 
