@@ -15,7 +15,7 @@ from tests.processes import ENGINE_ENV, ROOT, Control
 INTERPRETER = {
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "PYTHONPATH": str(Path(__file__).parent / "interpreter"),
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "interpreter"), os.environ.get("PYTHONPATH", "")]),
 }
 
 

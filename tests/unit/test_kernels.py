@@ -125,7 +125,7 @@ def test_known_values() -> None:
     np.testing.assert_allclose(got.entropy_nats, [1.75 * math.log(2), math.log(4)], atol=NATS)
     np.testing.assert_allclose(got.end_logprob_nats, [math.log(0.125), math.log(0.25)], atol=NATS)
     np.testing.assert_allclose(got.top_logprob_nats, [math.log(0.5), math.log(0.25)], atol=NATS)
-    np.testing.assert_allclose(got.log_sum_exp_nats, [0.0, 1.0 + math.log(4)], atol=NATS)
+    np.testing.assert_allclose(got.log_sum_exp_nats, [0.0, math.log(4)], atol=NATS)
     assert got.end_rank.tolist() == [3, 1]
     assert got.top_token_id.tolist() == [0, 0]
 
