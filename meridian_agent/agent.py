@@ -503,7 +503,8 @@ class Agent:
         """Account the step's tokens, settle decisions, send the record."""
         signals = getattr(runner_output, RESULT, None)
         if isinstance(signals, str):
-            signals = self._without_entropy(signals)
+            self._without_entropy(signals)
+            signals = None
         by_id = self.tracker.by_id
         index = runner_output.req_id_to_index
         for group in outputs.values():

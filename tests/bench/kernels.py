@@ -163,7 +163,9 @@ def run() -> None:
     device = torch.device("cuda", 0)
     probe = EntropyProbe("cuda", strict=True, max_rows=max(args.rows))
     clock = Clock(device)
-    bandwidth, cases, missing = copy_bytes_per_s(clock, device), [], {}
+    bandwidth = copy_bytes_per_s(clock, device)
+    cases: list[Case] = []
+    missing: dict[str, str] = {}
     for dtype in args.dtypes:
         for vocab in args.vocabularies:
             whole = torch.empty(max(args.rows), vocab, device=device).normal_(0.0, 4.0).to(getattr(torch, dtype))
