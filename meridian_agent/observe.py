@@ -151,9 +151,9 @@ def attach(worker: Any) -> None:
     try:
         observer.probe = probe_for(worker)
         logger.info("meridian: observing logits on the %s", worker.device)
-    except KernelError as error:
+    except Exception as error:
         logger.warning("meridian: no entropy from this worker: %s", error)
-        observer.guard.fault = str(error)
+        observer.guard.fault = f"{type(error).__name__}: {error}"
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
     @functools.wraps(execute_model)
