@@ -175,6 +175,8 @@ static void thread_main() {
   if (c.kind == 2) CALL(signals_f16, F16::Word);
   Fiber& fiber = fibers[threadIdx.x];
   if (!fiber.open.empty()) fail("a thread ended with fetches in no group");
+  for (const std::vector<Fetch>& group : fiber.groups)
+    if (!group.empty()) fail("a thread ended with fetches that it did not wait for");
   fiber.done = true;
   progress = true;
   yield();
