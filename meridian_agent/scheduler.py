@@ -132,6 +132,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
     markers = _markers(config)
     identity = _identity(config)
     template = hooks.template_of(hooks.tokenizer_of(config), markers)
+    agent: Agent
 
     def hello() -> agent_pb2.Hello:
         return agent_pb2.Hello(
