@@ -160,7 +160,6 @@ async def serve(args: argparse.Namespace) -> None:
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
     store = PolicyStore(database)
     try:
-        rollouts: Rollouts
 
         async def refresh() -> None:
             await rollouts.look()
@@ -197,7 +196,7 @@ async def serve(args: argparse.Namespace) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with asyncio.TaskGroup() as watching:
             following = store.follow(fleet.set_policy), server.freezes.follow(), rollouts.follow()
-            watchers = [watching.create_task(work) for work in (*following, rollouts.drive(), whole.watch())]
+            watchers = [*map(watching.create_task, (*following, rollouts.drive(), whole.watch()))]
             if replicas is not None:
                 watchers.append(watching.create_task(replicas.run()))
             if directory is not None:
