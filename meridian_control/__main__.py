@@ -21,6 +21,8 @@ from meridian_control import __version__, policy
 from meridian_control.access import Access
 from meridian_control.credentials import Credentials
 from meridian_control.database import Database
+from meridian_control.decision_file import decision_file
+from meridian_control.decision_log import DecisionLog
 from meridian_control.errors import EtagMismatch, MeridianError, StoreUnavailable
 from meridian_control.fleet import Fleet
 from meridian_control.limits import Limits
@@ -36,9 +38,11 @@ from meridian_control.tls import server_credentials
 from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import grpc
+
+    from meridian_control.decision_log import Logged
 
 logger = logging.getLogger("meridian_control")
 
@@ -72,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--advertise",
         help="host:port where other replicas reach this one; default: as --listen, with the host's own address",
+    )
+    p.add_argument(
+        "--decision-log", type=Path, help="file for decisions and their outcomes, JSON lines, rotated; default: none"
     )
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
@@ -148,8 +155,8 @@ def serve_metrics(address: str, fleet: Fleet) -> None:
     REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
 
 
-async def serve(args: argparse.Namespace) -> None:
-    """Run until a signal. Raises MeridianError, OSError or ValueError when it cannot start."""
+async def serve(args: argparse.Namespace, settled: Callable[[Logged], None] | None) -> None:
+    """Run until a signal; `settled` takes decisions. Raises MeridianError, OSError or ValueError if it cannot start."""
 
     def clock() -> datetime:
         return datetime.now(UTC)
@@ -164,7 +171,7 @@ async def serve(args: argparse.Namespace) -> None:
         async def refresh() -> None:
             await rollouts.look()
 
-        fleet = Fleet(clock, refresh=refresh, revision=store.get)
+        fleet = Fleet(clock, refresh=refresh, revision=store.get, decisions=DecisionLog(settled))
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:
@@ -221,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logger.setLevel(args.log_level.upper())
     try:
-        asyncio.run(serve(args))
+        with decision_file(args.decision_log) as settled:
+            asyncio.run(serve(args, settled))
     except (MeridianError, OSError, ValueError) as error:
         print(f"meridian-control: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,8 @@ Knows nothing of any command. One thread, blocking calls.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
+import tomli_w
 import typer
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -45,6 +47,7 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 class Output(StrEnum):
     table = "table"
     json = "json"
+    toml = "toml"
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,25 @@ def add(to: Table, *cells: object) -> None:
     to.add_row(*(escape(str(cell)) for cell in cells))
 
 
-def show(messages: Iterable[Message], output: Output, rows: Table) -> None:
-    if output is Output.json:
-        typer.echo(json.dumps([as_dict(message) for message in messages], indent=2))
-    else:
+def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
+    """A list, in TOML as an array of tables with the name of what it lists."""
+    if output is Output.table:
         console().print(rows)
+        return
+    told = [as_dict(message) for message in messages]
+    if output is Output.json:
+        show_value(told, output)
+    elif told:
+        name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower()
+        show_value({name: told}, output)
+
+
+def show_value(value: Any, output: Output) -> None:
+    """A value as JSON, or a table of them as TOML."""
+    if output is Output.json:
+        typer.echo(json.dumps(value, indent=2))
+    else:
+        typer.echo(tomli_w.dumps(value), nl=False)
 
 
 def as_dict(message: Message) -> dict[str, Any]:

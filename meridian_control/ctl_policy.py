@@ -5,7 +5,6 @@ Knows the control plane only through its gRPC API, and shares with it the policy
 
 import json
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -35,15 +34,8 @@ from meridian_control.fields import diff
 policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_args_is_help=True)
 
 
-class PolicyOutput(StrEnum):
-    table = "table"
-    json = "json"
-    toml = "toml"
-
-
 File = Annotated[Path, typer.Option("-f", "--file", help="Policy file, TOML.")]
-InAnyForm = Annotated[PolicyOutput, typer.Option("-o", "--output")]
-AsRows = Annotated[Output, typer.Option("-o", "--output")]
+InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
 Revision = Annotated[int, typer.Option(min=0, help="Default: the one in force.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the server check everything, change nothing.")]
 Diff = Annotated[bool, typer.Option("--diff", help="Show what changes.")]
@@ -56,15 +48,15 @@ RequestId = Annotated[str, typer.Option(help="Of your choice; the same one again
 
 
 @policy_app.command("get")
-def policy_get(context: typer.Context, revision: Revision = 0, output: InAnyForm = PolicyOutput.toml) -> None:
+def policy_get(context: typer.Context, revision: Revision = 0, output: InAnyForm = Output.toml) -> None:
     """Print the policy; as a table, only what differs from the defaults."""
     with connect(context) as client:
         stored = current(client, revision)
-    if output is PolicyOutput.json:
+    if output is Output.json:
         typer.echo(json.dumps(as_dict(stored), indent=2))
         return
     policy = schema.from_proto(stored.policy)
-    if output is PolicyOutput.table:
+    if output is Output.table:
         rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
         console().print(_rows(("field", "value", "default"), rows))
         return
@@ -137,7 +129,7 @@ def policy_validate(file: File) -> None:
 def policy_history(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
-    output: AsRows = Output.table,
+    output: InAnyForm = Output.table,
 ) -> None:
     """List the revisions, newest first."""
     found: list[policy_pb2.PolicyRevision] = []
@@ -157,7 +149,7 @@ def policy_diff(
     context: typer.Context,
     before: Annotated[int, typer.Argument(min=0, help="Default: the one before AFTER.")] = 0,
     after: Annotated[int, typer.Argument(min=0, help="Default: the one in force.")] = 0,
-    output: AsRows = Output.table,
+    output: InAnyForm = Output.table,
 ) -> None:
     """Show what differs between two revisions, field by field."""
     with connect(context) as client:
@@ -179,7 +171,7 @@ def policy_explain(
     engine: Annotated[str, typer.Option(help="A connected engine, for what is not said above.")] = "",
     request: Annotated[str, typer.Option(help="A live request, for what is not said above.")] = "",
     revision: Revision = 0,
-    output: InAnyForm = PolicyOutput.table,
+    output: InAnyForm = Output.table,
 ) -> None:
     """Show the value of every field for a request or an engine, and which rule gave it."""
     asked = policy_pb2.ExplainPolicyRequest(
@@ -194,12 +186,12 @@ def policy_explain(
     )
     with connect(context) as client:
         answer = client.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
-    if output is PolicyOutput.toml:
+    if output is Output.toml:
         for row in answer.values:
             typer.echo(f"{row.path} = {row.value}  # {row.origin}")
     else:
         rows = [(row.path, row.value, row.origin) for row in answer.values]
-        show(answer.values, Output(output.value), _rows(("field", "value", "from"), rows))
+        show(answer.values, output, _rows(("field", "value", "from"), rows))
 
 
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
+from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from meridian_control.freezes import Freeze
     from meridian_control.policy import Policy
+    from meridian_control.shadow import Comparison
     from meridian_control.store import StoredRevision
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,8 @@ class Departed(NamedTuple):
 
 class Fleet:
     """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
-    now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound."""
+    now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound.
+    `decisions` is where decisions are kept."""
 
     def __init__(
         self,
@@ -96,10 +99,14 @@ class Fleet:
         *,
         refresh: Callable[[], Awaitable[None]] | None = None,
         revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.clock = clock
         self._refresh, self._revision = refresh, revision
         self._catching_up: set[asyncio.Task[None]] = set()
+        self.decisions = decisions or DecisionLog()
+        # By engine, over its streams.
+        self.shadows: dict[str, Comparison] = {}
         self.connections: set[Connection] = set()
         self.recordings: set[Recording] = set()
         self.departed: dict[str, Departed] = {}
@@ -118,7 +125,11 @@ class Fleet:
     def join(self, hello: agent_pb2.Hello) -> Connection:
         """Begin a session; its first messages are queued. Raises InvalidRequest."""
         now = self.clock()
-        session = Session(uuid.uuid4().hex, hello, now)
+        session_id = uuid.uuid4().hex
+        journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
+        session = Session(session_id, hello, now, journal)
+        session.shadow = self.shadows.setdefault(hello.engine_id, session.shadow)
+        session.shadow.new_stream()
         connection = Connection(session)
         for recording in self._recording(session):
             recording.add(hello_record(session, now))
@@ -227,15 +238,15 @@ class Fleet:
         self.connections.discard(connection)
         if connection.restoring is not None:
             connection.restoring.cancel()
-        session = connection.session
-        session.close()
+        session, now = connection.session, self.clock()
+        session.close(now)
         self.closed_totals.add(session.totals)
         self.count_end(reason)
-        now = self.clock()
         self.departed[session.hello.engine_id] = Departed(now, session.engine(connected=False), session.lease_s)
         for engine_id, gone in list(self.departed.items()):
             if (now - gone.time).total_seconds() > FORGET_AFTER_S:
                 del self.departed[engine_id]
+                self.shadows.pop(engine_id, None)
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.episodes import KEY
+from meridian_control.request_ids import shortened
 from meridian_control.trace import FileError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from meridian_control.episodes import Episodes
 
 LABEL_KEYS = {"request_id", "think_tokens", "correct"}
-# What vLLM's server puts before the id that a client gave.
-PREFIXES = ("chatcmpl-", "cmpl-")
 # From here on a probability counts as right where only right or wrong can be counted.
 RIGHT = 0.5
 
@@ -102,16 +101,9 @@ def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
     if twice:
         raise FileError(path, "", f"cannot be used: the traces hold several requests {twice[0]!r}")
     exact = dict.fromkeys(episodes.seen, -1) | {request_id: number for number, request_id in enumerate(episodes.ids)}
-    uses = Counter(name for request_id in exact for name in _shortened(request_id))
-    short = {name: number for request_id, number in exact.items() for name in _shortened(request_id)}
+    uses = Counter(name for request_id in exact for name in shortened(request_id))
+    short = {name: number for request_id, number in exact.items() for name in shortened(request_id)}
     return {name: number for name, number in short.items() if uses[name] == 1} | exact
-
-
-def _shortened(request_id: str) -> set[str]:
-    """An id without the suffix, the prefix, or both, that vLLM puts around the client's."""
-    bare = request_id.rpartition("-")[0]
-    prefixed = (name for name in (request_id, bare) if name.startswith(PREFIXES))
-    return {bare, *(name.partition("-")[2] for name in prefixed)} - {"", request_id}
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

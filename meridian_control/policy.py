@@ -250,9 +250,15 @@ class KvMemoryPolicy(Section):
 
 
 class TelemetryPolicy(Section):
-    """What engines report, and how often."""
+    """What engines report, how often, and what of it is kept."""
 
     report_interval_steps: int = Field(1, ge=1, le=1000, description="Engine steps merged into one report.")
+    decision_log_sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of requests, a fraction, whose life the decision log keeps; chosen by a hash of their ids.",
+    )
 
 
 class FallbackPolicy(Section):

@@ -87,8 +87,10 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # Thinking has ended at least once; the newest end was forced.
     "ended": (bool, False),
     "forced": (bool, False),
-    # The entropy rule that decided to end this request's thinking, as a ForceReason.
+    # The rule that decided to end this request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
+    # The rules in shadow that did, a bit for each ForceReason.
+    "shadow_decided": (np.uint8, 0),
 }
 
 
@@ -130,6 +132,7 @@ class RequestTable:
     ended: NDArray[np.bool_]
     forced: NDArray[np.bool_]
     end_decided: NDArray[np.uint8]
+    shadow_decided: NDArray[np.uint8]
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)

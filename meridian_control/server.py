@@ -26,6 +26,7 @@ from meridian.v1 import (
     rollout_pb2_grpc,
 )
 
+from meridian_control import why
 from meridian_control.access import Access, caller
 from meridian_control.audit import AuditLog
 from meridian_control.audit_service import AuditService
@@ -180,6 +181,22 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             yield await self._whole.state(local_only=request.local_only)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), interval_s)
+
+    async def ExplainRequest(  # noqa: N802
+        self, request: fleet_pb2.ExplainRequestRequest, context: Context
+    ) -> fleet_pb2.ExplainRequestResponse:
+        try:
+            return await why.explain(self._whole, request)
+        except MeridianError as error:
+            await abort_with(context, error)
+
+    async def ListDecisions(  # noqa: N802
+        self, request: fleet_pb2.ListDecisionsRequest, context: Context
+    ) -> fleet_pb2.ListDecisionsResponse:
+        try:
+            return await why.decisions(self._whole, request)
+        except MeridianError as error:
+            await abort_with(context, error)
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Context

@@ -30,6 +30,7 @@ from meridian_control.requests import (
     UNTOLD,
     RequestTable,
 )
+from meridian_control.shadow import Comparison
 from meridian_control.signals import add_eat_sample, rpdi
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meridian_control.decision_log import Journal, Logged
     from meridian_control.freezes import Freeze
 
 # A report without decisions is answered all the same after this long, or this part of the shortest lease, so that the
@@ -75,6 +77,8 @@ class Decision:
     slot: int | None = None
     request_id: str = ""
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
+    # In the decision log, where the request's life is kept.
+    logged: Logged | None = None
 
 
 @dataclass(slots=True)
@@ -108,9 +112,9 @@ class Totals:
 
 
 class Session:
-    """The control plane's side of one stream, after its Hello."""
+    """The control plane's side of one stream, after its Hello. `journal` is where its decisions are kept."""
 
-    def __init__(self, session_id: str, hello: agent_pb2.Hello, now: datetime) -> None:
+    def __init__(self, session_id: str, hello: agent_pb2.Hello, now: datetime, journal: Journal | None = None) -> None:
         if not hello.engine_id:
             raise InvalidRequest("hello.engine_id", "must not be empty")
         if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
@@ -119,6 +123,8 @@ class Session:
         # The window's length comes with the first policy.
         self.table = RequestTable(1)
         self.totals = Totals()
+        self.journal = journal
+        self.shadow = Comparison()
         self.open_decisions: dict[int, Decision] = {}
         self.last_decision: dict[int, Decision] = {}
         self.last_report: agent_pb2.StepReport | None = None
@@ -223,6 +229,8 @@ class Session:
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
         """Answer one message of the agent's. Raises InvalidRequest when it breaks the contract."""
         kind = message.WhichOneof("message")
+        if self.journal is not None:
+            self.journal.now = now
         try:
             if kind == "step":
                 return self._on_step(message.step, now)
@@ -279,6 +287,8 @@ class Session:
         # What was only shadowed under the old policy may be due under the new one.
         under_way = [d.slot for d in self.open_decisions.values() if d.kind == "force" and d.slot is not None]
         self.table.end_decided[~np.isin(np.arange(len(self.table.info)), under_way)] = 0
+        self.table.shadow_decided[:] = 0
+        self.shadow.applied(revision, policy)
         return self._respond(self._step, now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
@@ -288,6 +298,9 @@ class Session:
         for opened in snapshot.requests:
             table.open(opened, self._clock_ms(now))
             self._assign(opened.slot, opened)
+        self.shadow.new_stream()
+        if self.journal is not None:
+            self.journal.snapshot(snapshot.requests, self._sample_ratio)
         self.last_decision = {s: d for s, d in self.last_decision.items() if self._concerns(d)}
         self._step = snapshot.step
         return self._respond(self._step, now)
@@ -308,12 +321,12 @@ class Session:
         self.totals.requests += len(report.opened)
         now_ms = self._clock_ms(now)
         for opened in report.opened:
-            table.open(opened, now_ms)
-            self._assign(opened.slot, opened)
+            self._open(opened, now_ms)
+        phases = table.phase.copy()
         self.totals.token_events += table.add_tokens(report.tokens, now_ms)
         self.totals.output_itl.add(table.output_itl_ms / 1e3)
         self.totals.ttot.add(table.ttot_ms / 1e3)
-        self._count_ends(report.tokens)
+        ended = self._count_ends(report.tokens)
         self._add_probes(report.probes)
         for slot in report.preempted:
             if table.holds(slot):
@@ -321,12 +334,15 @@ class Session:
         for slot in report.resumed:
             if table.holds(slot):
                 table.preempted[slot] = False
+        for outcome in report.outcomes:
+            self._settle(outcome)
+        self._compare([*ended, *(c.slot for c in report.closed if c.reason in FINISHED and self._thinks(c.slot))])
+        if self.journal is not None:
+            self.journal.reported(report, table, phases)
         for closed in report.closed:
             self._count_answer(table, closed)
             table.close(closed.slot)
             self.last_decision.pop(closed.slot, None)
-        for outcome in report.outcomes:
-            self._settle(outcome)
         if (waiting := len(self.open_decisions)) > MAX_OPEN_DECISIONS:
             raise ValueError(f"leaves {waiting} decisions without an outcome; at most {MAX_OPEN_DECISIONS} may be")
         rows, took_ms = len(report.tokens.slot), report.step_time_ms
@@ -334,6 +350,19 @@ class Session:
             self._cost.add(rows, report.prefill_tokens, took_ms)
         self._step = report.step
         return self._respond(self._step, now, awaited=len(report.probes.slot) > 0)
+
+    def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
+        self.table.open(opened, now_ms)
+        self._assign(opened.slot, opened)
+        self.shadow.opened(opened.slot)
+        if self.journal is not None:
+            self.journal.opened(opened, self._sample_ratio)
+
+    def _compare(self, ended: list[int]) -> None:
+        """Hold the rules in shadow against what became of the thinking in these slots, if any had a policy."""
+        for slot in ended if self.policy is not None else ():
+            cap = int(self.table.max_think_tokens[slot]) if self.table.cap_shadow[slot] else NO_CAP
+            self.shadow.ended(slot, int(self.table.think_tokens[slot]), self._policy_of(slot), cap)
 
     def _assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
         """Find the policy that holds for a request."""
@@ -344,6 +373,13 @@ class Session:
         if own not in self._policies:
             self._policies.append(own)
         self.table.group[slot] = self._policies.index(own)
+
+    def _thinks(self, slot: int) -> bool:
+        return self.table.holds(slot) and bool(self.table.phase[slot] == THINK)
+
+    @property
+    def _sample_ratio(self) -> float:
+        return self.policy.telemetry.decision_log_sample_ratio if self.policy is not None else 1.0
 
     def _policy_of(self, slot: int) -> Policy:
         return self._policies[int(self.table.group[slot])]
@@ -370,13 +406,15 @@ class Session:
             if self.policy and decision and decision.slot == slot and self._concerns(decision):
                 add_eat_sample(table, slot, eat_nats, self._policy_of(slot).entropy.ema_alpha)
                 table.empty_answer[slot] = empty_answer
+                if decision.logged is not None:
+                    decision.logged.measured_eat_nats = eat_nats
 
     def _settle(self, report: agent_pb2.DecisionOutcome) -> None:
         decision = self.open_decisions.pop(report.decision_id, None)
         if decision is None:
             self.totals.unknown_outcomes += 1
             return
-        self._finish(decision, report.outcome)
+        self._finish(decision, report.outcome, report.think_tokens, report.detail)
         if decision.kind == "probe" and decision.slot is not None and self._concerns(decision):
             self.table.probe_open[decision.slot] = False
 
@@ -385,8 +423,12 @@ class Session:
         info = self.table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
-    def _finish(self, decision: Decision, outcome: agent_pb2.Outcome.ValueType) -> None:
+    def _finish(
+        self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
+    ) -> None:
         decision.outcome = outcome
+        if self.journal is not None and decision.logged is not None:
+            self.journal.settled(decision.logged, outcome, think_tokens, detail)
         name = outcome_name(outcome)
         self.totals.outcomes[name] += 1
         if decision.kind not in ENDING or name not in ("applied", "shadowed"):
@@ -395,6 +437,8 @@ class Session:
             self.totals.ends[f"{decision.reason}_shadowed"] += 1
         if decision.slot is not None and self._concerns(decision):
             self.last_decision[decision.slot] = decision
+            if name == "shadowed" and decision.kind == "force":
+                self.shadow.fired(decision.slot, decision.reason, think_tokens)
 
     def _count_answer(self, table: RequestTable, closed: agent_pb2.RequestClosed) -> None:
         """Count what a finished request made of its thinking; an aborted one says nothing."""
@@ -403,7 +447,7 @@ class Session:
             return
         if think_tokens := int(table.think_tokens[slot]):
             self.totals.think_tokens.add(np.array([think_tokens]))
-        if table.phase[slot] == THINK:
+        if self._thinks(slot):
             self.totals.answers["unended"] += 1
         elif table.ended[slot]:
             length, usual = int(table.output_tokens[slot]), self._usual_answers
@@ -414,8 +458,12 @@ class Session:
             if not table.forced[slot]:
                 usual.append(length)
 
-    def _count_ends(self, tokens: agent_pb2.TokenColumns) -> None:
-        """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it."""
+    def _count_ends(self, tokens: agent_pb2.TokenColumns) -> list[int]:
+        """Count why thinking ended, from what the agent did, whether or not a decision of ours was behind it.
+
+        Returns the slots of live requests in which it did.
+        """
+        ended = []
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
         for row in np.flatnonzero(flags & FLAG_END).tolist():
             slot, table = tokens.slot[row], self.table
@@ -430,12 +478,20 @@ class Session:
                 if table.ended[slot]:
                     self.totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
                 table.ended[slot], table.forced[slot] = True, bool(flags[row] & FLAG_FORCED)
+                ended.append(slot)
+                if self.journal is not None:
+                    self.journal.ended(slot, reason, table)
+        return ended
 
-    def close(self) -> None:
+    def close(self, now: datetime) -> None:
         """The stream is gone: what is still open can no longer be reported."""
+        if self.journal is not None:
+            self.journal.now = now
         for decision in self.open_decisions.values():
             self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF)
         self.open_decisions.clear()
+        if self.journal is not None:
+            self.journal.lost()
 
     # -------------------------------------------------------------------------------------------------- what is decided
 
@@ -482,7 +538,8 @@ class Session:
             first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
             table.max_think_tokens[slot], table.cap_shadow[slot] = told
             if cap != NO_CAP:
-                made = self._decision("cap", "empty_answer" if extend[slot] else "hard_cap", slot)
+                why = "empty_answer" if extend[slot] else "hard_cap"
+                made = self._decision("cap", why, slot, scheduler.shadow)
                 out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=scheduler.shadow)
             elif not first:
                 out.caps.add(decision_id=self._decision("cap", "lifted", slot), slot=slot)
@@ -495,16 +552,19 @@ class Session:
                 out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
         if memory.enabled:
             for slot in eviction.newly_unreachable(self.hello.capabilities, table).tolist():
-                made = self._decision("tier", "unreachable", slot)
+                made = self._decision("tier", "unreachable", slot, memory.shadow)
                 tier = agent_pb2.EVICTION_TIER_UNREACHABLE
                 out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)
 
     def _decide_ends(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, among: Among) -> None:
         for slot, reason in termination.ends(policy, table, among):
-            table.end_decided[slot] = reason
-            made = self._decision("force", reason_name(reason), slot)
-            section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
-            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=section.shadow)
+            shadow = termination.is_shadowed(policy, reason)
+            if shadow:
+                table.shadow_decided[slot] |= 1 << reason
+            else:
+                table.end_decided[slot] = reason
+            made = self._decision("force", reason_name(reason), slot, shadow)
+            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
 
     def _decide_probes(self, policy: Policy, table: RequestTable, out: agent_pb2.Directives, among: Among) -> None:
         hold_ms = 0 if policy.entropy.shadow else policy.entropy.eat_hold_ms
@@ -549,11 +609,13 @@ class Session:
                 setattr(plan, name, limit)
         plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
 
-    def _decision(self, kind: str, reason: str, slot: int | None = None) -> int:
+    def _decision(self, kind: str, reason: str, slot: int | None = None, shadow: bool = False) -> int:
         self._decision_id += 1
         info = self.table.info[slot] if slot is not None else None
         made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "")
         self.open_decisions[made.decision_id] = made
+        if self.journal is not None and slot is not None:
+            self.journal.decided(made, shadow, self.table, self._policy_of(slot), self.acked_revision)
         if slot is not None and kind != "probe":
             self.last_decision[slot] = made
         self.totals.decisions[kind if kind != "force" else f"force/{reason}"] += 1
@@ -590,6 +652,7 @@ class Session:
             open_decisions=len(self.open_decisions),
             capabilities=hello.capabilities,
             agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else self.agent_state,
+            shadow=self.shadow.messages(),
         )
         if self.freezes or self.frozen:
             view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in self.freezes)

@@ -1,7 +1,8 @@
 """Who thinks on and who has thought enough. Pure functions of policy and table.
 
-Precedence when several rules fire for a request in the same step: EAT, rank, RPDI, soft close. The hard cap is sent
-ahead and kept by the agent, so that it is exact to the token and holds without a stream.
+Precedence when several rules fire for a request in the same step: EAT, rank, RPDI, soft close. A rule in shadow fires
+once for a request and keeps no other from firing. The hard cap is sent ahead and kept by the agent, so that it is exact
+to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def needs_signals(policy: Policy) -> bool:
 def ends(
     policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """Requests whose thinking a rule ends now, with the reason; each at most once.
+    """Requests whose thinking a rule ends now, with the reason; each at most once, and once for each rule in shadow.
 
     among: [slots] the requests this policy holds for; all of them when absent.
     """
@@ -54,10 +55,18 @@ def ends(
         candidates &= ~table.empty_answer
     found = []
     for reason, fires in _rules(policy, table):
-        ended = np.flatnonzero(candidates & fires)
-        candidates[ended] = False
+        shadow = is_shadowed(policy, reason)
+        told = (table.shadow_decided & (1 << reason)) != 0 if shadow else np.zeros_like(fires)
+        ended = np.flatnonzero(candidates & fires & ~told)
+        candidates[ended] = shadow
         found += [(int(slot), reason) for slot in ended]
     return found
+
+
+def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
+    """Whether a rule's decisions are only counted."""
+    section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
+    return section.shadow
 
 
 def _rules(policy: Policy, table: RequestTable) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
@@ -122,7 +131,8 @@ def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
         return np.zeros(0, np.intp)
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
     lead = entropy.eat_warmup_samples * entropy.eat_probe_interval_tokens
-    due = _may_be_probed(table, among) & (table.end_decided == 0)
+    measured = (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_EAT)) != 0
+    due = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
     due &= table.think_tokens >= np.maximum(table.next_probe_tokens, floor - lead)
     if entropy.eat_probe_max_rank:
         due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)

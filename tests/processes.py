@@ -156,6 +156,12 @@ class Control:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             return list(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1000), timeout=5).requests)
 
+    def explain(self, request_id: str) -> fleet_pb2.RequestLife:
+        """The newest request of that id, from the decision log."""
+        with self.channel() as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=5).life
+
     def set_policy(self, policy: dict[str, Any]) -> int:
         """Put a policy in force and return its revision, without waiting for engines."""
         message = ParseDict(policy, policy_pb2.Policy())

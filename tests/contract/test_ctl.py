@@ -39,6 +39,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
+        self.watch_ends = False
         # What a recording gets, and the status it then ends with; None for a stream that stays.
         self.records: list[fleet_pb2.TraceRecord] = []
         self.records_end: grpc.StatusCode | None = None
@@ -59,9 +60,16 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
-        while True:
+        while not self.watch_ends:
             yield fleet_pb2.WatchFleetResponse(engines=self.engines, requests=self.requests)
             await asyncio.sleep(request.interval_ms / 1000)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+
+    async def ExplainRequest(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    async def ListDecisions(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Any
@@ -209,7 +217,7 @@ async def test_violations_from_the_server_print_one_line_each(control: Control) 
     ]
 
 
-@pytest.mark.parametrize("command", [("policy", "get"), ("engines",), ("requests",), ("watch",), ("wait",)])
+@pytest.mark.parametrize("command", [("policy", "get"), ("engines",), ("requests",), ("wait",)])
 async def test_unreachable(command: tuple[str, ...]) -> None:
     result = await run(*command, server="127.0.0.1:1")
     assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
@@ -410,9 +418,9 @@ def heeds_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-async def test_watch_until_interrupted(control: Control) -> None:
+async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
     control.fleet.engines = [engine("engine-7", 1)]
-    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "watch", "--interval-ms", "50"]
+    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "top", "--interval-ms", "50"]
     environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts
@@ -464,6 +472,12 @@ async def test_wait_stops_at_a_refusal(control: Control) -> None:
     control.fleet.engines = [engine("a", 1), engine("b", 0, nack_error="unknown parser")]
     result = await control("wait", "--revision", 1, "--timeout", 60)
     assert (result.exit_code, result.stderr) == (FAILED, "b refused: unknown parser\n")
+
+
+async def test_wait_names_those_that_lag_beside_those_that_refused(control: Control) -> None:
+    control.fleet.engines = [engine("a", 0), engine("b", 0, nack_error="no")]
+    result = await control("wait", "--revision", 1)
+    assert (result.exit_code, result.stderr) == (FAILED, "b refused: no\na is at revision 0\n")
 
 
 async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -> None:

@@ -67,6 +67,28 @@ async def test_any_replica_answers_for_all(replicated: Replicated) -> None:
                 assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_any_replica_tells_of_every_request(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
+        first.open("here")
+        second.open("there")
+        await first.steps_until(first.caps)
+        await second.steps_until(second.caps)
+        async with client(one) as asked, client(two) as other:
+            for each in (asked, other):
+                for request_id, engine_id in (("here", "first"), ("there", "second")):
+                    wanted = fleet_pb2.ExplainRequestRequest(request_id=request_id)
+                    told = await each.fleet.ExplainRequest(wanted)
+                    assert (told.life.engine_id, told.live.engine_id) == (engine_id, engine_id)
+                caps = await each.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(kind="cap"))
+                assert {d.request_id for d in caps.decisions} == {"here", "there"}
+                paged = await each.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(kind="cap", page_size=1))
+                assert paged.decisions == caps.decisions[:1]
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await asked.fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id="there", local_only=True))
+            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 @asynccontextmanager
 async def stepping(*engines: LinkedEngine) -> AsyncIterator[None]:
     """The engines make steps meanwhile."""

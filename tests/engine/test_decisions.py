@@ -163,6 +163,43 @@ def test_live_view(llm: Any, agent: Any, control: Control) -> None:
     run.until()
 
 
+def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(llm: Any, agent: Any, control: Control) -> None:
+    """From opening to closing, the EAT samples on the way, the comparisons that held, and where the end took effect."""
+    prompts = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
+    params = SamplingParams(temperature=0.0, max_tokens=700)
+    revision = control.apply(CONVERGED)
+    run = Run(llm)
+    for i, case in enumerate(prompts):
+        run.add(f"life-{i}", case, params)
+    run.until(pause_s=0.003)
+    control.settled()
+    end = agent.tracker.markers.end[0]
+    lives = {f"life-{i}": control.explain(f"life-{i}") for i in range(len(prompts))}
+    ended = {name: life for name, life in lives.items() if any(e.detail == "eat" for e in life.events)}
+    assert ended
+    for name, life in lives.items():
+        kinds = [e.kind for e in life.events if e.kind != "decision"]
+        assert kinds[0] == "opened"
+        assert kinds[-2:] == ["think_end", "closed"]
+        assert life.think_tokens == run.tokens[name].index(end)
+        assert life.HasField("close_time")
+    for life in ended.values():
+        (force,) = (e.decision for e in life.events if e.decision.kind == "force")
+        (end_event,) = (e for e in life.events if e.kind == "think_end")
+        assert (force.reason, force.outcome, force.revision) == ("eat", 1, revision)
+        assert force.outcome_think_tokens == end_event.think_tokens == life.think_tokens
+        held = {c.signal: (c.value, c.operator, c.limit) for c in force.comparisons}
+        assert held["eat_samples"][0] >= 5
+        assert held["eat_ema_variance"][0] < held["eat_ema_variance"][2] == 0.05
+        assert held["eat_ema_nats"][0] == pytest.approx(force.signals.eat_ema_nats)
+        assert held["eat_ema_nats"][0] < held["eat_ema_nats"][2] == 0.2
+        assert force.signals.end_rank >= 1
+        probes = [e.decision for e in life.events if e.decision.kind == "probe" and e.decision.outcome == 1]
+        assert len([p for p in probes if p.HasField("measured_eat_nats")]) >= force.signals.eat_samples
+    text = str(lives)
+    assert not any(str(case["prompt"]) in text for case in prompts)
+
+
 def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: Control) -> None:
     """The engine keeps its last good policy and says why; the next good one is taken."""
     good = control.engine().acked_revision

@@ -6,7 +6,7 @@ What it checks is the contract of `agent.proto`: order, ids, targets, and that o
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Told:
     rank: int | None = None
     tier: tuple[int, bool] | None = None
     forced: bool = False
+    shadowed: set[int] = field(default_factory=set)
     probe: int = 0
 
 
@@ -67,6 +68,7 @@ class StreamChecker:
             self.acked = self.anew = True
             for told in self.told.values():
                 told.forced = False
+                told.shadowed.clear()
         self.told |= {o.slot: Told(o.request_id) for o in message.step.opened}
         for outcome in message.step.outcomes:
             for told in self.told.values():
@@ -98,8 +100,13 @@ class StreamChecker:
         for force in directives.forces:
             assert self.capabilities.force_end
             assert force.reason
-            assert not self.told[force.slot].forced, f"slot {force.slot} forced twice"
-            self.told[force.slot].forced = True
+            told = self.told[force.slot]
+            assert not told.forced, f"slot {force.slot} forced twice"
+            assert force.reason not in told.shadowed, f"slot {force.slot} shadowed twice"
+            if force.shadow:
+                told.shadowed.add(force.reason)
+            else:
+                told.forced = True
         for tier in directives.tiers:
             now_tier = (tier.tier, tier.shadow)
             assert self.anew or self.told[tier.slot].tier != now_tier, f"tier of slot {tier.slot} told twice"

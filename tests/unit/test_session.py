@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control import session
+from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import TIME_BOUNDS_S
@@ -50,11 +51,13 @@ class Stream:
     revision: int = 0
     trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
     responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
+    log: DecisionLog = field(default_factory=DecisionLog)
 
     def __post_init__(self) -> None:
         self.agent.checker.capabilities = self.capabilities
         self.hello = hello(capabilities=self.capabilities, **self.hello_fields)
-        self.session = Session("s", self.hello, self.now)
+        journal = Journal(self.log, self.hello.engine_id, self.hello.incarnation, "s", self.now)
+        self.session = Session("s", self.hello, self.now, journal)
         self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
 
     def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:
@@ -838,7 +841,7 @@ def test_close_settles_what_is_open() -> None:
     made.step()
     assert made.session.open_decisions
     opened = [d.decision_id for d in made.session.open_decisions.values()]
-    made.session.close()
+    made.session.close(made.now)
     totals = made.session.totals
     assert not made.session.open_decisions
     assert totals.outcomes["agent_off"] == len(opened)

@@ -15,6 +15,7 @@ from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI
 RANK, SOFT = agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_SOFT_CLOSE
 
+ACTIVE = {"shadow": False}
 # Fires under the defaults, with exactly the evidence that is needed.
 CONVERGED = thinking(think_tokens=512, eat_count=20, eat_ema_nats=0.09, eat_ema_variance=0.9e-4)
 # Local mean 3, global mean 1: RPDI is 3.
@@ -186,17 +187,36 @@ def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
 
 def test_precedence_over_all_rules() -> None:
     every = CONVERGED | DERAILED | ranked(1)
-    on = {"rank_conditions": [{"max_ranks": [5]}]}
+    on = ACTIVE | {"rank_conditions": [{"max_ranks": [5]}]}
     soft = {"soft_think_tokens": 512}
     assert ends(policy(entropy=on, scheduler=soft), table(every)) == [(0, EAT)]
     assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RANK)]
-    assert ends(policy(scheduler=soft), table(DERAILED | ranked(1))) == [(0, RPDI)]
-    assert ends(policy(scheduler=soft), table(ranked(1))) == [(0, SOFT)]
+    assert ends(policy(entropy=ACTIVE, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RPDI)]
+    assert ends(policy(entropy=ACTIVE, scheduler=soft), table(ranked(1))) == [(0, SOFT)]
+
+
+def test_a_rule_in_shadow_fires_once_and_keeps_no_other_from_firing() -> None:
+    every = CONVERGED | DERAILED | ranked(1)
+    soft = {"soft_think_tokens": 512}
+    rows = table(every)
+    assert ends(policy(scheduler=soft), rows) == [(0, EAT), (0, RPDI), (0, SOFT)]
+    rows.shadow_decided[0] = 1 << EAT
+    assert ends(policy(scheduler=soft), rows) == [(0, RPDI), (0, SOFT)]
+    rows.shadow_decided[0] |= 1 << RPDI
+    assert ends(policy(scheduler=soft), rows) == [(0, SOFT)]
+    rows.end_decided[0] = SOFT
+    assert ends(policy(scheduler=soft), rows) == []
+    assert ends(policy(entropy=ACTIVE, scheduler={**soft, "shadow": True}), table(every)) == [(0, EAT)]
+
+
+def test_what_eat_in_shadow_has_ended_is_not_probed_any_more() -> None:
+    assert due(thinking(think_tokens=600, shadow_decided=1 << RPDI))
+    assert not due(thinking(think_tokens=600, shadow_decided=1 << EAT))
 
 
 def test_eat_speaks_before_rpdi_and_each_request_ends_once() -> None:
     both = DERAILED | CONVERGED
-    assert ends(policy(), table(both, DERAILED, thinking(), CONVERGED)) == [(0, EAT), (3, EAT), (1, RPDI)]
+    assert ends(policy(entropy=ACTIVE), table(both, DERAILED, thinking(), CONVERGED)) == [(0, EAT), (3, EAT), (1, RPDI)]
 
 
 def test_entropy_off_ends_nothing_and_probes_nothing() -> None:

@@ -156,6 +156,7 @@ class Engine(_message.Message):
     AGENT_STATE_FIELD_NUMBER: _builtins.int
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     incarnation: _builtins.str
     model: _builtins.str
@@ -228,6 +229,10 @@ class Engine(_message.Message):
     def think_tokens(self) -> Global___Histogram:
         """Thinking tokens of the requests that finished after any."""
 
+    @_builtins.property
+    def shadow(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowComparison]:
+        """What the rules in shadow would have done, since the revision that gave them their present form."""
+
     def __init__(
         self,
         *,
@@ -264,10 +269,11 @@ class Engine(_message.Message):
         agent_state: _agent_pb2.AgentState.ValueType = ...,
         think_tokens: Global___Histogram | None = ...,
         replica: _builtins.str = ...,
+        shadow: _abc.Iterable[Global___ShadowComparison] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,6 +343,58 @@ class EngineFreeze(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineFreeze: _TypeAlias = EngineFreeze  # noqa: Y015
+
+@_typing.final
+class ShadowComparison(_message.Message):
+    """A rule in shadow against what really happened, over the requests whose thinking has ended since. A request whose
+    thinking was aborted is not in it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECTION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SINCE_REVISION_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    WOULD_END_FIELD_NUMBER: _builtins.int
+    WOULD_END_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    SAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    section: _builtins.str
+    """scheduler or entropy."""
+    reason: _builtins.str
+    """A force's reason or hard_cap, for that rule alone. Empty for the section as a whole: a request for which several of
+    its rules fired is counted once, where the first one would have ended it.
+    """
+    since_revision: _builtins.int
+    """The revision the comparison began with."""
+    requests: _builtins.int
+    """Requests whose thinking has ended while the section was in shadow for them, and their thinking tokens."""
+    think_tokens: _builtins.int
+    would_end: _builtins.int
+    """Those that would have been ended earlier, and their thinking tokens there."""
+    would_end_think_tokens: _builtins.int
+    saved_tokens: _builtins.int
+    """Thinking tokens from there to where they really ended."""
+    def __init__(
+        self,
+        *,
+        section: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        since_revision: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        think_tokens: _builtins.int = ...,
+        would_end: _builtins.int = ...,
+        would_end_think_tokens: _builtins.int = ...,
+        saved_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "requests", b"requests", "saved_tokens", b"saved_tokens", "section", b"section", "since_revision", b"since_revision", "think_tokens", b"think_tokens", "would_end", b"would_end", "would_end_think_tokens", b"would_end_think_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowComparison: _TypeAlias = ShadowComparison  # noqa: Y015
 
 @_typing.final
 class LastDecision(_message.Message):
@@ -731,3 +789,446 @@ class TracedPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TracedPolicy: _TypeAlias = TracedPolicy  # noqa: Y015
+
+@_typing.final
+class ExplainRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As the engine has it, or as the client gave it, without what vLLM puts around it. Where several requests fit, the
+    newest is meant.
+    """
+    engine_id: _builtins.str
+    """Empty for all engines."""
+    local_only: _builtins.bool
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "local_only", b"local_only", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequestRequest: _TypeAlias = ExplainRequestRequest  # noqa: Y015
+
+@_typing.final
+class ExplainRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIFE_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def life(self) -> Global___RequestLife: ...
+    @_builtins.property
+    def live(self) -> Global___LiveRequest:
+        """As it is now; absent for a finished request."""
+
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        life: Global___RequestLife | None = ...,
+        live: Global___LiveRequest | None = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "live", b"live", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequestResponse: _TypeAlias = ExplainRequestResponse  # noqa: Y015
+
+@_typing.final
+class RequestLife(_message.Message):
+    """What happened to one request, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    OPEN_TIME_FIELD_NUMBER: _builtins.int
+    JOINED_LATE_FIELD_NUMBER: _builtins.int
+    CLOSE_TIME_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    incarnation: _builtins.str
+    request_id: _builtins.str
+    model: _builtins.str
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    effort: _builtins.str
+    prompt_tokens: _builtins.int
+    max_tokens: _builtins.int
+    min_think_tokens: _builtins.int
+    """The request's own; absent when it has none."""
+    max_think_tokens: _builtins.int
+    joined_late: _builtins.bool
+    """It was under way when the control plane first heard of it; what was before is not known."""
+    think_tokens: _builtins.int
+    output_tokens: _builtins.int
+    events_left_out: _builtins.int
+    """Events that there was no room for: the oldest ones."""
+    @_builtins.property
+    def open_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def close_time(self) -> _timestamp_pb2.Timestamp:
+        """Absent while it lives."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestEvent]: ...
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        effort: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        min_think_tokens: _builtins.int | None = ...,
+        max_think_tokens: _builtins.int | None = ...,
+        open_time: _timestamp_pb2.Timestamp | None = ...,
+        joined_late: _builtins.bool = ...,
+        close_time: _timestamp_pb2.Timestamp | None = ...,
+        think_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        events: _abc.Iterable[Global___RequestEvent] | None = ...,
+        events_left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "open_time", b"open_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "close_time", b"close_time", "effort", b"effort", "engine_id", b"engine_id", "events", b"events", "events_left_out", b"events_left_out", "incarnation", b"incarnation", "joined_late", b"joined_late", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "open_time", b"open_time", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_think_tokens) -> _WhichOneofReturnType__min_think_tokens | None: ...
+
+Global___RequestLife: _TypeAlias = RequestLife  # noqa: Y015
+
+@_typing.final
+class RequestEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    DECISION_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """opened, phase, think_end, preempted, resumed, decision, stream_lost, stream_back, closed."""
+    phase: _agent_pb2.Phase.ValueType
+    """From then on."""
+    think_tokens: _builtins.int
+    """When the control plane heard of it."""
+    output_tokens: _builtins.int
+    detail: _builtins.str
+    """think_end: natural, hard_cap or a force's reason. closed: stop, length, abort, error or unknown."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def decision(self) -> Global___LoggedDecision:
+        """Of kind decision."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        kind: _builtins.str = ...,
+        phase: _agent_pb2.Phase.ValueType = ...,
+        think_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        decision: Global___LoggedDecision | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "detail", b"detail", "kind", b"kind", "output_tokens", b"output_tokens", "phase", b"phase", "think_tokens", b"think_tokens", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestEvent: _TypeAlias = RequestEvent  # noqa: Y015
+
+@_typing.final
+class LoggedDecision(_message.Message):
+    """One decision about a request: what its rule saw, and what became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    COMPARISONS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    OUTCOME_TIME_FIELD_NUMBER: _builtins.int
+    OUTCOME_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    MEASURED_EAT_NATS_FIELD_NUMBER: _builtins.int
+    decision_id: _builtins.int
+    """Unique within the session."""
+    session_id: _builtins.str
+    engine_id: _builtins.str
+    incarnation: _builtins.str
+    request_id: _builtins.str
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    revision: _builtins.int
+    """In force when it was made."""
+    kind: _builtins.str
+    """cap, force, probe or tier."""
+    reason: _builtins.str
+    shadow: _builtins.bool
+    outcome: _agent_pb2.Outcome.ValueType
+    """Unspecified until it is known."""
+    outcome_think_tokens: _builtins.int
+    """The agent's count at that moment, for decisions about thinking."""
+    detail: _builtins.str
+    measured_eat_nats: _builtins.float
+    """Of a probe that was measured."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def signals(self) -> Global___Signals: ...
+    @_builtins.property
+    def comparisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Comparison]:
+        """What the rule compared, all of it true."""
+
+    @_builtins.property
+    def outcome_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        decision_id: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        shadow: _builtins.bool = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        signals: Global___Signals | None = ...,
+        comparisons: _abc.Iterable[Global___Comparison] | None = ...,
+        outcome: _agent_pb2.Outcome.ValueType = ...,
+        outcome_time: _timestamp_pb2.Timestamp | None = ...,
+        outcome_think_tokens: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        measured_eat_nats: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "signals", b"signals", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured_eat_nats: _TypeAlias = _typing.Literal["measured_eat_nats"]  # noqa: Y015
+    _WhichOneofArgType__measured_eat_nats: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured_eat_nats) -> _WhichOneofReturnType__measured_eat_nats | None: ...
+
+Global___LoggedDecision: _TypeAlias = LoggedDecision  # noqa: Y015
+
+@_typing.final
+class Signals(_message.Message):
+    """A request as the rules saw it. NaN and 0 for what was not measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTROPY_NATS_FIELD_NUMBER: _builtins.int
+    END_RANK_FIELD_NUMBER: _builtins.int
+    RPDI_FIELD_NUMBER: _builtins.int
+    EAT_NATS_FIELD_NUMBER: _builtins.int
+    EAT_EMA_NATS_FIELD_NUMBER: _builtins.int
+    EAT_EMA_VARIANCE_FIELD_NUMBER: _builtins.int
+    EAT_SAMPLES_FIELD_NUMBER: _builtins.int
+    BOUNDARY_RANKS_FIELD_NUMBER: _builtins.int
+    MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    phase: _agent_pb2.Phase.ValueType
+    think_tokens: _builtins.int
+    output_tokens: _builtins.int
+    entropy_nats: _builtins.float
+    end_rank: _builtins.int
+    rpdi: _builtins.float
+    eat_nats: _builtins.float
+    eat_ema_nats: _builtins.float
+    eat_ema_variance: _builtins.float
+    eat_samples: _builtins.int
+    max_think_tokens: _builtins.int
+    """The cap told to the agent; absent for none."""
+    @_builtins.property
+    def boundary_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """End-marker ranks at the newest sentence ends, newest first."""
+
+    def __init__(
+        self,
+        *,
+        phase: _agent_pb2.Phase.ValueType = ...,
+        think_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        entropy_nats: _builtins.float = ...,
+        end_rank: _builtins.int = ...,
+        rpdi: _builtins.float = ...,
+        eat_nats: _builtins.float = ...,
+        eat_ema_nats: _builtins.float = ...,
+        eat_ema_variance: _builtins.float = ...,
+        eat_samples: _builtins.int = ...,
+        boundary_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        max_think_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
+
+Global___Signals: _TypeAlias = Signals  # noqa: Y015
+
+@_typing.final
+class Comparison(_message.Message):
+    """For example eat_ema_nats 0.04 < entropy.eat_level_threshold_nats 0.1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    OPERATOR_FIELD_NUMBER: _builtins.int
+    LIMIT_NAME_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    signal: _builtins.str
+    value: _builtins.float
+    operator: _builtins.str
+    """One of <, <=, >, >= and =."""
+    limit_name: _builtins.str
+    """The policy field, or the request's own, and its value."""
+    limit: _builtins.float
+    def __init__(
+        self,
+        *,
+        signal: _builtins.str = ...,
+        value: _builtins.float = ...,
+        operator: _builtins.str = ...,
+        limit_name: _builtins.str = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "limit_name", b"limit_name", "operator", b"operator", "signal", b"signal", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Comparison: _TypeAlias = Comparison  # noqa: Y015
+
+@_typing.final
+class ListDecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Empty ones match everything."""
+    request_id: _builtins.str
+    """As in ExplainRequestRequest."""
+    kind: _builtins.str
+    reason: _builtins.str
+    page_size: _builtins.int
+    page_token: _builtins.str
+    local_only: _builtins.bool
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        local_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "kind", b"kind", "local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDecisionsRequest: _TypeAlias = ListDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class ListDecisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoggedDecision]:
+        """Decisions of one moment stay on one page: it may be longer than asked for."""
+
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___LoggedDecision] | None = ...,
+        next_page_token: _builtins.str = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "next_page_token", b"next_page_token", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015

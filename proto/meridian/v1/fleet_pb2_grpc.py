@@ -57,6 +57,16 @@ class FleetServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.FromString,
                 _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/meridian.v1.FleetService/ExplainRequest',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
+        self.ListDecisions = channel.unary_unary(
+                '/meridian.v1.FleetService/ListDecisions',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -91,6 +101,21 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRequest(self, request, context):
+        """Tells the life of a request, live or finished not long ago, from the replicas' decision logs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDecisions(self, request, context):
+        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
+        not kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +138,16 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.RecordTrace,
                     request_deserializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'ListDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDecisions,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +261,60 @@ class FleetService(object):
             '/meridian.v1.FleetService/RecordTrace',
             meridian_dot_v1_dot_fleet__pb2.RecordTraceRequest.SerializeToString,
             meridian_dot_v1_dot_fleet__pb2.RecordTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.FleetService/ExplainRequest',
+            meridian_dot_v1_dot_fleet__pb2.ExplainRequestRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.FleetService/ListDecisions',
+            meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,12 @@ class FleetServiceStub:
     """Sends the state of all engines and live requests at once, then again at every interval."""
     RecordTrace: _grpc.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]
     """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
+    ExplainRequest: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequestRequest, _fleet_pb2.ExplainRequestResponse]
+    """Tells the life of a request, live or finished not long ago, from the replicas' decision logs."""
+    ListDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]
+    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
+    not kept.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -57,6 +63,12 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Sends the state of all engines and live requests at once, then again at every interval."""
     RecordTrace: _aio.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]  # type: ignore[assignment]
     """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
+    ExplainRequest: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequestRequest, _fleet_pb2.ExplainRequestResponse]  # type: ignore[assignment]
+    """Tells the life of a request, live or finished not long ago, from the replicas' decision logs."""
+    ListDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]  # type: ignore[assignment]
+    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
+    not kept.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
@@ -93,5 +105,23 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_pb2.RecordTraceResponse], _abc.AsyncIterator[_fleet_pb2.RecordTraceResponse]]:
         """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
+
+    @_abc_1.abstractmethod
+    def ExplainRequest(
+        self,
+        request: _fleet_pb2.ExplainRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ExplainRequestResponse, _abc.Awaitable[_fleet_pb2.ExplainRequestResponse]]:
+        """Tells the life of a request, live or finished not long ago, from the replicas' decision logs."""
+
+    @_abc_1.abstractmethod
+    def ListDecisions(
+        self,
+        request: _fleet_pb2.ListDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListDecisionsResponse, _abc.Awaitable[_fleet_pb2.ListDecisionsResponse]]:
+        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
+        not kept.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

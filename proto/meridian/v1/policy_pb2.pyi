@@ -599,18 +599,26 @@ class TelemetryPolicy(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
+    DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
+    decision_log_sample_ratio: _builtins.float
     def __init__(
         self,
         *,
         report_interval_steps: _builtins.int | None = ...,
+        decision_log_sample_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_report_interval_steps", b"_report_interval_steps", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_report_interval_steps", b"_report_interval_steps", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio", "_report_interval_steps", b"_report_interval_steps", "decision_log_sample_ratio", b"decision_log_sample_ratio", "report_interval_steps", b"report_interval_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decision_log_sample_ratio: _TypeAlias = _typing.Literal["decision_log_sample_ratio"]  # noqa: Y015
+    _WhichOneofArgType__decision_log_sample_ratio: _TypeAlias = _typing.Literal["_decision_log_sample_ratio", b"_decision_log_sample_ratio"]  # noqa: Y015
     _WhichOneofReturnType__report_interval_steps: _TypeAlias = _typing.Literal["report_interval_steps"]  # noqa: Y015
     _WhichOneofArgType__report_interval_steps: _TypeAlias = _typing.Literal["_report_interval_steps", b"_report_interval_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decision_log_sample_ratio) -> _WhichOneofReturnType__decision_log_sample_ratio | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__report_interval_steps) -> _WhichOneofReturnType__report_interval_steps | None: ...
 
 Global___TelemetryPolicy: _TypeAlias = TelemetryPolicy  # noqa: Y015

@@ -1,0 +1,45 @@
+"""Engines and live requests as tables."""
+
+from collections.abc import Iterable
+
+from meridian.v1 import agent_pb2, fleet_pb2
+from rich.table import Table
+
+from meridian_control.console import add, new_table
+
+
+def engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
+    shown = new_table("engine", "state", "model", "revision", "step ms", "KV", "running", "waiting", "think", "answer")
+    for e in rows:
+        revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
+        load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, *load)
+    return shown
+
+
+def _engine_state(engine: fleet_pb2.Engine) -> str:
+    if engine.fault:
+        return f"fault: {engine.fault}"
+    state = fleet_pb2.ConnectionState.Name(engine.state).removeprefix("CONNECTION_STATE_").lower()
+    if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED:
+        return f"{state}, {agent_pb2.AgentState.Name(engine.agent_state).removeprefix('AGENT_STATE_').lower()}"
+    if not engine.HasField("freeze"):
+        return state
+    if not engine.freeze.confirmed:
+        return "to be frozen" if engine.freeze.freeze_ids else "to be thawed"
+    if not engine.freeze.HasField("end_time"):
+        return "frozen by MERIDIAN_FREEZE"
+    return f"frozen until {engine.freeze.end_time.ToDatetime():%H:%M:%S} UTC"
+
+
+def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:
+    shown = new_table(
+        "engine", "request", "phase", "think", "output", "entropy", "EAT", "RPDI", "rank", "last decision"
+    )
+    for r in rows:
+        phase = agent_pb2.Phase.Name(r.phase).removeprefix("PHASE_").lower() + (" preempted" if r.preempted else "")
+        signals = (f"{value:.3g}" for value in (r.entropy_nats, r.eat_ema_nats, r.rpdi))
+        outcome = agent_pb2.Outcome.Name(r.last_decision.outcome).removeprefix("OUTCOME_").lower()
+        last = f"{r.last_decision.kind} {r.last_decision.reason} {outcome}" if r.last_decision.kind else ""
+        add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last)
+    return shown

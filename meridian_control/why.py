@@ -1,0 +1,69 @@
+"""The decision logs of all replicas as one: what this one knows, and what the others say when they are asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import fleet_pb2
+
+from meridian_control import paging
+from meridian_control.errors import NotFound
+from meridian_control.explain import TOKEN_DIGITS, explain_request, list_decisions, newest_life, page_of
+from meridian_control.peers import CALL_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from meridian_control.peers import Peer
+    from meridian_control.whole_fleet import WholeFleet
+
+
+async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -> fleet_pb2.ExplainRequestResponse:
+    """Raises NotFound when no replica that was heard knows the request."""
+    answers: list[fleet_pb2.ExplainRequestResponse] = []
+    unknown: NotFound | None = None
+    try:
+        live = whole.fleet.requests(request.engine_id)
+        answers.append(explain_request(whole.fleet.decisions, live, request))
+    except NotFound as error:
+        unknown = error
+    asked = fleet_pb2.ExplainRequestRequest()
+    asked.CopyFrom(request)
+    asked.local_only = True
+
+    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse | None:
+        try:
+            return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise
+
+    unreachable: list[str] = []
+    if whole.peers is not None and not request.local_only:
+        heard, unreachable = await whole.peers.ask(ask)
+        answers += [answer for answer in heard.values() if answer is not None]
+    if not answers:
+        assert unknown is not None
+        raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}") if unreachable else unknown
+    told = newest_life(answers)
+    told.unreachable_replicas.extend(unreachable)
+    return told
+
+
+async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+    """Raises InvalidRequest."""
+    limit, _ = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
+    here = list_decisions(whole.fleet.decisions, request)
+    if whole.peers is None or request.local_only:
+        return here
+    asked = fleet_pb2.ListDecisionsRequest()
+    asked.CopyFrom(request)
+    asked.local_only = True
+
+    async def ask(peer: Peer) -> fleet_pb2.ListDecisionsResponse:
+        return await peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S)
+
+    heard, unreachable = await whole.peers.ask(ask)
+    answer = page_of((d for part in (here, *heard.values()) for d in part.decisions), limit)
+    answer.unreachable_replicas.extend(unreachable)
+    return answer

@@ -1,0 +1,368 @@
+"""The decision log: whose life is kept, what a life holds, how it is found again, and that it stays within bounds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.phases import FLAG_SENTENCE
+from meridian_control import decision_log
+from meridian_control.decision_log import LIFE_PROBES, DecisionLog, Journal
+from meridian_control.errors import InvalidRequest, NotFound
+from meridian_control.explain import explain_request, list_decisions, newest_life, page_of
+from meridian_control.request_ids import sampled
+from meridian_control.session import Session
+from tests.fakes.agent import StreamChecker
+from tests.fakes.engine import TEXT
+from tests.fakes.tables import policy
+from tests.unit.test_session import CALIBRATED, EARLY, NOW, Stream, stream
+
+
+def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
+    request = fleet_pb2.ExplainRequestRequest(request_id=request_id, engine_id=engine_id)
+    return explain_request(made.log, made.session.requests(), request).life
+
+
+def kinds(told: fleet_pb2.RequestLife) -> list[str]:
+    """What happened, probes and tiers left out."""
+    names = [(e.decision.kind, e.decision.reason) if e.kind == "decision" else (e.kind, e.detail) for e in told.events]
+    return [" ".join(filter(None, name)) for name in names if name[0] not in ("probe", "tier")]
+
+
+def decisions(made: Stream, **asked: Any) -> list[fleet_pb2.LoggedDecision]:
+    return list(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked)).decisions)
+
+
+def compared(decision: fleet_pb2.LoggedDecision) -> dict[str, tuple[float, str, str, float]]:
+    return {c.signal: (c.value, c.operator, c.limit_name, c.limit) for c in decision.comparisons}
+
+
+# -------------------------------------------------------------------------------------------------------------- lives
+
+
+def test_a_life_from_opening_to_closing() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a", answer=3, tenant="acme")
+    made.step(6)
+    made.agent.preempt("a")
+    made.step(2)
+    made.agent.preempt("a", waits=False)
+    made.step(30)
+    told = life(made)
+    assert kinds(told) == [
+        "opened",
+        "cap hard_cap",
+        "preempted",
+        "resumed",
+        "force eat",
+        "think_end eat",
+        "closed stop",
+    ]
+    assert (told.engine_id, told.incarnation, told.tenant, told.joined_late) == ("engine", "1", "acme", False)
+    force = next(e for e in told.events if e.decision.kind == "force").decision
+    end = next(e for e in told.events if e.kind == "think_end")
+    assert (force.outcome, force.revision, force.shadow) == (agent_pb2.OUTCOME_APPLIED, 1, False)
+    assert force.signals.think_tokens <= force.outcome_think_tokens == end.think_tokens == told.think_tokens
+    assert force.time.ToNanoseconds() < force.outcome_time.ToNanoseconds()
+    assert told.output_tokens == 3
+    times = [e.time.ToNanoseconds() for e in told.events]
+    assert times == sorted(times)
+    assert told.close_time.ToNanoseconds() == times[-1]
+
+
+def test_what_the_eat_rule_saw_and_compared() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a", min_think_tokens=6)
+    made.step(30)
+    (force,) = decisions(made, kind="force")
+    assert compared(force) == {
+        "think_tokens": (force.signals.think_tokens, ">=", "own min_think_tokens", 6),
+        "eat_samples": (4, ">=", "entropy.eat_warmup_samples", 4),
+        "eat_ema_variance": (0, "<", "entropy.eat_ema_variance_threshold", 1e-4),
+        "eat_ema_nats": (pytest.approx(0.01), "<", "entropy.eat_level_threshold_nats", 0.1),
+    }
+    probes = decisions(made, kind="probe", reason="eat")
+    assert [p.measured_eat_nats for p in probes] == [pytest.approx(0.01)] * 4
+    (cap,) = decisions(made, kind="cap")
+    assert compared(cap) == {"max_think_tokens": (32768, "=", "scheduler.max_think_tokens", 32768)}
+
+
+RANKS = {"rank_conditions": [{"max_ranks": [1, 1]}, {"max_ranks": [9]}], "eat_probe_interval_tokens": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason", "expected"),
+    [
+        (
+            {"entropy": RANKS},
+            "rank",
+            {"boundary_ranks[0]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9)},
+        ),
+        (
+            {"scheduler": {"soft_think_tokens": 4}},
+            "soft_close",
+            {
+                "think_tokens": (5, ">=", "scheduler.soft_think_tokens", 4),
+                "boundary_ranks[0]": (3, "<=", "scheduler.soft_close_rank", 20),
+            },
+        ),
+    ],
+)
+def test_what_the_rules_at_sentence_ends_compared(
+    sections: dict[str, dict[str, Any]], reason: str, expected: dict[str, Any]
+) -> None:
+    scheduler = EARLY | sections.get("scheduler", {})
+    made = stream(policy(scheduler=scheduler, entropy={"shadow": False} | sections.get("entropy", {})))
+    made.agent.end_rank = 3
+    made.open("a")
+    made.step(3)
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.step(10)
+    (force,) = decisions(made, kind="force")
+    assert force.reason == reason
+    assert compared(force) == compared(force) | expected
+
+
+def test_a_requests_own_cap_and_an_extension_are_named() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    made.open("own", own_cap=90)
+    made.step(120)
+    names = {(d.request_id, d.reason): compared(d)["max_think_tokens"] for d in decisions(made, kind="cap")}
+    both = "scheduler.max_think_tokens + scheduler.empty_answer_extension_tokens"
+    assert names == {
+        ("a", "hard_cap"): (100, "=", "scheduler.max_think_tokens", 100),
+        ("a", "empty_answer"): (130, "=", both, 130),
+        ("own", "hard_cap"): (90, "=", "own max_think_tokens", 90),
+    }
+    probe = decisions(made, kind="probe", request_id="a")[0]
+    assert compared(probe)["think_tokens"][1:] == (">=", "max_think_tokens - 64", 36)
+    assert "think_end hard_cap" in kinds(life(made, "own"))
+
+
+def test_an_abort_and_thinking_taken_up_again() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.agent.abort("a")
+    made.step()
+    assert kinds(life(made))[-1] == "closed abort"
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+def reconnected(made: Stream) -> Stream:
+    """The same agent on a stream of its own, with a snapshot of what lives."""
+    made.agent.checker, made.agent.outbox = StreamChecker(), []
+    made.agent.engine.directives.new_stream()
+    again = Stream(agent=made.agent, log=made.log, now=made.now)
+    again.session = Session("t", again.hello, made.now, Journal(made.log, "engine", "1", "t", made.now))
+    again.agent.say(snapshot=again.agent.snapshot())
+    again.apply(policy(scheduler=EARLY))
+    return again
+
+
+def test_a_life_goes_on_over_a_broken_stream() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", answer=2)
+    made.open("gone", answer=2)
+    made.step(3)
+    made.session.close(made.now)
+    assert [d.outcome for d in decisions(made, kind="cap", request_id="a")] == [agent_pb2.OUTCOME_AGENT_OFF]
+    told = life(made)
+    assert kinds(told)[-1] == "stream_lost"
+    assert not told.HasField("close_time")
+    made.agent.abort("gone")
+    made.agent.engine.take()
+    made.now += timedelta(seconds=3)
+    again = reconnected(made)
+    again.step(3)
+    assert kinds(life(again))[-3:] == ["stream_lost", "stream_back", "cap hard_cap"]
+    assert {d.session_id for d in decisions(again, kind="cap", request_id="a")} == {"s", "t"}
+    assert kinds(life(again, "gone"))[-1] == "stream_lost"
+
+
+def test_a_request_that_was_under_way_is_said_to_be() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.log = DecisionLog()
+    again = reconnected(made)
+    assert life(again).joined_late
+    assert life(again).think_tokens == 3
+    made.session.close(made.now)
+    assert kinds(life(again))[-1] != "stream_lost", "the older stream's end is not the request's"
+
+
+def test_a_request_that_a_snapshot_lacks_ended_unheard() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(3)
+    made.agent.abort("a")
+    made.agent.engine.take()
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    assert kinds(life(made))[-1] == "closed unknown"
+
+
+# -------------------------------------------------------------------------------------------------- finding and bounds
+
+
+def test_requests_are_found_by_the_clients_part_of_their_id_and_the_newest_first() -> None:
+    made = stream(policy(scheduler=EARLY))
+    for name in ("chatcmpl-mine-1a2b", "mine-9", "other"):
+        made.open(name, think=2, answer=1)
+        made.step(6)
+    assert life(made, "mine").request_id == "mine-9"
+    assert life(made, "chatcmpl-mine").request_id == "chatcmpl-mine-1a2b"
+    assert {d.request_id for d in decisions(made, request_id="mine")} == {"chatcmpl-mine-1a2b", "mine-9"}
+    for request_id, engine_id in (("min", ""), ("mine", "elsewhere"), ("", "")):
+        with pytest.raises(NotFound, match="in the decision log"):
+            life(made, request_id, engine_id)
+
+
+def test_decisions_come_newest_first_in_pages() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for name in "abc":
+        made.open(name, answer=2)
+        made.step(20)
+    every = decisions(made)
+    ids = [d.decision_id for d in every]
+    assert ids == sorted(ids, reverse=True)
+    assert {d.kind for d in every} == {"cap", "force", "probe", "tier"}
+    request = fleet_pb2.ListDecisionsRequest(page_size=7)
+    paged: list[fleet_pb2.LoggedDecision] = []
+    while True:
+        page = list_decisions(made.log, request)
+        paged += page.decisions
+        if not page.next_page_token:
+            break
+        assert len(page.decisions) >= 7, "decisions of one moment stay together"
+        request.page_token = page.next_page_token
+    assert paged == every
+    assert {d.request_id for d in decisions(made, request_id="b", engine_id="engine")} == {"b"}
+    with pytest.raises(InvalidRequest, match="page_token"):
+        list_decisions(made.log, fleet_pb2.ListDecisionsRequest(page_token="x"))
+
+
+def test_a_life_that_two_replicas_tell_of_is_one() -> None:
+    """Its engine moved: the other replica knows it from there on."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", answer=2)
+    made.step(3)
+    made.session.close(made.now)
+    request = fleet_pb2.ExplainRequestRequest(request_id="a")
+    before = explain_request(made.log, (), request)
+    made.log = DecisionLog()
+    made.now += timedelta(seconds=1)
+    again = reconnected(made)
+    again.step(3)
+    after = explain_request(made.log, again.session.requests(), request)
+    told = newest_life([after, before])
+    assert kinds(told.life) == ["opened", "cap hard_cap", "stream_lost", "opened", "cap hard_cap"]
+    assert not told.life.joined_late
+    assert told.life.open_time == before.life.open_time
+    assert (told.life.think_tokens, told.live.request_id) == (after.life.think_tokens, "a")
+    assert newest_life([before]) == before
+
+
+def test_pages_of_several_replicas_end_between_two_moments() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for name in "abcd":
+        made.open(name)
+    made.step(12)
+    every = decisions(made, page_size=1000)
+    whole = page_of((*every[::2], *every[1::2]), 1000)
+    assert [d.time.ToMicroseconds() for d in whole.decisions] == [d.time.ToMicroseconds() for d in every]
+    page = page_of(every, 3)
+    assert len(page.decisions) == 4, "four probes were asked for at once"
+    assert page.next_page_token == str(page.decisions[-1].time.ToMicroseconds())
+
+
+def test_one_life_keeps_its_newest_events() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
+    made.open("a")
+    made.step(1000)
+    told = life(made)
+    probes = [e.decision for e in told.events if e.decision.kind == "probe"]
+    assert len(probes) == LIFE_PROBES
+    assert probes[-1].signals.think_tokens > 990
+    assert kinds(told)[:2] == ["opened", "cap hard_cap"]
+    assert told.events_left_out > 100
+
+
+def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
+    made = Stream(log=DecisionLog(max_events=60, max_decisions=20))
+    made.apply(policy(scheduler=EARLY))
+    made.open("lives")
+    for number in range(50):
+        made.open(f"r{number}", think=2, answer=1)
+        made.step(6)
+        assert made.log.events <= 60
+    assert life(made, "lives").open_time.ToDatetime() < life(made, "r49").open_time.ToDatetime()
+    with pytest.raises(NotFound, match="dropped for newer ones"):
+        life(made, "r0")
+    assert len(decisions(made)) == 20
+    kept = [*made.log._live.values(), *made.log._over.values()]
+    assert sum(map(len, kept)) == made.log.events
+
+
+def test_live_requests_go_too_where_there_is_no_other_room() -> None:
+    made = Stream(log=DecisionLog(max_events=20))
+    made.apply(policy(scheduler=EARLY))
+    for number in range(20):
+        made.open(f"r{number}")
+        made.step()
+    assert made.log.events <= 20
+    with pytest.raises(NotFound, match="never here, is not in the sample, or was dropped"):
+        life(made, "elsewhere")
+    with pytest.raises(NotFound, match="it lives, but is not in the sample"):
+        life(made, "r0")
+
+
+# -------------------------------------------------------------------------------------------------------------- sample
+
+
+def test_a_sample_holds_lives_whole_or_not_at_all() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED, telemetry={"decision_log_sample_ratio": 0.5}))
+    names = [f"r{number}" for number in range(40)]
+    for name in names:
+        made.open(name, answer=1)
+    made.step(40)
+    wanted = {name for name in names if sampled(name, 0.5)}
+    assert 8 < len(wanted) < 32
+    assert {d.request_id for d in decisions(made, page_size=1000)} == wanted
+    for name in wanted:
+        assert kinds(life(made, name))[-2:] == ["think_end eat", "closed stop"]
+    made.apply(policy(scheduler=EARLY, telemetry={"decision_log_sample_ratio": 0}))
+    made.open("r1", answer=1)
+    before = made.log.events
+    made.step(5)
+    assert made.log.events == before
+
+
+@given(st.text(), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_sample_holds_every_smaller_one(request_id: str, one: float, other: float) -> None:
+    small, large = sorted((one, other))
+    assert sampled(request_id, large) or not sampled(request_id, small)
+    assert sampled(request_id, 1.0)
+    assert not sampled(request_id, 0.0)
+
+
+def test_bounds_are_what_the_readme_says() -> None:
+    assert (decision_log.MAX_EVENTS, decision_log.MAX_DECISIONS) == (65_536, 32_768)
+
+
+def test_the_time_is_the_messages() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a")
+    made.step(then_ms=7)
+    assert life(made).open_time.ToDatetime() == (NOW + timedelta(milliseconds=7)).replace(tzinfo=None)

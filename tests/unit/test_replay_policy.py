@@ -1,0 +1,388 @@
+"""Replay of a recorded stream under another policy: under its own nothing changes, else what was asked for does."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from meridian_control import policy as schema
+from meridian_control.console import console
+from meridian_control.difference import Difference
+from meridian_control.difference_report import figures, tables
+from meridian_control.dispatch import WARM_STEPS
+from meridian_control.recording import down_record, hello_record, policy_record, up_record
+from meridian_control.trace import FileError
+from tests.fakes import traces
+from tests.fakes.engine import TEXT
+from tests.fakes.tables import policy
+from tests.unit.test_session import CALIBRATED, EARLY, Stream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meridian_control.policy import Policy
+
+# Every rule on, nothing applied, EAT measured densely: what a recording is made with.
+DENSE = policy(
+    scheduler=EARLY,
+    entropy={**CALIBRATED, "shadow": True, "eat_level_threshold_nats": 0.0, "eat_probe_interval_tokens": 1},
+)
+ACTIVE = policy(scheduler=EARLY, entropy=CALIBRATED)
+
+
+class Recorded(Stream):
+    """A stream that is recorded as the server records it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.records = [hello_record(self.session, self.now)]
+
+    def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:
+        self.records += [down_record(self.session, self.now, response) for response in responses]
+        super().deliver(responses)
+
+    def pump(self) -> list[agent_pb2.ConnectResponse]:
+        before = len(self.responses)
+        while said := self.agent.heard():
+            for message in said:
+                self.records.append(up_record(self.session, self.now, message))
+                self.deliver(self.session.on_message(message, self.now))
+        return self.responses[before:]
+
+    def apply(self, new: Policy) -> list[agent_pb2.ConnectResponse]:
+        self.records.append(policy_record(self.session, self.now, self.revision + 1, new))
+        return super().apply(new)
+
+
+def recorded(first: Policy, requests: int = 12, seed: int = 0, sentences: bool = True, **hello: Any) -> Recorded:
+    """Requests of several lengths, some of them preempted or aborted; the engine is slow enough for shares."""
+    made = Recorded(hello_fields=hello)
+    rng = made.agent.rng
+    rng.seed(seed)
+    made.agent.step_cost_ms = 5.0, 4.0
+    if sentences:
+        made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.apply(first)
+    for number in range(requests):
+        made.open(f"r{number}", think=rng.randrange(1, 40), answer=rng.randrange(1, 20), entropy_nats=rng.random())
+        made.agent.end_rank = rng.randrange(1, 40)
+        made.agent.eat_nats = rng.choice([0.01, 0.01, 0.5])
+        made.step(rng.randrange(1, 9))
+        live = sorted(made.agent.engine.live)
+        if live and rng.random() < 0.3:
+            made.agent.preempt(rng.choice(live))
+            made.step(2)
+            for name, request in list(made.agent.engine.live.items()):
+                if request.preempted:
+                    made.agent.preempt(name, waits=False)
+        if number % 5 == 4 and live:
+            made.agent.abort(rng.choice(sorted(made.agent.engine.live)))
+    made.step(80)
+    return made
+
+
+def difference(tmp_path: Path, records: list[fleet_pb2.TraceRecord], new: Policy) -> Difference:
+    path = tmp_path / "a.trace"
+    path.unlink(missing_ok=True)
+    found = Difference(new)
+    found.add([traces.write(path, records)])
+    return found
+
+
+def told(tmp_path: Path, records: list[fleet_pb2.TraceRecord], new: Policy) -> dict[str, Any]:
+    return figures(difference(tmp_path, records, new), new)
+
+
+NOTHING: dict[str, Any] = {"added": {}, "gone": {}, "moved": {}}
+
+
+def changes_nothing(found: dict[str, Any]) -> None:
+    assert found["forces"] == NOTHING
+    assert found["changed_requests"] == []
+    assert found["ends"]["recorded"] == found["ends"]["new"]
+    assert (found["caps_changed"], found["order"]["pairs_changed"], found["share"]["reports_changed"]) == (0, 0, 0)
+    tokens = found["think_tokens"]
+    assert tokens["recorded"] == tokens["new"]
+    assert len(set(tokens["saved_against_natural_ends"].values())) == 1
+    assert found["shadowed"]["recorded"] == found["shadowed"]["new"]
+    assert found["eat_probes"]["recorded"] == found["eat_probes"]["new"]
+    assert found["policy_changes"] == []
+
+
+# ----------------------------------------------------------------------------------------------- the recorded policy
+
+
+POLICIES = {
+    "dense": DENSE,
+    "active": ACTIVE,
+    "rules": policy(
+        scheduler=EARLY | {"soft_think_tokens": 12, "max_think_tokens": 25},
+        entropy={"shadow": False, "rank_conditions": [{"max_ranks": [3]}], "eat_probe_max_rank": 9},
+    ),
+    "deadline": policy(scheduler=EARLY | {"strategy": "deadline", "output_tpot_budget_ms": 6.0}),
+    "stock": policy(scheduler=EARLY | {"strategy": "stock"}, kv_memory={"shadow": True}),
+    "shadow": policy(scheduler=EARLY | {"shadow": True, "max_think_tokens": 9}),
+    "extension": policy(scheduler=EARLY | {"max_think_tokens": 70, "empty_answer_extension_tokens": 9}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_under_its_own_policy_a_trace_replays_exactly_and_nothing_changes(tmp_path: Path, name: str) -> None:
+    """The part of the agent that the replay plays must not be noticed: every recorded decision comes out again."""
+    made = recorded(POLICIES[name])
+    found = told(tmp_path, made.records, schema.parse_toml(schema.to_toml(POLICIES[name])))
+    changes_nothing(found)
+    count = found["decisions_reproduced"]
+    assert count["count"] == count["of"] == made.session._decision_id > 20
+    assert found["requests"] >= 8
+    assert not any(sentence.startswith("The past") for sentence in found["not_known"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(POLICIES)))
+def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:
+    made = recorded(POLICIES[name], requests=8, seed=seed, sentences=seed % 3 > 0)
+    found = told(tmp_path_factory.mktemp("t"), made.records, POLICIES[name])
+    changes_nothing(found)
+    assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"]
+
+
+def test_several_revisions_and_a_refusal_replay_exactly(tmp_path: Path) -> None:
+    made = recorded(DENSE, requests=4)
+    made.open("a", answer=2)
+    made.step(5)
+    made.agent.refuse_settings = "unknown marker"
+    made.apply(ACTIVE)
+    made.agent.refuse_settings = ""
+    made.apply(policy(scheduler=EARLY | {"max_think_tokens": 20}))
+    made.step(40)
+    found = told(tmp_path, made.records, DENSE)
+    assert found["recorded_revisions"] == [1, 2, 3]
+    assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"]
+    assert found["forces"]["gone"] == {"hard_cap": 1}, "one policy for the whole trace is another thing"
+
+
+def test_a_recording_that_joined_late_has_the_same_answers_under_its_own_policy(tmp_path: Path) -> None:
+    """Ids go on from what was before, and what the engine's steps cost was known already."""
+    made = recorded(ACTIVE, requests=3)
+    made.records = [hello_record(made.session, made.now, joined_late=True)]
+    made.records.append(policy_record(made.session, made.now, 1, ACTIVE))
+    for number in range(6):
+        made.open(f"late-{number}", think=30, answer=3)
+        made.step(7)
+    made.step(40)
+    found = told(tmp_path, made.records, ACTIVE)
+    changes_nothing(found)
+    assert found["requests"] == 6
+    assert found["ends"]["new"] == {"eat": 6}
+
+
+# ------------------------------------------------------------------------------------------------------ other policies
+
+
+def test_an_active_rule_over_a_dense_recording(tmp_path: Path) -> None:
+    """Nothing was applied when it was recorded: the new rule's ends are all added, where the live rule makes them."""
+    made = Recorded()
+    made.apply(DENSE)
+    for number in range(4):
+        made.open(f"r{number}", think=30 + number, answer=3)
+    made.step(60)
+    found = told(tmp_path, made.records, ACTIVE)
+    assert found["forces"] == {"added": {"eat": 4}, "gone": {}, "moved": {}}
+    assert found["ends"] == {"recorded": {"natural": 4}, "new": {"eat": 4}}
+    live = Recorded()
+    live.apply(ACTIVE)
+    for number in range(4):
+        live.open(f"r{number}", think=30 + number, answer=3)
+    live.step(60)
+    decided = {d.life.opened.request_id: d for d in live.log.decisions(lambda d: d.kind == "force", None)}
+    for request in found["changed_requests"]:
+        place = request["new"]["think_tokens"]
+        # Samples were asked for at every token, not every other one: it may come out one earlier.
+        assert 0 <= decided[request["request_id"]].signals.think_tokens - place <= 1
+        assert (
+            request["ended"]
+            == request["recorded"]
+            == {"reason": "natural", "think_tokens": 30 + int(request["request_id"][1:])}
+        )
+    saved = sum(r["recorded"]["think_tokens"] - r["new"]["think_tokens"] for r in found["changed_requests"])
+    tokens = found["think_tokens"]
+    assert tokens["saved_against_natural_ends"] == {"recorded": 0, "new": saved}
+    assert tokens["recorded"] - tokens["new"] == saved > 50
+    assert {c["path"] for c in found["policy_changes"]} >= {"entropy.shadow"}
+
+
+def test_ends_that_are_gone_moved_or_added_by_a_cap(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(policy(scheduler=EARLY | {"max_think_tokens": 20}))
+    for name, think in (("short", 5), ("middle", 15), ("long", 100)):
+        made.open(name, think=think, answer=2)
+    made.open("own", think=100, answer=2, own_cap=8)
+    made.step(40)
+
+    def under(cap: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = told(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": cap}))
+        return found, {r["request_id"]: (r["change"], r["new"]) for r in found["changed_requests"]}
+
+    lower, requests = under(10)
+    ten = {"reason": "hard_cap", "think_tokens": 10}
+    assert requests == {"middle": ("added", ten), "long": ("moved", ten)}
+    assert lower["forces"] == {"added": {"hard_cap": 1}, "gone": {}, "moved": {"hard_cap": 1}}
+    assert lower["caps_changed"] == 3
+    assert lower["think_tokens"]["saved_against_natural_ends"] == {"recorded": 0, "new": 5}
+    higher, requests = under(50)
+    assert requests == {"long": ("gone", {"reason": "unknown", "think_tokens": 20})}
+    assert any("1 requests whose end is gone" in sentence for sentence in higher["not_known"])
+    assert higher["think_tokens"]["requests_known"] == 3
+
+
+def test_rules_in_shadow_are_told_apart_from_ends(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(DENSE)
+    made.open("a", think=30, answer=2)
+    made.step(40)
+    shadow = policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": True})
+    found = told(tmp_path, made.records, shadow)
+    assert found["forces"] == NOTHING
+    row = found["shadowed"]["new"]["eat"]
+    assert row["requests"] == 1
+    active = told(tmp_path, made.records, ACTIVE)
+    assert row["would_save_tokens"] == active["think_tokens"]["saved_against_natural_ends"]["new"]
+
+
+def test_samples_exist_only_where_they_were_recorded(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(policy(scheduler=EARLY, entropy={"enabled": False}))
+    made.open("a", think=30, answer=2)
+    made.step(40)
+    found = told(tmp_path, made.records, ACTIVE)
+    assert found["forces"] == NOTHING
+    assert found["eat_probes"]["new"] == {"asked": 1, "answered": 0}
+    assert any("EAT: samples exist only where they were recorded" in sentence for sentence in found["not_known"])
+
+
+def test_a_probe_wants_a_sample_of_its_place(tmp_path: Path) -> None:
+    """Recorded at sentence ends, asked for at paragraphs: only the samples at paragraph ends are taken."""
+    at_sentences = DENSE.entropy.model_copy(update={"eat_probe_placement": "sentence"})
+    made = Recorded()
+    made.apply(DENSE.model_copy(update={"entropy": at_sentences}))
+    made.open("a", think=31, answer=2)
+    for step in range(40):
+        paragraph = step % 4 == 3
+        flags = FLAG_SENTENCE | (FLAG_PARAGRAPH if paragraph else 0)
+        made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([flags])
+        made.step()
+    paragraphs = ACTIVE.entropy.model_copy(update={"eat_probe_placement": "paragraph", "eat_warmup_samples": 3})
+    found = told(tmp_path, made.records, ACTIVE.model_copy(update={"entropy": paragraphs}))
+    (request,) = found["changed_requests"]
+    dense = told(
+        tmp_path,
+        made.records,
+        ACTIVE.model_copy(update={"entropy": paragraphs.model_copy(update={"eat_probe_placement": "sentence"})}),
+    )
+    (sooner,) = dense["changed_requests"]
+    assert request["new"]["think_tokens"] > sooner["new"]["think_tokens"] + 4
+
+
+def test_another_strategy_changes_the_order_and_the_share(tmp_path: Path) -> None:
+    made = Recorded()
+    made.agent.step_cost_ms = 1.0, 4.0
+    budgets = EARLY | {"output_tpot_budget_ms": 12.0}
+    made.apply(policy(scheduler=budgets))
+    for number in range(6):
+        made.open(f"r{number}", think=3 if number % 2 else 900, answer=900)
+        made.step(6)
+    made.step(WARM_STEPS + 20)
+    other = told(tmp_path, made.records, policy(scheduler=budgets | {"strategy": "reasoning_first"}))
+    assert other["order"]["reports_changed"] > 20
+    assert 0 < other["order"]["pairs_changed"] < other["order"]["pairs"]
+    assert other["share"]["reports_changed"] > 0
+    assert other["share"]["reports_limited"]["think_per_step"]["recorded"] > 0
+    assert other["share"]["reports_limited"]["think_per_step"]["new"] == 0
+    stock = told(tmp_path, made.records, policy(scheduler=budgets | {"strategy": "stock"}))
+    assert stock["order"]["pairs_changed"] > 0
+    assert stock["share"]["reports_limited"]["think_per_step"]["new"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------- the report
+
+
+def text(found: Difference, new: Policy) -> str:
+    terminal = console()
+    with terminal.capture() as captured:
+        for part in tables(found, new):
+            terminal.print(part)
+    return captured.get()
+
+
+def test_the_same_trace_and_policy_give_the_same_report_byte_for_byte(tmp_path: Path) -> None:
+    made = recorded(DENSE)
+    reports, shown = set(), set()
+    for _ in range(3):
+        found = difference(tmp_path, made.records, ACTIVE)
+        reports.add(json.dumps(figures(found, ACTIVE)))
+        shown.add(text(found, ACTIVE))
+    assert len(reports) == len(shown) == 1
+    (report,) = reports
+    assert json.loads(report)["forces"]["added"]["eat"] > 0
+    (page,) = shown
+    assert "Not known:" in page
+
+
+def test_requests_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    requests = [traces.made_up(n) for n in range(4)]
+    requests[0].finish = agent_pb2.FINISH_REASON_ABORT
+    requests[0].rows = requests[0].rows[:5]
+    requests[1].rows = [(3, 0, 0.1, 9)] * 3
+    made = traces.records(requests, at_once=2)
+    found = told(tmp_path, made[:-10], policy())
+    assert found["left_out"] == {
+        "aborted while thinking": 1,
+        "did not think": 1,
+        "still under way at the end of the trace": 1,
+    }
+    assert found["requests"] == 1
+
+
+def test_a_snapshot_in_the_middle_leaves_out_what_lived(tmp_path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(20)], at_once=4)
+    rows = [agent_pb2.RequestOpened(slot=0, request_id="old", think_tokens=3)]
+    made[len(made) // 2].up.CopyFrom(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows)))
+    found = told(tmp_path, made, policy())
+    assert found["left_out"] == {"began before the trace": 1, "reports were lost": 4}
+
+
+def test_a_trace_that_breaks_the_contract(tmp_path: Path) -> None:
+    made = traces.records([traces.made_up(0)])
+    made[5].up.step.tokens.flags.append(1)
+    with pytest.raises(FileError, match=r"record 6: step token columns must have one length|record \d+: "):
+        difference(tmp_path, made, policy())
+    with pytest.raises(FileError, match="record 0: its session has no Hello before it"):
+        difference(tmp_path, made[2:], policy())
+
+
+def test_times_are_the_recorded_ones(tmp_path: Path) -> None:
+    """Deadlines depend on time: moved as a whole, a trace gives the same; stretched, it does not."""
+    made = recorded(POLICIES["deadline"])
+    before = told(tmp_path, made.records, POLICIES["deadline"])
+    later = []
+    for record in made.records:
+        copied = fleet_pb2.TraceRecord()
+        copied.CopyFrom(record)
+        moved = Timestamp()
+        moved.FromNanoseconds(record.time.ToNanoseconds() + 3_600_000_000_000)
+        copied.time.CopyFrom(moved)
+        later.append(copied)
+    assert told(tmp_path, later, POLICIES["deadline"]) == before
+    for record in later:
+        start = later[0].time.ToNanoseconds()
+        record.time.FromNanoseconds(start + 9 * (record.time.ToNanoseconds() - start))
+    stretched = told(tmp_path, later, POLICIES["deadline"])["decisions_reproduced"]
+    assert stretched["count"] < stretched["of"]
