@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import ALL_BUT_CAPS, Outcome
+from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE, Outcome
 from meridian_agent.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.tracker import StepRecord
 from meridian_control.policy import Who
@@ -46,8 +46,8 @@ class Watched:
     state: PhaseState
     markers: Markers
     cap: tuple[int | None, bool] | None = None
-    # A force was accepted and has not begun.
-    force: bool = False
+    # The part of a force that was accepted and has not begun.
+    force: int = 0
     ending_left: int = 0
     # Limits when the last masks were made, newest last.
     limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
@@ -165,7 +165,7 @@ class EngineBooks:
             assert self.link is not None
             self._session = self.link.session_id
             new_stream()
-            self._forget_forces()
+            self._forget_forces(ALL_BUT_CAPS)
 
         directives.accept, directives.new_stream = watched_accept, watched_new_stream
 
@@ -186,7 +186,7 @@ class EngineBooks:
         for force in message.forces:
             watched = self._meant(force.decision_id)
             if watched and not force.shadow and watched.state.phase is Phase.THINK:
-                watched.force = True
+                watched.force = ORDER if force.reason == SOFT_CLOSE else RULES
         for tr in tracker.by_id.values():
             ids = [tr.cap.decision_id if tr.cap else 0, tr.ending.decision_id if tr.ending else 0]
             self._own(tr, [*ids, tr.tier[0] if tr.tier else 0])
@@ -211,9 +211,9 @@ class EngineBooks:
             here = tr.info.request_id
             assert meant == here, f"decision {decision_id} was made for {meant} and is applied to {here}"
 
-    def _forget_forces(self) -> None:
+    def _forget_forces(self, parts: int) -> None:
         for watched in self.requests.values():
-            watched.force = False
+            watched.force &= ~parts
 
     # ------------------------------------------------------------------------------------------------ what is sampled
 
@@ -240,7 +240,11 @@ class EngineBooks:
         # With asynchronous scheduling a mask is made a step ahead.
         late = watched.limits if self.engine.shape.is_async else (now,)
         at = state.think_tokens if state.phase is Phase.THINK else -1
-        if watched.ending_left:
+        if self.engine.agent.frozen:
+            # An ending that is half written is left as it is; caps hold again afterwards.
+            assert not forced, f"{request_id} is forced while frozen"
+            watched.ending_left = watched.force = 0
+        elif watched.ending_left:
             assert forced, f"the ending of {request_id} is broken off"
             watched.ending_left -= 1
         elif forced:
@@ -248,7 +252,7 @@ class EngineBooks:
             assert at >= 0, f"{request_id} is forced outside thinking"
             assert by_cap or watched.force, f"thinking of {request_id} is ended at {at} tokens for no reason"
             watched.ending_left = len(watched.markers.ending) - 1
-            watched.force = False
+            watched.force = 0
         else:
             limit = max(now, *late)
             # There a mask can also not know yet that thinking began with the token before.
@@ -258,7 +262,7 @@ class EngineBooks:
         state.feed(token, watched.markers)
         watched.began = before is not Phase.THINK
         if state.phase is not Phase.THINK:
-            watched.force = False
+            watched.force = 0
 
     # --------------------------------------------------------------------------------------------------- every step
 
@@ -280,12 +284,19 @@ class EngineBooks:
             self._nobody_starves(agent)
 
     def _after_lease(self, agent: Any) -> None:
-        if agent._lapsed & ALL_BUT_CAPS != ALL_BUT_CAPS:
-            return
-        self._forget_forces()
-        assert agent.directives.plan is None, "a plan holds past the lease"
-        assert not agent.directives.probes, "probes wait past the lease"
-        assert all(tr.rank is None for tr in agent.tracker.by_id.values()), "a rank holds past the lease"
+        """What a lease that is over ended is gone; caps only where the policy gave them a lease of their own."""
+        lapsed, plan = agent._lapsed, agent.directives.plan
+        self._forget_forces(lapsed)
+        if lapsed & CAPS:
+            for watched in self.requests.values():
+                watched.cap = watched.default_cap = None
+        if lapsed & RULES:
+            assert not agent.directives.probes, "probes wait past the lease"
+        if lapsed & ORDER:
+            assert plan is None or plan.stock, "a plan holds past the lease"
+            assert all(tr.rank is None for tr in agent.tracker.by_id.values()), "a rank holds past the lease"
+        if lapsed & MEMORY:
+            assert plan is None or not plan.hold_admission, "admission is held past the lease"
 
     def _nobody_starves(self, agent: Any) -> None:
         scheduled = self.engine.schedule[-1]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_control.fleet import Connection
+    from meridian_control.freezes import Freeze
     from meridian_control.store import StoredRevision
     from tests.sim.clock import Timeline
     from tests.sim.invariants import Invariants
@@ -191,6 +192,7 @@ class Server:
         self.streams: list[Stream] = []
         self.hung_until_s = 0.0
         self.newest: StoredRevision | None = None
+        self.freezes: tuple[Freeze, ...] = ()
         self.recordings: list[Any] = []
 
     def start(self) -> None:
@@ -199,6 +201,7 @@ class Server:
             self.recordings.append(self.fleet.record(""))
         if self.newest is not None:
             self.fleet.set_policy(self.newest)
+        self.fleet.set_freezes(self.freezes)
 
     def kill(self, tells_agents: bool) -> None:
         """The process is gone with all it knew."""
@@ -212,6 +215,11 @@ class Server:
         self.newest = policy
         if self.fleet is not None:
             self.fleet.set_policy(policy)
+
+    def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
+        self.freezes = freezes
+        if self.fleet is not None:
+            self.fleet.set_freezes(freezes)
 
     def tick(self) -> None:
         now = self._network.timeline.now_s

@@ -7,7 +7,7 @@ import random
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from meridian_agent import agent as agent_module
 from meridian_agent import hooks
 from meridian_agent import link as link_module
 from meridian_agent import scheduler as scheduler_module
-from meridian_agent.state import StateFile
 from meridian_control import dispatch
 from meridian_control import fleet as fleet_module
 from meridian_control import policy as schema
+from meridian_control.freezes import Freeze, Match
 from meridian_control.session import Session
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
@@ -64,6 +64,19 @@ class Failure(AssertionError):  # noqa: N818 - it is one
     def __init__(self, seed: int, tick: int, reason: str, trace: list[str]) -> None:
         super().__init__(f"seed {seed}, tick {tick}: {reason}")
         self.seed, self.tick, self.reason, self.trace = seed, tick, reason, trace
+
+
+class NoFile:
+    """Keeps nothing: the simulator has no disk."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def load(self) -> None:
+        return None
+
+    def keep(self, settings: agent_pb2.Settings) -> None:
+        pass
 
 
 class Plant:
@@ -148,9 +161,7 @@ class World:
     def patches(self) -> None:
         self.patch.setenv("MERIDIAN_CONTROL", "control")
         self.patch.setattr(scheduler_module, "Link", partial(SteppedLink, self.network))
-        # No disk: a restarted engine knows nothing of before.
-        self.patch.setattr(StateFile, "load", lambda _: None)
-        self.patch.setattr(StateFile, "keep", lambda *_: None)
+        self.patch.setattr(scheduler_module, "StateFile", NoFile)
         # Read once for all engines: their model is the same.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)
@@ -272,6 +283,13 @@ class World:
         for _ in range(rng.choice((1, 1, 1, 4))):
             self.put_policy(rng)
 
+    def fault_freeze(self, rng: random.Random) -> None:
+        """Engines are frozen for a while, or thawed before the time."""
+        until = self.timeline.utc_now() + timedelta(seconds=rng.choice((0.05, 0.5, 20.0)))
+        match = rng.choice((Match(), Match(engine_ids=("engine-0",))))
+        frozen = Freeze(1, match, "simulator", "", self.timeline.utc_now(), until)
+        self.server.set_freezes((frozen,) if rng.random() < 0.7 else ())
+
     def fault_cut(self, rng: random.Random) -> None:
         """A stream breaks; one side may know long before the other."""
         for stream in self.server.streams:
@@ -324,6 +342,7 @@ class World:
         """No faults any more: requests end, everybody agrees, every decision has its outcome."""
         self.network.latency_ms, self.server.hung_until_s = 0.0, 0.0
         self.start_control()
+        self.server.set_freezes(())
         for link in self.network.links:
             link.stalled_until_s = 0.0
         pause_s = 0.01
@@ -377,6 +396,11 @@ class World:
                     expected += _bytes(session.on_policy(record.policy.revision, policy))
                 elif record.HasField("up"):
                     expected += _bytes(session.on_message(record.up, now))
+                elif record.down.HasField("freeze"):
+                    # What the session was given is told by what it said of it.
+                    lasts = timedelta(milliseconds=record.down.freeze.remaining_ms)
+                    given = Freeze(1, Match(), "", record.down.freeze.reason, now, now + lasts)
+                    session.on_freezes((given,) if lasts else (), now)
                 elif record.down.WhichOneof("message") in ("settings", "directives"):
                     said = record.down.SerializeToString(deterministic=True)
                     assert expected, "a replay says less than what was recorded"
