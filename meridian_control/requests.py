@@ -257,8 +257,11 @@ class RequestTable:
         text = (flags & FLAG_MARKER) == 0
         back = flags >> TAKE_BACK_SHIFT
         from_output = (flags & FLAG_FROM_OUTPUT) != 0
-        self.think_tokens[s] += (text & (phase == THINK)) - np.where(from_output, 0, back)
-        self.output_tokens[s] += (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
+        think = (text & (phase == THINK)) - np.where(from_output, 0, back)
+        output = (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
+        # No agent takes back more than it counted, but one may say so.
+        self.think_tokens[s] = np.maximum(self.think_tokens[s] + think, 0)
+        self.output_tokens[s] = np.maximum(self.output_tokens[s] + output, 0)
         self.phase[s] = np.where(flags & FLAG_END, OUTPUT, phase)
         self.preempted[s] = False
 
