@@ -155,6 +155,7 @@ class Agent:
             max_tokens=min(request.max_tokens, overrides.MAX_TOKENS),
             min_think_tokens=own.min_think_tokens,
             max_think_tokens=own.max_think_tokens,
+            traceparent=overrides.clean((request.trace_headers or {}).get("traceparent", "")),
         )
         if self.link.idle:
             # No step is under way: what has arrived holds for its first request already.

@@ -41,6 +41,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         think_tokens=think_tokens,
         output_tokens=output_tokens,
         min_think_tokens=info.min_think_tokens,
+        traceparent=info.traceparent,
         max_think_tokens=info.max_think_tokens,
         forced=forced,
         preempted=preempted,

@@ -35,6 +35,7 @@ class RequestInfo:
     max_think_tokens: int | None
     effort: str = ""
     min_think_tokens: int | None = None
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

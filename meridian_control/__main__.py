@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,11 +38,11 @@ from meridian_control.tls import server_credentials
 from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import grpc
 
-    from meridian_control.decision_log import Logged
+    from meridian_control.decision_log import Life
 
 logger = logging.getLogger("meridian_control")
 
@@ -79,6 +79,14 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--decision-log", type=Path, help="file for decisions and their outcomes, JSON lines, rotated; default: none"
+    )
+    p.add_argument(
+        "--otlp-endpoint",
+        default=os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"),
+        help="where requests are sent as OpenTelemetry traces, over gRPC; default: nowhere",
+    )
+    p.add_argument(
+        "--trace-ratio", type=float, default=0.01, help="share of the requests traced that bring no trace of their own"
     )
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
@@ -145,6 +153,25 @@ def _loopback(host: str) -> bool:
         return False
 
 
+@contextmanager
+def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None] | None]:
+    """Where lives go that are over; None without an endpoint. Raises ValueError."""
+    if not endpoint:
+        yield None
+        return
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"--trace-ratio must be from 0 to 1; got {ratio}")
+    try:
+        from meridian_control.tracing import Tracing
+    except ImportError as error:
+        raise ValueError(f"--otlp-endpoint needs the extra meridian-llm[traces]: {error}") from error
+    tracing = Tracing(endpoint, ratio)
+    try:
+        yield tracing.over
+    finally:
+        tracing.stop()
+
+
 def serve_metrics(address: str, fleet: Fleet) -> None:
     """Answer scrapes, on a thread of their own. Raises OSError or ValueError."""
     host, port = split_address(address)
@@ -155,8 +182,8 @@ def serve_metrics(address: str, fleet: Fleet) -> None:
     REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
 
 
-async def serve(args: argparse.Namespace, settled: Callable[[Logged], None] | None) -> None:
-    """Run until a signal; `settled` takes decisions. Raises MeridianError, OSError or ValueError if it cannot start."""
+async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
+    """Run until a signal. Raises MeridianError, OSError or ValueError if it cannot start."""
 
     def clock() -> datetime:
         return datetime.now(UTC)
@@ -171,7 +198,7 @@ async def serve(args: argparse.Namespace, settled: Callable[[Logged], None] | No
         async def refresh() -> None:
             await rollouts.look()
 
-        fleet = Fleet(clock, refresh=refresh, revision=store.get, decisions=DecisionLog(settled))
+        fleet = Fleet(clock, refresh=refresh, revision=store.get, decisions=log)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
         if args.metrics_listen:
@@ -228,8 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logger.setLevel(args.log_level.upper())
     try:
-        with decision_file(args.decision_log) as settled:
-            asyncio.run(serve(args, settled))
+        with decision_file(args.decision_log) as settled, traces(args.otlp_endpoint, args.trace_ratio) as ended:
+            asyncio.run(serve(args, DecisionLog(settled, ended)))
     except (MeridianError, OSError, ValueError) as error:
         print(f"meridian-control: {error}", file=sys.stderr)
         return 2

@@ -132,15 +132,17 @@ class Life:
 
 
 class DecisionLog:
-    """All lives and decisions of a replica. `settled` is called with each decision once its outcome is known."""
+    """All lives and decisions of a replica. `settled` is called with each decision once its outcome is known, `ended`
+    with each life at its end; neither may raise."""
 
     def __init__(
         self,
         settled: Callable[[Logged], None] | None = None,
+        ended: Callable[[Life], None] | None = None,
         max_events: int = MAX_EVENTS,
         max_decisions: int = MAX_DECISIONS,
     ) -> None:
-        self.settled = settled
+        self.settled, self.ended = settled, ended
         self.events = 0
         self._max_events = max_events
         # In the order in which they began, or were over; a request whose stream is lost counts as over.
@@ -301,6 +303,8 @@ class Journal:
         self._note(life, "closed", agent_pb2.PHASE_UNSPECIFIED, reason)
         life.close_time = self.now
         self._log.over(life)
+        if self._log.ended is not None:
+            self._log.ended(life)
 
 
 def signals_of(table: RequestTable, slot: int) -> Signals:

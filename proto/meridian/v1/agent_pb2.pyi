@@ -487,6 +487,7 @@ class RequestOpened(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     EFFORT_FIELD_NUMBER: _builtins.int
     MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small integer, unique among the live requests of one engine, reused after RequestClosed."""
     request_id: _builtins.str
@@ -510,6 +511,8 @@ class RequestOpened(_message.Message):
     """The request's own effort level from vllm_xargs, for policy to match on; empty when it has none."""
     min_think_tokens: _builtins.int
     """The request's own floor from vllm_xargs: no rule ends its thinking before; absent when it has none."""
+    traceparent: _builtins.str
+    """W3C trace context that came with the request, where the engine itself traces; empty for none."""
     def __init__(
         self,
         *,
@@ -528,10 +531,11 @@ class RequestOpened(_message.Message):
         preempted: _builtins.bool = ...,
         effort: _builtins.str = ...,
         min_think_tokens: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
