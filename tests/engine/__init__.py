@@ -65,10 +65,10 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
 
-    def add(self, name: str, case: dict[str, Any], params: Any, priority: int = 0) -> None:
+    def add(self, name: str, case: dict[str, Any], params: Any, **more: Any) -> None:
         self.tokens[name] = []
         prompt = {"prompt_token_ids": prompt_ids(self._llm, case)}
-        self._llm.llm_engine.add_request(name, prompt, params, priority=priority)
+        self._llm.llm_engine.add_request(name, prompt, params, **more)
 
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])

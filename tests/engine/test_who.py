@@ -128,3 +128,15 @@ def test_probes_that_cannot_run_are_refused_with_the_reason(llm: Any, agent: Any
     assert "no running place to spare" in details
     assert agent.preempted_think == before
     control.settled()
+
+
+def test_a_trace_context_is_handed_on(llm: Any, agent: Any, control: Control) -> None:
+    """As vLLM hands on the header of a request where it traces itself; without one there is none."""
+    control.apply({})
+    parent, run = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Run(llm)
+    with records(agent) as seen:
+        run.add("traced", opened(), SamplingParams(max_tokens=4), trace_headers={"traceparent": parent})
+        run.add("plain", opened(1), SamplingParams(max_tokens=4))
+        run.until()
+    assert sorted(info.traceparent for _, rows, *_ in seen for _, info, *_ in rows) == ["", parent]
+    control.settled()
