@@ -51,8 +51,9 @@ def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]
 def paced(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]:
     """As `chat`, in steps as slow as a large model's: decisions are as late as there."""
     run = Run(llm)
+    each = params if isinstance(params, list) else [params] * len(chosen)
     for i, case in enumerate(chosen):
-        run.add(f"paced-{i}", case, copy.deepcopy(params))
+        run.add(f"paced-{i}", case, copy.deepcopy(each[i]))
     run.until(pause_s=0.003)
     return [run.tokens[f"paced-{i}"] for i in range(len(chosen))]
 

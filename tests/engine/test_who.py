@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from meridian_agent import probes as place_reserve
 from tests.data import maze
-from tests.engine import Run, cases, chat
+from tests.engine import Run, cases, chat, paced
 from tests.engine.policies import DENSE
 from tests.engine.recording import probes, records
 from tests.engine.test_decisions import endless, opened
@@ -45,7 +45,7 @@ def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(llm: Any, age
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": at_once, "override": [careful]})
     words: list[dict[str, Any]] = [{}, {"meridian_tenant": "careful"}, {"meridian_min_think_tokens": 90}]
     params = [endless(agent, max_tokens=200, extra_args=own) for own in words]
-    plain, never, floor = chat(llm, [opened()] * 3, params)
+    plain, never, floor = paced(llm, [opened()] * 3, params)
     end = agent.tracker.markers.end[0]
     assert end not in never
     assert plain.index(end) < 90 <= floor.index(end)
