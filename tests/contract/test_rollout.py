@@ -275,6 +275,9 @@ async def answers(control: Control, engine: Engine, gap_s: float) -> None:
     engine.open("answering", prompt=(TEXT,))
     for _ in range(11):
         await control.step(engine, gap_s, answering=TEXT)
+    # A new policy is applied at the next step, or at once where none is to come.
+    engine.engine.finish("answering")
+    await control.step(engine, gap_s)
 
 
 async def thinks(control: Control, engine: Engine, wait_s: float, answer_tokens: int, rounds: int = 1) -> None:
