@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY, start_http_server
+from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
 
 from meridian_control import __version__, policy
 from meridian_control.access import Access
@@ -25,6 +25,7 @@ from meridian_control.decision_file import decision_file
 from meridian_control.decision_log import DecisionLog
 from meridian_control.errors import EtagMismatch, MeridianError, StoreUnavailable
 from meridian_control.fleet import Fleet
+from meridian_control.grpc_metrics import ServerMetrics
 from meridian_control.limits import Limits
 from meridian_control.metrics import FleetCollector
 from meridian_control.peers import Peers
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--insecure", action="store_true", help="allow what strangers on the network could use")
     p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
+    p.add_argument("--health-listen", default="", help="address that serves health alone, without TLS, for probes")
     files = p.add_mutually_exclusive_group()
     files.add_argument(
         "--policy", type=Path, help="file an empty store begins with; default: ./meridian.toml, then the user's"
@@ -99,6 +101,12 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"an address must be host:port or :port; got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def bindable(address: str) -> str:
+    """The address as gRPC writes it. Raises ValueError."""
+    host, port = split_address(address)
+    return f"{host or '[::]'}:{port}"
 
 
 async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
@@ -143,7 +151,7 @@ def listener(args: argparse.Namespace) -> tuple[str, grpc.ServerCredentials | No
             f"{missing if tls else 'has no TLS: give --tls-cert and --tls-key'}, "
             f"or --insecure where the network is trusted; --listen 127.0.0.1:{port} is for this machine only"
         )
-    return f"{host or '[::]'}:{port}", tls
+    return bindable(args.listen), tls
 
 
 def _loopback(host: str) -> bool:
@@ -172,14 +180,17 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
         tracing.stop()
 
 
-def serve_metrics(address: str, fleet: Fleet) -> None:
-    """Answer scrapes, on a thread of their own. Raises OSError or ValueError."""
+def serve_metrics(address: str, whole: WholeFleet) -> None:
+    """Answer scrapes, on a thread of their own; not without an address. Raises OSError or ValueError."""
+    if not address:
+        return
     host, port = split_address(address)
     try:
         start_http_server(port, host or "0.0.0.0")
     except OSError as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
-    REGISTRY.register(FleetCollector(fleet, asyncio.get_running_loop()))
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, asyncio.get_running_loop()))
 
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
@@ -201,12 +212,11 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         fleet = Fleet(clock, refresh=refresh, revision=store.get, decisions=log)
         directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
         fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
-        if args.metrics_listen:
-            serve_metrics(args.metrics_listen, fleet)
         me = new_id()
         replicas = Replicas(database, Replica(me, advertised(args.advertise, args.listen))) if shared else None
         peers = Peers(lambda: replicas.others, Credentials.from_environment()) if replicas else None
         whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
+        serve_metrics(args.metrics_listen, whole)
         rollouts = Rollouts(
             RolloutStore(store),
             fleet,
@@ -217,10 +227,18 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         )
         # Before engines connect: those of a rollout's group must not be given what is older.
         await rollouts.look()
-        server = ControlServer(store, whole, clock, access, Limits(engines=args.max_engines), rollouts=rollouts)
+        server = ControlServer(
+            store,
+            whole,
+            clock,
+            access,
+            Limits(engines=args.max_engines),
+            rollouts=rollouts,
+            interceptors=[ServerMetrics(REGISTRY)],
+        )
         if replicas is not None:
             await replicas.beat()
-        bound = await server.start(address, tls)
+        bound = await server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         security = f"{'TLS' if tls else 'no TLS'}, {args.access or 'no access file'}"
         # An address may hold a password.
         where = f"{address.rpartition(':')[0]}:{bound}" if not address.startswith("unix:") else address

@@ -319,6 +319,11 @@ class Fleet:
         for recording in self.recordings:
             recording.close()
 
+    @property
+    def revision(self) -> int:
+        """Of the policy that engines are given; 0 before there is one."""
+        return self._policy.revision if self._policy is not None else 0
+
     def totals(self) -> Totals:
         """Counters over all sessions since the server started."""
         total = Totals()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # can be told.
 _R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
 TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
+STEP_BOUNDS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 
 
@@ -52,3 +53,8 @@ def time_histogram() -> Histogram:
 
 def token_histogram() -> Histogram:
     return Histogram(TOKEN_BOUNDS)
+
+
+def step_histogram() -> Histogram:
+    """For counts of engine steps."""
+    return Histogram(STEP_BOUNDS)

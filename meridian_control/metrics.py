@@ -1,113 +1,188 @@
 """Prometheus metrics, collected from the fleet's own counters when they are scraped.
 
-The scrape runs on a thread of prometheus-client's; the counters are read on the event loop that owns them.
+Names, labels and texts are the catalogue's. The scrape runs on a thread of prometheus-client's; the counters are read
+on the event loop that owns them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 from meridian.v1 import agent_pb2
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from meridian_control import __version__
+from meridian_control.catalogue import CATALOGUE
+from meridian_control.requests import OUTPUT, PROMPT, THINK
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from datetime import datetime
 
     from prometheus_client.core import Metric
 
     from meridian_control.fleet import Fleet
+    from meridian_control.histogram import Histogram
+    from meridian_control.session import Session
+
+    Labels: TypeAlias = tuple[str, ...]
+    Rows: TypeAlias = Iterable[tuple[Labels, float]]
 
 SCRAPE_TIMEOUT_S = 5.0
+# Engines with series of their own; the others are in what is counted over the fleet.
+MAX_ENGINE_SERIES = 500
+STATES = {number: name.removeprefix("AGENT_STATE_").lower() for name, number in agent_pb2.AgentState.items() if number}
+PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
+
+# Of every connected engine.
+ENGINE: dict[str, Callable[[Session], float]] = {
+    "meridian_engine_revision": lambda s: s.acked_revision,
+    "meridian_engine_wanted_revision": lambda s: s.revision,
+    "meridian_engine_refused": lambda s: bool(s.nack_error),
+    "meridian_engine_frozen": lambda s: s.frozen,
+    "meridian_engine_open_decisions": lambda s: len(s.open_decisions),
+}
+# Of every engine that has reported. What the agents count comes with their reports: nothing extra runs in their pods.
+REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
+    "meridian_engine_running_requests": lambda r: r.running,
+    "meridian_engine_waiting_requests": lambda r: r.waiting,
+    "meridian_engine_kv_used_ratio": lambda r: r.kv_used,
+    "meridian_engine_step_seconds": lambda r: r.step_time_ms / 1e3,
+    "meridian_agent_preempted_think_total": lambda r: r.counters.preempted_think,
+    "meridian_agent_output_critical_total": lambda r: r.counters.output_critical,
+    "meridian_agent_think_skips_total": lambda r: r.counters.think_skips,
+    "meridian_agent_reports_dropped_total": lambda r: r.counters.reports_dropped,
+    "meridian_agent_probe_tokens_total": lambda r: r.counters.probe_tokens,
+    "meridian_agent_seconds_total": lambda r: r.counters.agent_seconds,
+    "meridian_agent_scheduler_seconds_total": lambda r: r.counters.scheduler_seconds,
+    "meridian_agent_round_trip_seconds": lambda r: r.counters.round_trip_ms / 1e3,
+}
 
 
 class FleetCollector(Collector):
-    """Label sets are bounded by engines, kinds, reasons and outcomes. `loop` is the fleet's."""
+    """Label sets are bounded by engines, phases, states, kinds, reasons and outcomes.
 
-    def __init__(self, fleet: Fleet, loop: asyncio.AbstractEventLoop) -> None:
-        self._fleet, self._loop = fleet, loop
+    leads: whether this replica leads. loop: the fleet's.
+    """
+
+    def __init__(self, fleet: Fleet, leads: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
+        self._fleet, self._leads, self._loop = fleet, leads, loop
 
     def collect(self) -> Iterable[Metric]:
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names are known only once read."""
+        """Nothing: the names are known without reading, the values are not."""
         return ()
 
     async def _read(self) -> list[Metric]:
-        return [*self._counters(), *self._gauges()]
+        # After a restart an engine's old stream may still be there.
+        newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
+        engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
+        values: list[tuple[str, Rows]] = [
+            ("meridian_build_info", [((__version__,), 1)]),
+            ("meridian_replica_leads", [((), self._leads())]),
+            ("meridian_policy_revision", [((), self._fleet.revision)]),
+            ("meridian_engines", [((), len(newest))]),
+            ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
+            *self._counted(),
+            ("meridian_engine_state", self._states(engines)),
+            *_of(engines),
+        ]
+        return [_family(name, rows) for name, rows in values] + self._histograms()
 
-    def _counters(self) -> Iterable[Metric]:
+    def _counted(self) -> Iterator[tuple[str, Rows]]:
         totals = self._fleet.totals()
-        simple = (
-            ("meridian_reports", "Step reports received.", totals.reports),
-            ("meridian_token_events", "Token rows received.", totals.token_events),
-            ("meridian_requests", "Requests opened on engines.", totals.requests),
-            ("meridian_policy_nacks", "Policies refused by engines.", totals.nacks),
-            ("meridian_unknown_outcomes", "Outcomes of decisions that were never made.", totals.unknown_outcomes),
-        )
-        for name, text, value in simple:
-            yield CounterMetricFamily(name, text, value=value)
-        labelled = (
-            ("meridian_decisions", "Decisions made, by kind; forces as force/<reason>.", "kind", totals.decisions),
-            ("meridian_outcomes", "Outcomes of decisions.", "outcome", totals.outcomes),
-            ("meridian_think_ends", "Ends of thinking, by reason.", "reason", totals.ends),
-            ("meridian_answers", "What came after an end of thinking, by how it ended.", "kind", totals.answers),
-            ("meridian_stream_ends", "Agent streams ended, by reason.", "reason", self._fleet.stream_ends),
-        )
-        for name, text, label, values in labelled:
-            family = CounterMetricFamily(name, text, labels=[label])
-            for key, value in sorted(values.items()):
-                family.add_metric([key], value)
-            yield family
+        for name, count in (
+            ("meridian_reports_total", totals.reports),
+            ("meridian_token_events_total", totals.token_events),
+            ("meridian_requests_total", totals.requests),
+            ("meridian_policy_nacks_total", totals.nacks),
+            ("meridian_unknown_outcomes_total", totals.unknown_outcomes),
+        ):
+            yield name, [((), count)]
+        for name, counts in (
+            ("meridian_think_ends_total", totals.ends),
+            ("meridian_answers_total", totals.answers),
+            ("meridian_stream_ends_total", self._fleet.stream_ends),
+            ("meridian_preemptions_total", totals.preempted),
+            ("meridian_think_tokens_below_cap_total", totals.below_cap),
+        ):
+            yield name, [((key,), count) for key, count in counts.items()]
+        yield "meridian_decisions_total", [(_kind(key), count) for key, count in totals.decisions.items()]
+        settled = [((*_kind(key), outcome), count) for (key, outcome), count in totals.settled.items()]
+        yield "meridian_outcomes_total", settled
 
-    def _gauges(self) -> Iterable[Metric]:
-        engines = [c.session.engine(connected=True) for c in self._fleet.connections]
-        yield GaugeMetricFamily("meridian_engines", "Engines connected.", value=len(engines))
-        yield self._states()
-        per_engine = (
-            ("meridian_engine_revision", "Policy revision applied.", lambda e: e.acked_revision),
-            ("meridian_engine_thinking_requests", "Running requests in the thinking phase.", lambda e: e.thinking),
-            ("meridian_engine_answering_requests", "Running requests in the answer phase.", lambda e: e.answering),
-            ("meridian_engine_waiting_requests", "Requests waiting.", lambda e: e.waiting),
-            ("meridian_engine_kv_used_ratio", "KV cache in use.", lambda e: e.kv_used),
-            ("meridian_engine_open_decisions", "Decisions whose outcome is to come.", lambda e: e.open_decisions),
-            ("meridian_engine_frozen", "1 when a freeze has put it back to stock vLLM.", lambda e: e.freeze.confirmed),
-            ("meridian_engine_faulted", "1 when an agent fault switched the agent off.", lambda e: bool(e.fault)),
-        )
-        for name, text, value in per_engine:
-            family = GaugeMetricFamily(name, text, labels=["engine", "incarnation"])
-            for engine in engines:
-                family.add_metric([engine.engine_id, engine.incarnation], float(value(engine)))
-            yield family
-        yield from self._agents()
+    def _histograms(self) -> list[Metric]:
+        totals = self._fleet.totals()
+        return [
+            _histogram("meridian_ttot_seconds", totals.ttot),
+            _histogram("meridian_output_itl_seconds", totals.output_itl),
+            _histogram("meridian_request_think_tokens", totals.think_tokens),
+            _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
+        ]
 
-    def _states(self) -> Metric:
-        """Of engines that went away, too: as they are if they live."""
-        states = [engine.agent_state for engine in self._fleet.engines()]
-        family = GaugeMetricFamily("meridian_agents", "Agents by state, of lost engines too.", labels=["state"])
-        for name, value in agent_pb2.AgentState.items():
-            if value:
-                family.add_metric([name.removeprefix("AGENT_STATE_").lower()], states.count(value))
-        return family
+    def _states(self, engines: dict[str, Session]) -> Rows:
+        """Of engines that went away, too, as long as there is room."""
+        known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
+        gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
+        named = [(engine, known[engine]) for engine in (*engines, *gone)]
+        return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
 
-    def _agents(self) -> Iterable[Metric]:
-        """The agents' own counters; nothing extra runs in their pods."""
-        texts = {
-            "preempted_think": "Thinking requests preempted.",
-            "output_critical": "Answering requests preempted; the target is zero.",
-            "blocks_reclaimed": "KV blocks reclaimed first.",
-            "think_skips": "Steps a thinking sequence was left out of.",
-            "reports_dropped": "Step reports dropped because the link was slow.",
-            "probe_tokens": "Tokens computed for EAT probes.",
-            "agent_seconds": "Seconds the agent spent in the engine-core thread.",
-            "scheduler_seconds": "Seconds stock schedule and update_from_output took.",
-        }
-        for name, text in texts.items():
-            family = CounterMetricFamily(f"meridian_agent_{name}", text, labels=["engine", "incarnation"])
-            for connection in self._fleet.connections:
-                hello, report = connection.session.hello, connection.session.last_report
-                value = getattr(report.counters, name) if report is not None else 0
-                family.add_metric([hello.engine_id, hello.incarnation], value)
-            yield family
+
+def _connected_at(session: Session) -> datetime:
+    return session.connected_at
+
+
+def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
+    hellos = [session.hello for session in engines.values()]
+    known = [((h.engine_id, h.model, h.vllm_version, h.agent_version), 1.0) for h in hellos]
+    yield "meridian_engine_info", known
+    yield "meridian_engine_requests", [row for engine, session in engines.items() for row in _phases(engine, session)]
+    for name, value in ENGINE.items():
+        yield name, [((engine,), float(value(session))) for engine, session in engines.items()]
+    shadowed = [
+        ((engine, row.reason), row.saved_tokens)
+        for engine, session in engines.items()
+        for row in session.shadow.messages()
+        if row.reason
+    ]
+    yield "meridian_think_tokens_after_shadowed_end_total", shadowed
+    reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}
+    for name, of_report in REPORTED.items():
+        yield name, [((engine,), of_report(report)) for engine, report in reports.items()]
+    reclaimed = [((engine, "unreachable"), report.counters.blocks_reclaimed) for engine, report in reports.items()]
+    yield "meridian_agent_blocks_reclaimed_total", reclaimed
+
+
+def _phases(engine: str, session: Session) -> Rows:
+    table = session.table
+    new = (table.think_tokens + table.output_tokens == 0) & ~table.preempted
+    states = {"new": new, "generating": ~new & ~table.preempted, "preempted": table.preempted}
+    for phase, number in PHASES.items():
+        for state, chosen in states.items():
+            yield (engine, phase, state), int(np.sum(table.live & (table.phase == number) & chosen))
+
+
+def _kind(key: str) -> Labels:
+    """Labels of a decision that is counted as `kind`, or `kind/reason`."""
+    kind, _, reason = key.partition("/")
+    return kind, reason
+
+
+def _family(name: str, rows: Rows) -> Metric:
+    entry = CATALOGUE[name]
+    kind = CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily
+    family = kind(name.removesuffix("_total"), entry.text, labels=entry.labels)
+    for labels, value in sorted(rows):
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(name: str, histogram: Histogram) -> Metric:
+    bounds = [*map(str, histogram.bounds.tolist()), "+Inf"]
+    buckets = list(zip(bounds, np.cumsum(histogram.counts, dtype=float).tolist(), strict=True))
+    return HistogramMetricFamily(name, CATALOGUE[name].text, buckets=buckets, sum_value=histogram.sum)

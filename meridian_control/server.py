@@ -42,7 +42,7 @@ from meridian_control.rollout_service import RolloutService
 from meridian_control.rollout_store import RolloutStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from datetime import datetime
 
     from meridian_control.fleet import Connection, Fleet
@@ -226,6 +226,7 @@ class ControlServer:
         limits: Limits | None = None,
         *,
         rollouts: Rollouts | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._fleet = fleet = whole.fleet
         self.freezes = FreezeStore(store.database, clock, fleet.set_freezes)
@@ -233,7 +234,8 @@ class ControlServer:
         self._health = HealthServicer()
         audit = AuditLog(store.database, clock)
         self._gate = Gate(access or Access(), Limiter(limits or Limits()), audit)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._gate])
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*interceptors, self._gate])
+        self._probed: grpc.aio.Server | None = None
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
         policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
@@ -246,8 +248,23 @@ class ControlServer:
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, listen: str, tls: grpc.ServerCredentials | None = None) -> int:
-        """Bind and serve; returns the port. Raises OSError when the address cannot be had, StoreUnavailable."""
+    async def _serve_health(self, listen: str) -> None:
+        """Without TLS, for probes that do not speak it."""
+        self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+        try:
+            self._probed.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
+        await self._probed.start()
+
+    async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
+        """Bind and serve, at `health` health alone; returns the port.
+
+        Raises OSError when an address cannot be had, StoreUnavailable.
+        """
+        if health:
+            await self._serve_health(health)
         await self.freezes.look()
         try:
             port = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
@@ -265,3 +282,5 @@ class ControlServer:
         self._fleet.going_away("the control plane is shutting down")
         await self._server.stop(grace_s)
         await self._gate.settle()
+        if self._probed is not None:
+            await self._probed.stop(None)

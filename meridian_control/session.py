@@ -17,7 +17,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import capabilities, dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
-from meridian_control.histogram import Histogram, time_histogram, token_histogram
+from meridian_control.histogram import Histogram, step_histogram, time_histogram, token_histogram
 from meridian_control.policy import ModelPolicy, Policy, Who
 from meridian_control.requests import (
     FLAG_BY_CAP,
@@ -62,6 +62,8 @@ MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
 MAX_STEP_MS = 600_000
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
+# Kinds that are applied as soon as they arrive; caps and probes wait for their place.
+AT_ONCE = ("force", "plan", "tier")
 
 Out = list[agent_pb2.ConnectResponse]
 Among: TypeAlias = "NDArray[np.bool_] | None"
@@ -76,9 +78,15 @@ class Decision:
     reason: str
     slot: int | None = None
     request_id: str = ""
+    # Newest step of the engine when it was made.
+    step: int = 0
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     # In the decision log, where the request's life is kept.
     logged: Logged | None = None
+
+    @property
+    def counted_as(self) -> str:
+        return f"force/{self.reason}" if self.kind == "force" else self.kind
 
 
 @dataclass(slots=True)
@@ -93,6 +101,11 @@ class Totals:
     output_itl: Histogram = field(default_factory=time_histogram)
     ttot: Histogram = field(default_factory=time_histogram)
     think_tokens: Histogram = field(default_factory=token_histogram)
+    # Outcomes by what was decided, preemptions by phase, thinking tokens left to the cap at a rule's end by reason.
+    settled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    preempted: Counter[str] = field(default_factory=Counter)
+    below_cap: Counter[str] = field(default_factory=Counter)
+    staleness_steps: Histogram = field(default_factory=step_histogram)
     token_events: int = 0
     reports: int = 0
     requests: int = 0
@@ -107,6 +120,10 @@ class Totals:
         self.output_itl += other.output_itl
         self.ttot += other.ttot
         self.think_tokens += other.think_tokens
+        self.settled += other.settled
+        self.preempted += other.preempted
+        self.below_cap += other.below_cap
+        self.staleness_steps += other.staleness_steps
         for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -331,11 +348,12 @@ class Session:
         for slot in report.preempted:
             if table.holds(slot):
                 table.preempted[slot] = True
+                self.totals.preempted[phase_name(agent_pb2.Phase.ValueType(int(table.phase[slot])))] += 1
         for slot in report.resumed:
             if table.holds(slot):
                 table.preempted[slot] = False
         for outcome in report.outcomes:
-            self._settle(outcome)
+            self._settle(outcome, report.step)
         self._compare([*ended, *(c.slot for c in report.closed if c.reason in FINISHED and self._thinks(c.slot))])
         if self.journal is not None:
             self.journal.reported(report, table, phases)
@@ -409,12 +427,15 @@ class Session:
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 
-    def _settle(self, report: agent_pb2.DecisionOutcome) -> None:
+    def _settle(self, report: agent_pb2.DecisionOutcome, step: int | None = None) -> None:
+        """Note an outcome, and where it came with a step, how many steps old the decision was."""
         decision = self.open_decisions.pop(report.decision_id, None)
         if decision is None:
             self.totals.unknown_outcomes += 1
             return
         self._finish(decision, report.outcome, report.think_tokens, report.detail)
+        if step is not None and decision.kind in AT_ONCE and report.outcome == agent_pb2.OUTCOME_APPLIED:
+            self.totals.staleness_steps.add(np.array([float(step - decision.step)]))
         if decision.kind == "probe" and decision.slot is not None and self._concerns(decision):
             self.table.probe_open[decision.slot] = False
 
@@ -431,6 +452,7 @@ class Session:
             self.journal.settled(decision.logged, outcome, think_tokens, detail)
         name = outcome_name(outcome)
         self.totals.outcomes[name] += 1
+        self.totals.settled[decision.counted_as, name] += 1
         if decision.kind not in ENDING or name not in ("applied", "shadowed"):
             return
         if name == "shadowed":
@@ -471,6 +493,9 @@ class Session:
                 reason = "hard_cap"
             elif flags[row] & FLAG_FORCED and table.holds(slot):
                 reason = reason_name(agent_pb2.ForceReason.ValueType(int(table.end_decided[slot])))
+                if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
+                    left = table.max_think_tokens[slot] - table.think_tokens[slot]
+                    self.totals.below_cap[reason] += max(0, int(left))
             else:
                 reason = "natural"
             self.totals.ends[reason] += 1
@@ -612,13 +637,13 @@ class Session:
     def _decision(self, kind: str, reason: str, slot: int | None = None, shadow: bool = False) -> int:
         self._decision_id += 1
         info = self.table.info[slot] if slot is not None else None
-        made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "")
+        made = Decision(self._decision_id, kind, reason, slot, info.request_id if info else "", self._step)
         self.open_decisions[made.decision_id] = made
         if self.journal is not None and slot is not None:
             self.journal.decided(made, shadow, self.table, self._policy_of(slot), self.acked_revision)
         if slot is not None and kind != "probe":
             self.last_decision[slot] = made
-        self.totals.decisions[kind if kind != "force" else f"force/{reason}"] += 1
+        self.totals.decisions[made.counted_as] += 1
         return made.decision_id
 
     # ------------------------------------------------------------------------------------------------ what can be seen
@@ -716,6 +741,10 @@ def outcome_name(outcome: agent_pb2.Outcome.ValueType) -> str:
 
 def reason_name(reason: agent_pb2.ForceReason.ValueType) -> str:
     return _short(agent_pb2.ForceReason, reason, "FORCE_REASON_")
+
+
+def phase_name(phase: agent_pb2.Phase.ValueType) -> str:
+    return _short(agent_pb2.Phase, phase, "PHASE_")
 
 
 def _short(enum: object, value: int, prefix: str) -> str:

@@ -129,22 +129,6 @@ async def test_reflection(channel: grpc.aio.Channel) -> None:
     call.cancel()
 
 
-async def test_metrics(running: Process) -> None:
-    with LinkedEngine([running.target], "measured") as engine:
-        engine.open("a")
-        await engine.steps_until(engine.caps)
-        text = await until(running.metrics)
-    lines = text.splitlines()
-    families = {line.split()[2] for line in lines if line.startswith("# TYPE meridian_")}
-    assert {"meridian_reports_total", "meridian_decisions_total", "meridian_engines"} <= families
-    assert {"meridian_agent_output_critical_total", "meridian_engine_kv_used_ratio"} <= families
-    assert "meridian_engines 1.0" in lines
-    assert {'meridian_agents{state="ready"} 1.0', 'meridian_agents{state="degraded"} 0.0'} <= set(lines)
-    assert 'meridian_engine_frozen{engine="measured",incarnation="1"} 0.0' in lines
-    assert 'meridian_engine_thinking_requests{engine="measured",incarnation="1"} 1.0' in lines
-    assert any(line.startswith('meridian_decisions_total{kind="cap"}') for line in lines)
-
-
 async def test_the_fleet(running: Process, channel: grpc.aio.Channel) -> None:
     stub = fleet_pb2_grpc.FleetServiceStub(channel)
     with LinkedEngine([running.target], "shown") as engine, LinkedEngine([running.target], "also") as other:

@@ -1,0 +1,145 @@
+"""What a scrape of a real control plane says, and that the catalogue lists all of it and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from meridian.v1 import policy_pb2, policy_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from meridian_control.catalogue import CATALOGUE
+from tests.contract.test_server import Process
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from prometheus_client.metrics_core import Metric
+
+    from meridian_control.catalogue import Entry
+
+OURS = ("meridian_", "grpc_")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+def scraped(process: Process) -> dict[str, Metric]:
+    """The families of ours under the names they are exposed with."""
+    found = {}
+    for family in text_string_to_metric_families(process.metrics()):
+        if family.name.startswith(OURS) and not family.name.endswith("_created"):
+            found[f"{family.name}_total" if family.type == "counter" else family.name] = family
+    return found
+
+
+def value(process: Process, name: str, **labels: str) -> float:
+    """The sum of the samples with this name and these labels."""
+    samples = [s for family in scraped(process).values() for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+async def test_what_is_scraped_is_what_the_catalogue_lists(own: Process) -> None:
+    await own.started()
+    with LinkedEngine([own.target], "listed") as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        families = await asyncio.to_thread(scraped, own)
+    assert set(families) == set(CATALOGUE)
+    for name, family in families.items():
+        entry = CATALOGUE[name]
+        assert (family.type, family.documentation) == (entry.kind, entry.text)
+        labels = {label for s in family.samples for label in s.labels} - {"le"}
+        assert labels <= set(entry.labels), name
+
+
+@pytest.mark.parametrize("entry", list(CATALOGUE.values()), ids=lambda e: e.name)
+def test_names_follow_the_fields_conventions(entry: Entry) -> None:
+    assert entry.name.endswith("_total") == (entry.kind == "counter")
+    assert not entry.name.endswith(("_ms", "_us", "_kib", "_percent", "_count", "_sum", "_bucket"))
+
+
+async def test_an_engine_and_its_agent(own: Process) -> None:
+    await own.started()
+    with LinkedEngine([own.target], "measured") as engine:
+        engine.link.reports_dropped = 3
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        await engine.steps_until(lambda: value(own, "meridian_outcomes_total", kind="plan", outcome="applied"))
+        of = {"engine": "measured"}
+        assert value(own, "meridian_engine_state", **of, state="ready") == 1
+        assert value(own, "meridian_engine_state", **of, state="stale") == 0
+        assert value(own, "meridian_engine_revision", **of) == value(own, "meridian_policy_revision") == 1
+        assert value(own, "meridian_engine_requests", **of, phase="think", state="generating") == 1
+        assert value(own, "meridian_engine_requests", **of) == 1
+        assert value(own, "meridian_decisions_total", kind="cap") == 1
+        assert value(own, "meridian_decision_staleness_steps_count") > 0
+        assert value(own, "meridian_engine_info", **of, model="m") == 1
+    await until(lambda: value(own, "meridian_engine_state", **of, state="stale") == 1)
+    assert value(own, "meridian_engine_state", **of) == 1
+    assert value(own, "meridian_engines") == 0
+    assert value(own, "meridian_stream_ends_total") == 1
+
+
+async def test_calls(own: Process) -> None:
+    await own.started()
+    service = {"grpc_service": "meridian.v1.PolicyService", "grpc_method": "GetPolicy"}
+    async with grpc.aio.insecure_channel(own.target) as channel:
+        stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        await stub.GetPolicy(policy_pb2.GetPolicyRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.GetPolicy(policy_pb2.GetPolicyRequest(revision=99))
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await channel.unary_unary("/no.such.Service/Method")(b"")  # type: ignore[arg-type]
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watching.read()
+        watch = {"grpc_service": "grpc.health.v1.Health", "grpc_method": "Watch", "grpc_type": "server_stream"}
+        assert value(own, "grpc_server_msg_sent_total", **watch) == 1
+        watching.cancel()
+        await until(lambda: value(own, "grpc_server_handled_total", **watch, grpc_code="CANCELLED") == 1)
+    assert value(own, "grpc_server_started_total", **service) == 2
+    assert value(own, "grpc_server_handled_total", **service, grpc_code="OK") == 1
+    assert value(own, "grpc_server_handled_total", **service, grpc_code="NOT_FOUND") == 1
+    assert value(own, "grpc_server_msg_received_total", **service) == 2
+    assert value(own, "grpc_server_msg_sent_total", **service) == 1
+    assert value(own, "grpc_server_handling_seconds_count", **service) == 2
+    assert value(own, "grpc_server_started_total", grpc_service="no.such.Service") == 0
+
+
+async def test_a_stream_of_reports(own: Process) -> None:
+    await own.started()
+    connect = {"grpc_method": "Connect", "grpc_type": "bidi_stream"}
+    with LinkedEngine([own.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        assert value(own, "grpc_server_started_total", **connect) == 1
+        assert value(own, "grpc_server_msg_received_total", **connect) > value(own, "meridian_reports_total") > 0
+        assert value(own, "grpc_server_msg_sent_total", **connect) > 2
+    await until(lambda: value(own, "grpc_server_handled_total", **connect) == 1)
+
+
+async def test_health_on_a_port_of_its_own(own: Process) -> None:
+    port = own.metrics_port + 1
+    own.options = ("--health-listen", f"127.0.0.1:{port}")
+    await own.started()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await policy_pb2_grpc.PolicyServiceStub(channel).GetPolicy(policy_pb2.GetPolicyRequest())
+        watching = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        ending = asyncio.create_task(own.terminate())
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watching.cancel()
+        assert await ending == 0
