@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto clean
+.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
+	audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
@@ -34,6 +35,29 @@ $(VENV)/ready: pyproject.toml
 
 proto: $(VENV)/ready
 	$(BIN)/python -m tests.check_proto --write
+
+# A release: the wheel, the same byte for byte for one commit; what the control plane's image installs, with hashes; its
+# bill of materials; what is known against it.
+RELEASE := build/release
+dist: $(RELEASE)/ready
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m hatchling build -t wheel -d dist
+
+lock: $(RELEASE)/ready
+	$(RELEASE)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml
+
+sbom: $(RELEASE)/ready
+	mkdir -p dist
+	$(RELEASE)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		-o dist/sbom.cdx.json deploy/requirements.lock
+
+audit: $(RELEASE)/ready
+	$(RELEASE)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/requirements.lock
+
+$(RELEASE)/ready: pyproject.toml
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check '.[release]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,0 +1,249 @@
+"""The Grafana dashboards, as panels and queries. Knows the metrics' names, not how they are collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+RATE = "[$__rate_interval]"
+
+
+def panel(title: str, unit: str, *queries: tuple[str, str], text: str = "", stacked: bool = False) -> dict[str, Any]:
+    """A time series of (query, legend)."""
+    custom = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if stacked else {}
+    return {
+        "type": "timeseries",
+        "title": title,
+        "description": text,
+        "datasource": SOURCE,
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {"refId": chr(ord("A") + number), "datasource": SOURCE, "expr": query, "legendFormat": legend}
+            for number, (query, legend) in enumerate(queries)
+        ],
+    }
+
+
+def total(metric: str, *by: str, where: str = "") -> str:
+    """The rate of a counter, summed."""
+    return f"sum{_by(by)}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
+
+
+def quantiles(metric: str) -> list[tuple[str, str]]:
+    rate = f"sum by (le) (rate({metric}_bucket{RATE}))"
+    return [(f"histogram_quantile({q}, {rate})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
+
+
+def _by(labels: tuple[str, ...]) -> str:
+    return f" by ({', '.join(labels)}) " if labels else ""
+
+
+def dashboard(uid: str, title: str, panels: list[dict[str, Any]], *variables: dict[str, Any]) -> dict[str, Any]:
+    for number, each in enumerate(panels):
+        row, column = divmod(number, COLUMNS)
+        each["id"] = number + 1
+        each["gridPos"] = {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT}
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["meridian"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [source, *variables]},
+        "links": [{"type": "dashboards", "tags": ["meridian"], "title": "Meridian", "keepTime": True}],
+        "panels": panels,
+    }
+
+
+FORCES = 'kind="force"'
+
+FLEET = [
+    panel("Engines", "short", ("sum(meridian_engines)", "connected")),
+    panel(
+        "Requests",
+        "short",
+        ("sum(meridian_engine_running_requests)", "running"),
+        ("sum(meridian_engine_waiting_requests)", "waiting"),
+    ),
+    panel(
+        "Requests by phase",
+        "short",
+        ("sum by (phase, state) (meridian_engine_requests) > 0", "{{phase}} {{state}}"),
+        stacked=True,
+    ),
+    panel(
+        "Time to output token", "s", *quantiles("meridian_ttot_seconds"), text="End of thinking to first answer token."
+    ),
+    panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
+    panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
+    panel(
+        "Ends of thinking",
+        "reqps",
+        (total("meridian_think_ends_total", "reason"), "{{reason}}"),
+        text="_shadowed: decided, not applied.",
+        stacked=True,
+    ),
+    panel(
+        "Forced ends, asked for and applied",
+        "reqps",
+        (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} asked"),
+        (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
+    ),
+    panel(
+        "Thinking tokens left to the cap",
+        "short",
+        (total("meridian_think_tokens_below_cap_total", "reason"), "{{reason}}"),
+        text="Per second; the most that rules can have saved, not an estimate.",
+    ),
+    panel(
+        "Thinking tokens after a shadowed end",
+        "short",
+        (total("meridian_think_tokens_after_shadowed_end_total", "reason"), "{{reason}}"),
+        text="Per second; what rules in shadow would have saved.",
+    ),
+    panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+    panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+    panel(
+        "KV cache in use",
+        "percentunit",
+        ("max(meridian_engine_kv_used_ratio)", "highest"),
+        ("avg(meridian_engine_kv_used_ratio)", "mean"),
+    ),
+    panel(
+        "Outcomes of decisions", "ops", (total("meridian_outcomes_total", "kind", "outcome"), "{{kind}} {{outcome}}")
+    ),
+    panel(
+        "Age of decisions when applied",
+        "short",
+        *quantiles("meridian_decision_staleness_steps"),
+        text="Engine steps.",
+    ),
+    panel(
+        "Reports and tokens",
+        "ops",
+        (total("meridian_reports_total"), "reports"),
+        (total("meridian_token_events_total"), "tokens"),
+        (total("meridian_requests_total"), "requests"),
+    ),
+    panel("Ends of streams", "ops", (total("meridian_stream_ends_total", "reason"), "{{reason}}")),
+    panel(
+        "Calls",
+        "reqps",
+        (total("grpc_server_handled_total", "grpc_method", "grpc_code"), "{{grpc_method}} {{grpc_code}}"),
+    ),
+    panel(
+        "Messages",
+        "ops",
+        (total("grpc_server_msg_received_total"), "received"),
+        (total("grpc_server_msg_sent_total"), "sent"),
+    ),
+]
+
+ONE = 'engine=~"$engine"'
+PER = "{{engine}}"
+
+
+def gauge(metric: str) -> tuple[str, str]:
+    return f"max by (engine) ({metric}{{{ONE}}})", PER
+
+
+def rate(metric: str) -> tuple[str, str]:
+    return total(metric, "engine", where=ONE), PER
+
+
+ENGINE = [
+    panel("State", "short", (f"max by (engine, state) (meridian_engine_state{{{ONE}}}) > 0", "{{engine}} {{state}}")),
+    panel(
+        "Policy revision",
+        "none",
+        (gauge("meridian_engine_revision")[0], "{{engine}} applied"),
+        (gauge("meridian_engine_wanted_revision")[0], "{{engine}} wanted"),
+    ),
+    panel(
+        "Refuses the newest policy, frozen",
+        "short",
+        (gauge("meridian_engine_refused")[0], "{{engine}} refuses"),
+        (gauge("meridian_engine_frozen")[0], "{{engine}} frozen"),
+    ),
+    panel("Running", "short", gauge("meridian_engine_running_requests")),
+    panel("Waiting", "short", gauge("meridian_engine_waiting_requests")),
+    panel(
+        "Requests by phase",
+        "short",
+        (f"sum by (engine, phase, state) (meridian_engine_requests{{{ONE}}}) > 0", "{{engine}} {{phase}} {{state}}"),
+    ),
+    panel("KV cache in use", "percentunit", gauge("meridian_engine_kv_used_ratio")),
+    panel("Step", "s", gauge("meridian_engine_step_seconds")),
+    panel("Round trip of a report", "s", gauge("meridian_agent_round_trip_seconds")),
+    panel("Thinking preempted", "ops", rate("meridian_agent_preempted_think_total")),
+    panel("Answers preempted", "ops", rate("meridian_agent_output_critical_total"), text="The target is zero."),
+    panel("Thinking left out of steps", "ops", rate("meridian_agent_think_skips_total")),
+    panel("Tokens computed for probes", "ops", rate("meridian_agent_probe_tokens_total")),
+    panel("Blocks reclaimed", "ops", (total("meridian_agent_blocks_reclaimed_total", "engine", where=ONE), PER)),
+    panel("Reports dropped", "ops", rate("meridian_agent_reports_dropped_total")),
+    panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
+    panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
+    panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
+]
+
+ROLLOUT = [
+    panel(
+        "Engines by revision applied",
+        "short",
+        ('count_values("revision", max by (engine) (meridian_engine_revision))', "{{revision}}"),
+        stacked=True,
+    ),
+    panel(
+        "Engines by revision wanted",
+        "short",
+        ('count_values("revision", max by (engine) (meridian_engine_wanted_revision))', "{{revision}}"),
+        stacked=True,
+    ),
+    panel(
+        "Engines that are behind",
+        "short",
+        ("count(meridian_engine_wanted_revision != meridian_engine_revision) or vector(0)", "behind"),
+        ("sum(meridian_engine_refused)", "refuse it"),
+    ),
+    panel("Policies refused", "ops", (total("meridian_policy_nacks_total"), "refused")),
+    panel("Revision in force, by replica", "none", ("meridian_policy_revision", "{{instance}}")),
+    panel(
+        "Engines by version",
+        "short",
+        (
+            "count by (vllm_version, agent_version) (meridian_engine_info)",
+            "vLLM {{vllm_version}}, agent {{agent_version}}",
+        ),
+        stacked=True,
+    ),
+    panel("Time to output token", "s", *quantiles("meridian_ttot_seconds")),
+    panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
+    panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
+    panel("Ends of thinking", "reqps", (total("meridian_think_ends_total", "reason"), "{{reason}}"), stacked=True),
+    panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+    panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+]
+
+ENGINE_VARIABLE = {
+    "name": "engine",
+    "type": "query",
+    "label": "Engine",
+    "datasource": SOURCE,
+    "query": {"query": "label_values(meridian_engine_info, engine)", "refId": "engine"},
+    "refresh": 2,
+    "multi": True,
+    "includeAll": True,
+    "allValue": ".*",
+    "current": {"text": "All", "value": "$__all"},
+}
+
+DASHBOARDS = {
+    "fleet": dashboard("meridian-fleet", "Meridian: fleet", FLEET),
+    "engine": dashboard("meridian-engine", "Meridian: engines", ENGINE, ENGINE_VARIABLE),
+    "rollout": dashboard("meridian-rollout", "Meridian: rollout", ROLLOUT),
+}

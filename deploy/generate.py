@@ -1,0 +1,57 @@
+"""Writes what in `deploy` follows from the code: dashboards, the PrometheusRule, the guide's catalogue of metrics.
+
+`python -m deploy.generate` says what is stale and exits with 1 then; `--write` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from deploy.dashboards import DASHBOARDS
+from meridian_control.catalogue import markdown
+
+HERE = Path(__file__).parent
+COMPONENTS = HERE / "kubernetes" / "components"
+RULES = HERE / "prometheus" / "rules.yaml"
+BEGIN, END = "<!-- catalogue: begin -->\n", "<!-- catalogue: end -->\n"
+
+
+def generated() -> dict[Path, str]:
+    """Content by path."""
+    files = {
+        COMPONENTS / "dashboards" / f"{name}.json": json.dumps(content, indent=1) + "\n"
+        for name, content in DASHBOARDS.items()
+    }
+    files[COMPONENTS / "monitoring" / "prometheusrule.yaml"] = _rule()
+    guide = (HERE / "README.md").read_text(encoding="utf-8")
+    before, after = guide.split(BEGIN)[0], guide.split(END)[1]
+    files[HERE / "README.md"] = f"{before}{BEGIN}{markdown()}{END}{after}"
+    return files
+
+
+def _rule() -> str:
+    spec = yaml.safe_load(RULES.read_text(encoding="utf-8"))
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "meridian-control", "namespace": "meridian"},
+        "spec": spec,
+    }
+    return f"# Made by deploy/generate.py of prometheus/rules.yaml.\n{yaml.safe_dump(rule, sort_keys=False, width=120)}"
+
+
+def main(write: bool) -> int:
+    stale = [(path, text) for path, text in generated().items() if not path.exists() or path.read_text("utf-8") != text]
+    for path, text in stale:
+        print(f"{'written' if write else 'stale'}: {path.relative_to(HERE)}")
+        if write:
+            path.write_text(text, encoding="utf-8")
+    return 1 if stale and not write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--write" in sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Rules, dashboards and the catalogue: fresh, parsed, and of metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+import pytest
+import yaml
+
+from deploy.dashboards import DASHBOARDS
+from deploy.generate import HERE, RULES, generated
+from meridian_control.catalogue import CATALOGUE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMETHEUS_OWN = {"up"}
+ALERTS: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+}
+PANELS = [
+    pytest.param(target["expr"], id=f"{name}: {panel['title']} {target['refId']}")
+    for name, content in DASHBOARDS.items()
+    for panel in content["panels"]
+    for target in panel["targets"]
+]
+
+
+@pytest.mark.parametrize("path", list(generated()), ids=lambda p: p.name)
+def test_what_is_generated_is_fresh(path: Path) -> None:
+    assert path.read_text("utf-8") == generated()[path], "run python -m deploy.generate --write"
+
+
+def selectors(expression: str) -> list[promql_parser.VectorSelector]:
+    """The vector selectors of a query. Raises ValueError for one that does not parse."""
+    found: list[promql_parser.VectorSelector] = []
+
+    def visit(node: promql_parser.Expr) -> bool:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+        elif isinstance(node, promql_parser.MatrixSelector):
+            found.append(node.vector_selector)
+        return True
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    assert found
+    return found
+
+
+def metric(name: str | None) -> str:
+    """What a sample's name belongs to."""
+    return re.sub("_(bucket|sum|count)$", "", name or "")
+
+
+def check(expression: str) -> None:
+    """Its metrics exist, and have the labels it asks for."""
+    for selector in selectors(expression.replace("$__rate_interval", "5m").replace("$engine", "e")):
+        if selector.name not in PROMETHEUS_OWN:
+            entry = CATALOGUE[metric(selector.name)]
+            asked = set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", str(selector.matchers)))
+            assert asked <= set(entry.labels), f"{entry.name} has no {asked - set(entry.labels)}"
+
+
+@pytest.mark.parametrize("expression", PANELS)
+def test_every_panels_query_is_of_metrics_that_exist(expression: str) -> None:
+    check(expression)
+
+
+@pytest.mark.parametrize("name", list(ALERTS))
+def test_every_alert_is_of_metrics_that_exist_and_has_a_runbook(name: str) -> None:
+    rule = ALERTS[name]
+    check(rule["expr"])
+    page, anchor = rule["annotations"]["runbook_url"].split("#")
+    headings = [line.removeprefix("### ") for line in (HERE.parent / page).read_text().splitlines()]
+    assert anchor in [heading.lower() for heading in headings if heading == name]
+
+
+@pytest.mark.parametrize("expression", ["sum(meridian_no_such_total)", 'meridian_engines{engine="a"}', "sum(up"])
+def test_a_wrong_query_is_found(expression: str) -> None:
+    with pytest.raises((KeyError, AssertionError, ValueError)):
+        check(expression)
+
+
+def test_every_alert_is_tested_for_firing_and_for_silence() -> None:
+    well, ill = yaml.safe_load((RULES.parent / "rules_test.yaml").read_text())["tests"]
+    assert [case["alertname"] for case in well["alert_rule_test"] if "exp_alerts" not in case] == list(ALERTS)
+    assert [case["alertname"] for case in ill["alert_rule_test"] if case["exp_alerts"]] == list(ALERTS)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_the_alerts_in_promtool() -> None:
+    for command in ("check rules rules.yaml", "test rules rules_test.yaml"):
+        done = subprocess.run(
+            ["promtool", *command.split()], cwd=RULES.parent, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", list(DASHBOARDS))
+def test_a_dashboard_has_ids_titles_and_places_of_its_own(name: str) -> None:
+    content = json.loads((HERE / "kubernetes/components/dashboards" / f"{name}.json").read_text())
+    panels = content["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
+    assert {panel["datasource"]["uid"] for panel in panels} == {"${datasource}"}

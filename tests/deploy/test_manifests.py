@@ -1,0 +1,177 @@
+"""The manifests: each file against Kubernetes' schemas, and what Kustomize makes of overlays and components.
+
+Rendering needs kubectl or kustomize and is skipped without one; the schemas are always checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from deploy.generate import COMPONENTS, HERE
+from meridian_control.__main__ import parser
+from meridian_control.access import Identities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    Object = dict[str, Any]
+
+KUBERNETES = HERE / "kubernetes"
+VERSIONS = ("1.30", kubernetes_validate.latest_version())
+# Where resources that Kubernetes itself does not know are described. None says how a KServe service must look.
+MODELS = {
+    "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
+    "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+RENDER = next(
+    (command for command in (["kubectl", "kustomize"], ["kustomize", "build"]) if shutil.which(command[0])), None
+)
+PATCHES = {"store.yaml", "tls.yaml"}
+OVERLAYS = ("trial", "sqlite", "postgres")
+
+
+def objects(text: str) -> list[Object]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def whole_files() -> Iterator[Path]:
+    for path in sorted(KUBERNETES.rglob("*.yaml")):
+        patch = path.name in PATCHES or path.parts[-3:] == ("overlays", "postgres", "networkpolicy.yaml")
+        if path.name not in ("kustomization.yaml", "kserve.yaml", "production-stack.yaml") and not patch:
+            yield path
+
+
+def check(thing: Object) -> None:
+    """Raises ValidationError or AssertionError for what the API server would refuse, unknown fields included."""
+    if (module := MODELS.get(thing["apiVersion"])) is not None:
+        model = getattr(importlib.import_module(module), thing["kind"])
+        read = model.model_validate(thing).model_dump(by_alias=True, exclude_unset=True, mode="json")
+        assert read == thing, "a field is unknown or written in another way"
+        return
+    for version in VERSIONS:
+        kubernetes_validate.validate(thing, version, strict=True)
+
+
+@pytest.mark.parametrize("path", list(whole_files()), ids=lambda p: str(p.relative_to(KUBERNETES)))
+def test_a_file_fits_the_schemas(path: Path) -> None:
+    for thing in objects(path.read_text()):
+        check(thing)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"port": 1}},
+        {"apiVersion": "cert-manager.io/v1", "kind": "Issuer", "metadata": {"name": "a"}, "spec": {"selfsigned": {}}},
+    ],
+    ids=["core", "custom"],
+)
+def test_a_wrong_field_is_found(thing: Object) -> None:
+    with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+        check(thing)
+
+
+@pytest.mark.parametrize("folder", sorted(KUBERNETES.rglob("kustomization.yaml")), ids=lambda p: p.parent.name)
+def test_a_kustomization_names_what_is_there(folder: Path) -> None:
+    content = yaml.safe_load(folder.read_text())
+    named = [*content.get("resources", ()), *content.get("components", ())]
+    named += [patch["path"] for patch in content.get("patches", ()) if "path" in patch]
+    named += [name for generator in content.get("configMapGenerator", ()) for name in generator["files"]]
+    assert named or "patches" in content
+    for name in named:
+        assert (folder.parent / name).exists(), name
+
+
+def rendered(folder: Path) -> list[Object]:
+    if RENDER is None:
+        pytest.skip("neither kubectl nor kustomize is installed (Debian: kubernetes-client)")
+    done = subprocess.run([*RENDER, str(folder)], capture_output=True, text=True, check=False)
+    if 'unknown field "components"' in done.stderr:
+        pytest.skip("this kubectl's Kustomize is older than components (kubectl 1.21)")
+    assert done.returncode == 0, done.stderr
+    return objects(done.stdout)
+
+
+def only(kind: str, things: list[Object]) -> Object:
+    (found,) = [thing for thing in things if thing["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay(name: str) -> None:
+    things = rendered(KUBERNETES / "overlays" / name)
+    for thing in things:
+        check(thing)
+    pod = only("StatefulSet", things)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # What the control plane is started with is what it takes.
+    args = parser().parse_args(container["args"])
+    probes = {container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "readiness", "liveness")}
+    assert probes == {int(args.health_listen.removeprefix(":"))}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert args.listen == f":{ports['grpc']}"
+    assert args.metrics_listen == f":{ports['metrics']}"
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+    claims = only("StatefulSet", things)["spec"].get("volumeClaimTemplates", ())
+    assert mounted == {volume["name"] for volume in pod.get("volumes", ())} | {c["metadata"]["name"] for c in claims}
+    service = only("Service", things)["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["selector"].items() <= only("StatefulSet", things)["spec"]["template"]["metadata"]["labels"].items()
+    policy = only("NetworkPolicy", things)["spec"]
+    assert policy["podSelector"]["matchLabels"] == service["selector"]
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == {"meridian/agent": "true"}
+
+
+@pytest.mark.parametrize("names", [("monitoring",), ("dashboards",), ("monitoring", "dashboards")], ids="+".join)
+def test_components_go_with_an_overlay(names: tuple[str, ...], tmp_path: Path) -> None:
+    here = os.path.relpath(KUBERNETES, tmp_path.resolve())
+    content = {"resources": [f"{here}/overlays/sqlite"], "components": [f"{here}/components/{name}" for name in names]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    things = rendered(tmp_path)
+    for thing in things:
+        check(thing)
+    kinds = {thing["kind"] for thing in things}
+    assert ("ServiceMonitor" in kinds) == ("PrometheusRule" in kinds) == ("monitoring" in names)
+    assert ("meridian-dashboards" in {thing["metadata"]["name"] for thing in things}) == ("dashboards" in names)
+
+
+def test_the_access_file_gives_each_certificate_its_role() -> None:
+    identities = Identities(COMPONENTS / "tls-secret/access.toml")
+    certificates = objects((COMPONENTS / "tls-cert-manager/certificates.yaml").read_text())
+    roles = {}
+    for certificate in certificates:
+        spec = certificate["spec"]
+        names = [("uri", name) for name in spec.get("uris", ())] + [("dns", name) for name in spec.get("dnsNames", ())]
+        roles[spec["secretName"]] = identities.of_certificate(names)
+    assert {name: who.role.name for name, who in roles.items()} == {
+        "meridian-tls": "OPERATOR",
+        "meridian-agent-tls": "AGENT",
+        "meridian-operator-tls": "OPERATOR",
+    }
+    roles["meridian-agent-tls"].check_engine("vllm-0")
+
+
+def test_engines_and_control_plane_speak_of_the_same_things() -> None:
+    service = only("Service", objects((KUBERNETES / "base/service.yaml").read_text()))
+    namespace = yaml.safe_load((KUBERNETES / "base/kustomization.yaml").read_text())["namespace"]
+    grpc = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    address = f"{service['metadata']['name']}.{namespace}.svc:{grpc}"
+    certificates = objects((COMPONENTS / "tls-cert-manager/certificates.yaml").read_text())
+    assert address.partition(":")[0] in certificates[0]["spec"]["dnsNames"]
+    secrets = {certificate["spec"]["secretName"] for certificate in certificates}
+    for example in sorted((KUBERNETES / "examples").glob("*.yaml")):
+        text = example.read_text()
+        assert f"value: {address}\n" in text, example.name
+        assert 'meridian/agent: "true"' in text, example.name
+        assert "secretName: meridian-agent-tls" in text
+    assert "meridian-agent-tls" in secrets

@@ -1,0 +1,116 @@
+"""The wheel is the same whenever it is built, its agent is found from a folder in PYTHONPATH, the lock is whole, and
+the Dockerfiles pass hadolint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+from packaging.requirements import Requirement
+
+from deploy.generate import HERE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROOT = HERE.parent
+
+
+def built(folder: Path, epoch: int) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    env = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("first"), 1_700_000_000)
+
+
+def test_the_wheel_is_reproducible(wheel: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    assert digest(built(again, 1_700_000_000)) == digest(wheel)
+    assert digest(built(other, 1_600_000_000)) != digest(wheel), "its dates come from SOURCE_DATE_EPOCH"
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    packages = {"meridian", "meridian_control", "meridian_agent", "meridian_kernels"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_agent_is_found_in_a_folder_of_the_python_path(wheel: Path, tmp_path: Path) -> None:
+    """As the init container installs it: unpacked, entry point included, nothing registered elsewhere."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "plugins = entry_points(group='vllm.general_plugins')\n"
+        f"found = [e for e in plugins if str(e.dist.locate_file('')) == {str(tmp_path)!r}]\n"
+        "register = found[0].load()\n"
+        "import sys; print(len(found), register.__module__, sys.modules['meridian_agent'].__file__)\n"
+        "register(); print(sorted(m for m in sys.modules if m.startswith(('meridian', 'grpc', 'vllm'))))"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "MERIDIAN_CONTROL"} | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
+    )
+    found, imported = done.stdout.splitlines()
+    assert found == f"1 meridian_agent.plugin {tmp_path}/meridian_agent/__init__.py"
+    assert imported == "['meridian_agent', 'meridian_agent.plugin']", "unset, it imports nothing"
+
+
+def test_the_lock_has_every_requirement_pinned_and_hashed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        Requirement(r)
+        for r in [
+            *project["dependencies"],
+            *project["optional-dependencies"]["control"],
+            *project["optional-dependencies"]["traces"],
+        ]
+    ]
+    entries = re.split(r"\n(?=\S)", (HERE / "requirements.lock").read_text())
+    locked = {}
+    for entry in entries:
+        if found := re.match(r"([\w.-]+)==([\w.]+)", entry):
+            assert "--hash=sha256:" in entry, entry
+            locked[found[1].lower()] = found[2]
+    for requirement in wanted:
+        assert requirement.specifier.contains(locked[requirement.name.lower()]), requirement
+    assert "://" not in "\n".join(line for entry in entries for line in entry.splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "images").glob("*.Dockerfile")), ids=lambda p: p.stem)
+def test_a_dockerfile_in_hadolint(path: Path) -> None:
+    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "images").glob("*.Dockerfile")), ids=lambda p: p.stem)
+def test_a_dockerfile_names_one_version(path: Path) -> None:
+    """Tags are pinned, and vLLM's is the one that the agent's tests run on."""
+    text = path.read_text()
+    assert ":latest" not in text
+    assert "VLLM=" not in text or "ARG VLLM=v0.32.0\n" in text
+
+
+def test_hadolint_finds_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM python\nRUN cd /tmp\n")
+    done = subprocess.run(["hadolint", str(tmp_path / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert "DL3006" in done.stdout
+    assert done.returncode == 1
