@@ -1,0 +1,197 @@
+"""The status page: what it is told over HTTP, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from meridian_control.rollout_store import RolloutStore
+from meridian_control.status_page import MAX_VIEWERS, StatusPage
+from meridian_control.whole_fleet import WholeFleet
+from tests.contract.test_stream import Control, controlling
+from tests.contract.test_why import one_life
+from tests.fakes.linked import LinkedEngine
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from playwright.async_api import Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@asynccontextmanager
+async def served(path: Path) -> AsyncIterator[tuple[Control, str]]:
+    """A control plane with its page, and the page's address."""
+    async with controlling(path / "meridian.db") as control:
+        await control.set_policy(policy(scheduler={"max_think_tokens": 5}))
+        whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
+        page = StatusPage(whole, control.store, RolloutStore(control.store))
+        port = await page.start("127.0.0.1", 0)
+        try:
+            yield control, f"http://127.0.0.1:{port}"
+        finally:
+            await page.stop()
+
+
+async def first_event(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
+    async with session.get(f"{address}/events") as stream:
+        assert stream.content_type == "text/event-stream"
+        line = await stream.content.readline()
+        return dict(json.loads(line.removeprefix(b"data: ")))
+
+
+async def test_what_the_page_is_told(tmp_path: Path) -> None:
+    async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+        empty = await first_event(session, address)
+        assert (empty["engines"], empty["requests"], empty["ends"], empty["rollouts"]) == ([], [], [], [])
+        assert [r["revision"] for r in empty["revisions"]] == [2, 1]
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            linked.open("live", tenant="acme")
+            await linked.steps_until(lambda: "live" in control.names())
+            told = await first_event(session, address)
+        assert told["totals"] | {"ended": None} == {
+            "engines": 1,
+            "gone": 0,
+            "troubled": 0,
+            "thinking": 1,
+            "answering": 0,
+            "waiting": 0,
+            "ended": None,
+            "output_critical": 0,
+        }
+        assert told["totals"]["ended"] == {"hard_cap": 1}
+        (engine,) = told["engines"]
+        assert (engine["id"], engine["connected"], engine["frozen"], engine["acked_revision"]) == (
+            "engine",
+            True,
+            False,
+            2,
+        )
+        (live,) = told["requests"]
+        assert (live["id"], live["tenant"], live["phase"]) == ("live", "acme", "think")
+        assert [(d["kind"], d["outcome"]) for d in told["ends"]] == [("cap", "OUTCOME_APPLIED")]
+        async with session.get(f"{address}/request", params={"id": "mine"}) as found:
+            life = (await found.json())["life"]
+        assert (life["request_id"], life["think_tokens"]) == ("chatcmpl-mine-9f", 5)
+        assert life["events"][0]["kind"] == "opened"
+        async with session.get(f"{address}/request", params={"id": "nobody"}) as missing:
+            assert (missing.status, "nobody" in (await missing.json())["error"]) == (404, True)
+
+
+async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
+        for path in ("/", "/page.css", "/page.js"):
+            async with session.get(address + path) as answer:
+                text = await answer.text()
+                assert answer.status == 200
+                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                assert "://" not in text
+            for method in ("POST", "PUT", "DELETE"):
+                async with session.request(method, address + path) as refused:
+                    assert refused.status == 405
+
+
+async def test_viewers_share_one_look_and_are_bounded(tmp_path: Path) -> None:
+    async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
+        streams = [await session.get(f"{address}/events") for _ in range(MAX_VIEWERS)]
+        first = await asyncio.gather(*(s.content.readline() for s in streams))
+        assert len(set(first)) == 1
+        async with session.get(f"{address}/events") as refused:
+            assert refused.status == 503
+        streams[0].close()
+        for _ in range(50):
+            async with session.get(f"{address}/events") as again:
+                if again.status == 200:
+                    break
+            await asyncio.sleep(0.1)
+        assert again.status == 200
+        for stream in streams:
+            stream.close()
+
+
+# -------------------------------------------------------------------------------------------------------- in a browser
+
+
+@asynccontextmanager
+async def browsing() -> AsyncIterator[tuple[Page, list[str]]]:
+    """A page of a headless Chromium, and what it complains about."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page()
+        complaints: list[str] = []
+        page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda e: complaints.append(str(e)))
+        try:
+            yield page, complaints
+        finally:
+            await browser.close()
+
+
+async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address):
+        await page.goto(address)
+        await page.get_by_text("No engine has connected.").wait_for()
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            await page.locator("#summary", has_text="1 engine connected, none in trouble, policy revision 2").wait_for()
+            await page.locator("#engines td", has_text="hard cap 1").wait_for()
+            await page.locator("#connection-text", has_text="live").wait_for()
+        await page.locator("#engines td.bad", has_text="gone").wait_for()
+        assert not complaints
+
+
+async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address):
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            await page.goto(address)
+            link = page.locator("#forces a", has_text="chatcmpl-mine-9f").first
+            await link.wait_for()
+            await link.focus()
+            await page.keyboard.press("Enter")
+            await page.locator("#life h3", has_text="chatcmpl-mine-9f on engine").wait_for()
+            focused = await page.evaluate("document.activeElement.id")
+            assert focused == "request-heading"
+            bar = page.locator("#life .bar")
+            assert "think" in (await bar.get_attribute("aria-label") or "")
+            events = await page.locator("#life li").all_inner_texts()
+            assert any("cap: hard cap" in e for e in events)
+            # The next second's rows leave the focus where it is.
+            await page.locator("#request-id").focus()
+            await page.keyboard.type("x")
+            await asyncio.sleep(1.5)
+            assert await page.evaluate("document.activeElement.id") == "request-id"
+            await page.locator("#request-id").fill("nobody")
+            await page.keyboard.press("Enter")
+            await page.locator("#life .notice", has_text="nobody").wait_for()
+        assert [c for c in complaints if "404" not in c] == []
+
+
+async def test_what_a_screen_reader_needs_is_there(tmp_path: Path) -> None:
+    """Checked by axe, in both colour schemes."""
+    from axe_playwright_python.async_playwright import Axe
+
+    async with browsing() as (page, _), served(tmp_path) as (control, address):
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            for scheme in ("light", "dark"):
+                await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+                await page.goto(f"{address}/#request=mine")
+                await page.locator("#life h3").wait_for()
+                found = await Axe().run(page)
+                violations = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found.response["violations"]]
+                assert violations == []
