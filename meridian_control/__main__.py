@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
 
@@ -34,12 +34,13 @@ from meridian_control.replicas import Replica, Replicas, new_id, own_host
 from meridian_control.rollout_driver import Rollouts
 from meridian_control.rollout_store import RolloutStore
 from meridian_control.server import ControlServer
+from meridian_control.status_page import StatusPage
 from meridian_control.store import EMPTY_ETAG, PolicyStore, StoredRevision
 from meridian_control.tls import server_credentials
 from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 
     import grpc
 
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--insecure", action="store_true", help="allow what strangers on the network could use")
     p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
+    p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
     p.add_argument("--health-listen", default="", help="address that serves health alone, without TLS, for probes")
     files = p.add_mutually_exclusive_group()
     files.add_argument(
@@ -180,6 +182,17 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
         tracing.stop()
 
 
+def page_address(args: argparse.Namespace) -> tuple[str, int]:
+    """Host and port of the status page. Raises ValueError."""
+    host, port = split_address(args.page_listen)
+    if not (args.insecure or _loopback(host)):
+        raise ValueError(
+            f"--page-listen {args.page_listen} would show the fleet to whoever reaches it: put a proxy that asks who "
+            f"they are in front of 127.0.0.1:{port}, or give --insecure where the network is trusted"
+        )
+    return host, port
+
+
 def serve_metrics(address: str, whole: WholeFleet) -> None:
     """Answer scrapes, on a thread of their own; not without an address. Raises OSError or ValueError."""
     if not address:
@@ -203,7 +216,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     access = Access(args.access)
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
-    store = PolicyStore(database)
+    store, ending = PolicyStore(database), AsyncExitStack()
     try:
 
         async def refresh() -> None:
@@ -217,8 +230,9 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         peers = Peers(lambda: replicas.others, Credentials.from_environment()) if replicas else None
         whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
         serve_metrics(args.metrics_listen, whole)
+        kept_rollouts = RolloutStore(store)
         rollouts = Rollouts(
-            RolloutStore(store),
+            kept_rollouts,
             fleet,
             clock,
             whole.known_engines,
@@ -238,24 +252,27 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         )
         if replicas is not None:
             await replicas.beat()
+        if args.page_listen:
+            page = StatusPage(whole, store, kept_rollouts)
+            ending.push_async_callback(page.stop)
+            await page.start(*page_address(args))
         bound = await server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
         security = f"{'TLS' if tls else 'no TLS'}, {args.access or 'no access file'}"
         # An address may hold a password.
         where = f"{address.rpartition(':')[0]}:{bound}" if not address.startswith("unix:") else address
         logger.info("listening on %s (%s), store %s", where, security, "PostgreSQL" if shared else args.store)
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with asyncio.TaskGroup() as watching:
-            following = store.follow(fleet.set_policy), server.freezes.follow(), rollouts.follow()
-            watchers = [*map(watching.create_task, (*following, rollouts.drive(), whole.watch()))]
-            if replicas is not None:
-                watchers.append(watching.create_task(replicas.run()))
-            if directory is not None:
-                watchers.append(watching.create_task(directory.watch()))
-            await stop.wait()
-            for watcher in watchers:
-                watcher.cancel()
+        jobs = [
+            store.follow(fleet.set_policy),
+            server.freezes.follow(),
+            rollouts.follow(),
+            rollouts.drive(),
+            whole.watch(),
+        ]
+        if replicas is not None:
+            jobs.append(replicas.run())
+        if directory is not None:
+            jobs.append(directory.watch())
+        await until_signal(jobs)
         logger.info("draining")
         if replicas is not None:
             with suppress(StoreUnavailable, TimeoutError):
@@ -265,7 +282,20 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if peers is not None:
             await peers.close()
     finally:
+        await ending.aclose()
         await database.close()
+
+
+async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run jobs until SIGTERM or SIGINT; one that fails ends them all."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as running:
+        tasks = [running.create_task(job) for job in jobs]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

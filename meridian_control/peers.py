@@ -146,6 +146,8 @@ class Peers:
         except TimeoutError:
             pass
         finally:
+            # At once: by the next look it may be forgotten.
+            recording.unreachable = [*{*recording.unreachable, peer.replica.replica_id}]
             begun.set()
             call.cancel()
 

@@ -64,8 +64,10 @@ class StatusPage:
     async def start(self, host: str, port: int) -> int:
         """Returns the port. Raises OSError when the address cannot be had."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host or None, port)
-        await site.start()
+        try:
+            await web.TCPSite(self._runner, host or None, port).start()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:

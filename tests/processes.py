@@ -118,7 +118,17 @@ class Control:
 
     def start(self) -> None:
         """Start, or start again on the same port and store."""
-        command = [sys.executable, "-m", "meridian_control", "--listen", self.target, "--metrics-listen", ""]
+        command = [
+            sys.executable,
+            "-m",
+            "meridian_control",
+            "--listen",
+            self.target,
+            "--metrics-listen",
+            "",
+            "--page-listen",
+            "",
+        ]
         store = ["--store", str(self.folder / "meridian.db")]
         self.process = Process([*command, *store, *self.options], self.folder / "control.log")
         if self.cores is not None:

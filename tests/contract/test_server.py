@@ -50,7 +50,14 @@ class Process:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "meridian_control", "--listen", self.target]
-        command += ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--store", str(self.folder / "m.db")]
+        command += [
+            "--metrics-listen",
+            f"127.0.0.1:{self.metrics_port}",
+            "--page-listen",
+            "",
+            "--store",
+            str(self.folder / "m.db"),
+        ]
         with (self.folder / "log").open("ab") as log:
             self.popen = subprocess.Popen([*command, *self.options], stderr=log)
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import pytest
@@ -183,13 +183,14 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path)
 
 async def test_what_a_screen_reader_needs_is_there(tmp_path: Path) -> None:
     """Checked by axe, in both colour schemes."""
-    from axe_playwright_python.async_playwright import Axe
+    from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 
     async with browsing() as (page, _), served(tmp_path) as (control, address):
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
-            for scheme in ("light", "dark"):
-                await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+            for scheme in schemes:
+                await page.emulate_media(color_scheme=scheme)
                 await page.goto(f"{address}/#request=mine")
                 await page.locator("#life h3").wait_for()
                 found = await Axe().run(page)

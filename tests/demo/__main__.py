@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--control-port", type=_port, default=50051, help="gRPC port of the control plane")
     p.add_argument("--metrics-port", type=_port, default=9464, help="port of the control plane's /metrics")
+    p.add_argument("--page-port", type=_port, default=9465, help="port of the control plane's status page")
     p.add_argument("--http-port", type=_port, default=8000, help="port of vLLM's OpenAI server")
     p.add_argument("--requests", type=_positive, default=150, help="requests under each of the two policies")
     p.add_argument("--concurrency", type=_positive, default=12, help="requests in flight")
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ports = {
         "--control-port": args.control_port,
         "--metrics-port": args.metrics_port,
+        "--page-port": args.page_port,
         "--http-port": args.http_port,
     }
     try:

@@ -46,6 +46,7 @@ class Options:
 
     control_port: int
     metrics_port: int
+    page_port: int
     http_port: int
     requests: int
     concurrency: int
@@ -117,6 +118,7 @@ def _control_command(options: Options, store: Path) -> list[str]:
         *(sys.executable, "-m", "meridian_control"),
         *("--listen", options.control),
         *("--metrics-listen", f"{HOST}:{options.metrics_port}"),
+        *("--page-listen", f"{HOST}:{options.page_port}"),
         *("--policy", str(HERE / "before.toml")),
         *("--store", str(store)),
     ]
