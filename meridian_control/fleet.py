@@ -9,7 +9,7 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -23,7 +23,7 @@ from meridian_control.rollout import Rollout, revision_of
 from meridian_control.session import Session, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from datetime import datetime
 
     from meridian_control.freezes import Freeze
@@ -103,7 +103,8 @@ class Fleet:
     ) -> None:
         self.clock = clock
         self._refresh, self._revision = refresh, revision
-        self._catching_up: set[asyncio.Task[None]] = set()
+        # What waits for the store; never cancelled, for a driver that is leaves its connection behind.
+        self._waiting: set[asyncio.Task[None]] = set()
         self.decisions = decisions or DecisionLog()
         # By engine, over its streams.
         self.shadows: dict[str, Comparison] = {}
@@ -140,9 +141,7 @@ class Fleet:
             self._say(connection, session.on_freezes(freezes, now), now)
         wanted = self._wanted(session)
         if wanted is not None and hello.revision > wanted.revision and self._refresh is not None:
-            catching_up = asyncio.create_task(self._catch_up(connection, self._refresh))
-            self._catching_up.add(catching_up)
-            catching_up.add_done_callback(self._catching_up.discard)
+            self._start(self._catch_up(connection, self._refresh))
         elif wanted is not None:
             self._give_policy(connection, wanted, now)
         same = (hello.engine_id, hello.incarnation)
@@ -153,6 +152,16 @@ class Fleet:
         self.connections.add(connection)
         self.departed.pop(hello.engine_id, None)
         return connection
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait for what still waits for the store; with every connection gone that is one answer."""
+        await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
         """Serve an engine that has a newer policy than this replica knows of: it gets no older one than the store's.
@@ -182,7 +191,7 @@ class Fleet:
         """See to it that an engine which refuses the newest revision is governed by the one that it has in force."""
         wanted = connection.session.last_good_wanted
         if wanted and connection.restoring is None and self._revision is not None:
-            connection.restoring = asyncio.create_task(self._give_last_good(connection, wanted, self._revision))
+            connection.restoring = self._start(self._give_last_good(connection, wanted, self._revision))
 
     async def _give_last_good(
         self, connection: Connection, revision: int, read: Callable[[int], Awaitable[StoredRevision]]
@@ -197,7 +206,7 @@ class Fleet:
             except MeridianError as error:
                 logger.warning("engine %s has no policy that it takes: %s", session.hello.engine_id, error)
                 return
-            if session.last_good_wanted == revision:
+            if session.last_good_wanted == revision and connection in self.connections:
                 now = self.clock()
                 self._record_policy(session, now, revision, stored.policy)
                 self._say(connection, session.on_last_good(revision, stored.policy), now)
@@ -236,8 +245,6 @@ class Fleet:
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session; `reason` is counted."""
         self.connections.discard(connection)
-        if connection.restoring is not None:
-            connection.restoring.cancel()
         session, now = connection.session, self.clock()
         session.close(now)
         self.closed_totals.add(session.totals)

@@ -82,7 +82,7 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
         assert [(d["kind"], d["outcome"]) for d in told["ends"]] == [("cap", "OUTCOME_APPLIED")]
         async with session.get(f"{address}/request", params={"id": "mine"}) as found:
             life = (await found.json())["life"]
-        assert (life["request_id"], life["think_tokens"]) == ("chatcmpl-mine-9f", 5)
+        assert (life["request_id"], life["think_tokens"] >= 5) == ("chatcmpl-mine-9f", True)
         assert life["events"][0]["kind"] == "opened"
         async with session.get(f"{address}/request", params={"id": "nobody"}) as missing:
             assert (missing.status, "nobody" in (await missing.json())["error"]) == (404, True)

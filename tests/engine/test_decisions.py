@@ -85,7 +85,7 @@ def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> N
     free = chat(llm, chosen, params)
     before = dict(control.settled().ends)
     control.apply(CONVERGED)
-    governed = chat(llm, chosen, params)
+    governed = paced(llm, chosen, params)
     assert control.settled().ends["eat"] > before.get("eat", 0)
     shorter = [g.index(end) < f.index(end) for g, f in zip(governed, free, strict=True)]
     assert any(shorter)

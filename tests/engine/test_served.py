@@ -41,6 +41,8 @@ class Served:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0"]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        # Its own: another server of the same name has left settings that hold without a control plane.
+        env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")
         if own is not None:
             env |= {
                 "MERIDIAN_TLS_CA": str(own.ca),

@@ -65,6 +65,7 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         max_think_tokens=cap,
         effort=effort,
         min_think_tokens=floor,
+        traceparent="",
     )
     message = opened_message((0, info, 1, 0, 0, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
