@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections import Counter
 from importlib import resources
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from meridian_control.rollout_store import RolloutStore
     from meridian_control.store import PolicyStore, RevisionHeader
     from meridian_control.whole_fleet import WholeFleet
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 # Rows of each table; the numbers above them are of everything.
@@ -72,7 +75,7 @@ class StatusPage:
 
     async def stop(self) -> None:
         for viewer in self._viewers:
-            viewer.put_nowait(None)
+            _offer(viewer, None)
         if self._looking is not None:
             self._looking.cancel()
         await self._runner.cleanup()
@@ -100,17 +103,12 @@ class StatusPage:
             raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
-        viewer: asyncio.Queue[bytes | None] = asyncio.Queue()
+        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         self._viewers.add(viewer)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
             while (event := await viewer.get()) is not None:
-                # One that is slow to read gets the newest only.
-                while not viewer.empty() and event is not None:
-                    event = viewer.get_nowait()
-                if event is None:
-                    break
                 await response.write(event)
         except (ConnectionError, asyncio.CancelledError):
             pass
@@ -123,9 +121,12 @@ class StatusPage:
             try:
                 event = b"data: " + json.dumps(await self.contents()).encode() + b"\n\n"
             except MeridianError as error:
-                event = b"event: trouble\ndata: " + json.dumps(str(error)).encode() + b"\n\n"
+                event = trouble(str(error))
+            except Exception:
+                logger.exception("the status page's contents could not be had")
+                event = trouble("the page's contents could not be had; the control plane's log says why")
             for viewer in self._viewers:
-                viewer.put_nowait(event)
+                _offer(viewer, event)
             await asyncio.sleep(INTERVAL_S)
 
     async def contents(self) -> dict[str, Any]:
@@ -171,6 +172,17 @@ class StatusPage:
         reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
         newest = sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())
         return newest[:MAX_DECISIONS]
+
+
+def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
+    """What a viewer is to get next; one that is slow to read misses what came before."""
+    if viewer.full():
+        viewer.get_nowait()
+    viewer.put_nowait(event)
+
+
+def trouble(text: str) -> bytes:
+    return b"event: trouble\ndata: " + json.dumps(text).encode() + b"\n\n"
 
 
 def plain(message: Message) -> dict[str, Any]:
