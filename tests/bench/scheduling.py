@@ -72,7 +72,7 @@ class Benchmark:
             await self._measure(running)
             arms = scheduling_arms.main(self.costs)
             await self._runs(running, arms, self._cases(pressure=False))
-            await self._runs(running, self._frontier(), [Case("poisson", 1.0, False)])
+            await self._runs(running, self._frontier(), [Case("poisson", 1.0, False)], repetitions=1)
         blocks = math.ceil(PRESSURE * self.capacities["ample"].kv_peak_blocks) + 1
         await self._under_pressure(Setup(self.model, blocks), arms)
         priority = [Arm(STOCK_PRIORITY, STOCK)]
@@ -127,14 +127,16 @@ class Benchmark:
             await self._warm(running)
             self.capacities["pressure"] = await self._capacity(running)
             await self._runs(running, arms, self._cases(pressure=True))
-            await self._runs(running, self._frontier(), [Case("poisson", 1.0, True)])
+            await self._runs(running, self._frontier(), [Case("poisson", 1.0, True)], repetitions=1)
             if not self.options.quick:
                 pair = [arm for arm in arms if arm.name in (STOCK_FCFS, DEFAULT)]
                 await self._runs(running, pair, [Case("poisson", load, True) for load in OTHER_LOADS])
 
-    async def _runs(self, running: StreamedEngine, arms: Sequence[Arm], cases: Sequence[Case]) -> None:
+    async def _runs(
+        self, running: StreamedEngine, arms: Sequence[Arm], cases: Sequence[Case], repetitions: int | None = None
+    ) -> None:
         """All arms in all cases, in turns, so that a drift of the machine meets all of them."""
-        for seed in range(self.options.repetitions):
+        for seed in range(repetitions or self.options.repetitions):
             for case in cases:
                 for arm in (*arms[seed % len(arms) :], *arms[: seed % len(arms)]):
                     one = partial(scheduling_runs.run, running, arm, case, self.plan, seed)
