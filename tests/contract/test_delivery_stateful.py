@@ -98,6 +98,7 @@ class Replica:
         self.alive = False
         self.following.cancel()
         await self.server._server.stop(None)
+        await self.server._gate.settle()
         await self.fleet.settle()
         await self.database.close()
 

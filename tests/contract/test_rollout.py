@@ -100,6 +100,9 @@ class Control:
         self.following.cancel()
         await self.channel.close()
         await self.server._server.stop(None)
+        # A database connection in use is not left behind.
+        await self.server._gate.settle()
+        await self.fleet.settle()
 
     async def begin(self, *steps: dict[str, Any], **fields: Any) -> rollout_pb2.Rollout:
         return (await self.stub.StartRollout(starting(*steps, **fields))).rollout

@@ -70,6 +70,9 @@ class Control:
 
     async def kill(self) -> None:
         await self.server._server.stop(None)
+        # A database connection in use is not left behind.
+        await self.server._gate.settle()
+        await self.fleet.settle()
 
     def engine(self, engine_id: str = "engine") -> Any:
         (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]
