@@ -10,15 +10,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from deploy.generate import HERE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROOT = HERE.parent
 
@@ -95,9 +92,13 @@ def test_the_lock_has_every_requirement_pinned_and_hashed() -> None:
     assert "://" not in "\n".join(line for entry in entries for line in entry.splitlines() if not line.startswith("#"))
 
 
+# Beside the interpreter, whether or not its folder is in PATH.
+HADOLINT = str(Path(sys.executable).parent / "hadolint")
+
+
 @pytest.mark.parametrize("path", sorted((HERE / "images").glob("*.Dockerfile")), ids=lambda p: p.stem)
 def test_a_dockerfile_in_hadolint(path: Path) -> None:
-    done = subprocess.run(["hadolint", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([HADOLINT, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -111,6 +112,6 @@ def test_a_dockerfile_names_one_version(path: Path) -> None:
 
 def test_hadolint_finds_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM python\nRUN cd /tmp\n")
-    done = subprocess.run(["hadolint", str(tmp_path / "Dockerfile")], capture_output=True, text=True, check=False)
+    done = subprocess.run([HADOLINT, str(tmp_path / "Dockerfile")], capture_output=True, text=True, check=False)
     assert "DL3006" in done.stdout
     assert done.returncode == 1
