@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,10 +38,20 @@ ENGINE_ENV = {
 }
 
 
+# Below those that outgoing connections take for themselves, and never the same twice: a server that is yet to start
+# must find its port free.
+PORTS = range(15_000, 32_000)
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            if port not in _given:
+                s.bind(("127.0.0.1", port))
+                _given.add(port)
+                return port
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
