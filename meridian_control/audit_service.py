@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2, audit_pb2_grpc
 
 from meridian_control.audit import wanted
-from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.errors import InvalidRequest
 from meridian_control.paging import checked
 
 if TYPE_CHECKING:
@@ -30,19 +30,16 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
     async def ListAudit(  # noqa: N802
         self, request: audit_pb2.ListAuditRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> audit_pb2.ListAuditResponse:
-        try:
-            limit, before = checked(request.page_size, request.page_token, ID_DIGITS)
-            conditions = wanted(
-                principal=request.principal,
-                method=request.method,
-                outcome=request.outcome,
-                request_id=request.request_id,
-                since=_time(request, "since"),
-                until=_time(request, "until"),
-            )
-            found = await self._audit.list(limit + 1, before, conditions)
-        except MeridianError as error:
-            await abort_with(context, error)
+        limit, before = checked(request.page_size, request.page_token, ID_DIGITS)
+        conditions = wanted(
+            principal=request.principal,
+            method=request.method,
+            outcome=request.outcome,
+            request_id=request.request_id,
+            since=_time(request, "since"),
+            until=_time(request, "until"),
+        )
+        found = await self._audit.list(limit + 1, before, conditions)
         page = found[:limit]
         token = str(page[-1].id) if len(found) > limit else ""
         return audit_pb2.ListAuditResponse(records=map(_to_message, page), next_page_token=token)

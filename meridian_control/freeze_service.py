@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
-from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.errors import InvalidRequest
 from meridian_control.freezes import Freeze, Match
 from meridian_control.paging import page
 
@@ -36,30 +36,21 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
     async def Freeze(  # noqa: N802
         self, request: freeze_pb2.FreezeRequest, context: Context
     ) -> freeze_pb2.FreezeResponse:
-        try:
-            match, duration = _match(request.match), _duration(request)
-            for name in ("author", "reason"):
-                _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
-            made = await self._store.add(match, self._clock() + duration, request.author, request.reason)
-        except MeridianError as error:
-            await abort_with(context, error)
+        match, duration = _match(request.match), _duration(request)
+        for name in ("author", "reason"):
+            _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
+        made = await self._store.add(match, self._clock() + duration, request.author, request.reason)
         return freeze_pb2.FreezeResponse(freeze=_to_message(made))
 
     async def Thaw(self, request: freeze_pb2.ThawRequest, context: Context) -> freeze_pb2.ThawResponse:  # noqa: N802
-        try:
-            ended = await self._store.thaw(request.freeze_id)
-        except MeridianError as error:
-            await abort_with(context, error)
+        ended = await self._store.thaw(request.freeze_id)
         return freeze_pb2.ThawResponse(freezes=map(_to_message, ended))
 
     async def ListFreezes(  # noqa: N802
         self, request: freeze_pb2.ListFreezesRequest, context: Context
     ) -> freeze_pb2.ListFreezesResponse:
-        try:
-            found = await self._store.look()
-            begin, end, token = page(len(found), request.page_size, request.page_token)
-        except MeridianError as error:
-            await abort_with(context, error)
+        found = await self._store.look()
+        begin, end, token = page(len(found), request.page_size, request.page_token)
         return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, found[begin:end]), next_page_token=token)
 
 

@@ -5,14 +5,13 @@ Knows nothing of engines, nor of how a rollout goes on. Runs on the event loop o
 
 from __future__ import annotations
 
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 
 from meridian_control import rollout as rules
 from meridian_control.audit import changed
-from meridian_control.errors import EtagMismatch, InvalidRequest, MeridianError, NotFound, abort_with
+from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.fields import diff
 from meridian_control.paging import checked
 from meridian_control.policy import from_proto, from_proto_as
@@ -21,7 +20,7 @@ from meridian_control.rollout import By, Rollout
 from meridian_control.rollout_plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable
     from datetime import datetime
 
     import grpc
@@ -33,23 +32,6 @@ if TYPE_CHECKING:
 Steering: TypeAlias = (
     rollout_pb2.PauseRolloutRequest | rollout_pb2.ResumeRolloutRequest | rollout_pb2.AbortRolloutRequest
 )
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-
-
-def _rpc(
-    method: Callable[[RolloutService, Request], Awaitable[Response]],
-) -> Callable[[RolloutService, Request, Context], Coroutine[Any, Any, Response]]:
-    """The servicer's method for `method`, whose errors reach the caller as statuses."""
-
-    @wraps(method)
-    async def call(self: RolloutService, request: Request, context: Context) -> Response:
-        try:
-            return await method(self, request)
-        except MeridianError as error:
-            await abort_with(context, error)
-
-    return call
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -59,8 +41,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
         self._rollouts, self._store, self._clock = rollouts, rollouts.store, clock
 
-    @_rpc
-    async def StartRollout(self, request: rollout_pb2.StartRolloutRequest) -> rollout_pb2.StartRolloutResponse:  # noqa: N802
+    async def StartRollout(  # noqa: N802
+        self, request: rollout_pb2.StartRolloutRequest, context: Context
+    ) -> rollout_pb2.StartRolloutResponse:
         for name in ("policy", "plan"):
             if not request.HasField(name):
                 raise InvalidRequest(name, "must be set")
@@ -80,28 +63,33 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         ]
         return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes)
 
-    @_rpc
-    async def GetRollout(self, request: rollout_pb2.GetRolloutRequest) -> rollout_pb2.GetRolloutResponse:  # noqa: N802
+    async def GetRollout(  # noqa: N802
+        self, request: rollout_pb2.GetRolloutRequest, context: Context
+    ) -> rollout_pb2.GetRolloutResponse:
         return rollout_pb2.GetRolloutResponse(rollout=(await self._store.get(request.rollout_id)).message())
 
-    @_rpc
-    async def ListRollouts(self, request: rollout_pb2.ListRolloutsRequest) -> rollout_pb2.ListRolloutsResponse:  # noqa: N802
+    async def ListRollouts(  # noqa: N802
+        self, request: rollout_pb2.ListRolloutsRequest, context: Context
+    ) -> rollout_pb2.ListRolloutsResponse:
         limit, before = checked(request.page_size, request.page_token)
         found = await self._store.history(limit + 1, before)
         page = found[:limit]
         token = str(page[-1].rollout_id) if len(found) > limit else ""
         return rollout_pb2.ListRolloutsResponse(rollouts=[r.message() for r in page], next_page_token=token)
 
-    @_rpc
-    async def PauseRollout(self, request: rollout_pb2.PauseRolloutRequest) -> rollout_pb2.PauseRolloutResponse:  # noqa: N802
+    async def PauseRollout(  # noqa: N802
+        self, request: rollout_pb2.PauseRolloutRequest, context: Context
+    ) -> rollout_pb2.PauseRolloutResponse:
         return rollout_pb2.PauseRolloutResponse(rollout=await self._steer(request, rules.pause))
 
-    @_rpc
-    async def ResumeRollout(self, request: rollout_pb2.ResumeRolloutRequest) -> rollout_pb2.ResumeRolloutResponse:  # noqa: N802
+    async def ResumeRollout(  # noqa: N802
+        self, request: rollout_pb2.ResumeRolloutRequest, context: Context
+    ) -> rollout_pb2.ResumeRolloutResponse:
         return rollout_pb2.ResumeRolloutResponse(rollout=await self._steer(request, rules.resume))
 
-    @_rpc
-    async def AbortRollout(self, request: rollout_pb2.AbortRolloutRequest) -> rollout_pb2.AbortRolloutResponse:  # noqa: N802
+    async def AbortRollout(  # noqa: N802
+        self, request: rollout_pb2.AbortRolloutRequest, context: Context
+    ) -> rollout_pb2.AbortRolloutResponse:
         return rollout_pb2.AbortRolloutResponse(rollout=await self._steer(request, rules.abort))
 
     async def _steer(self, request: Steering, change: Callable[[Rollout, By], Rollout]) -> rollout_pb2.Rollout:

@@ -151,31 +151,29 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListEnginesRequest, context: Context
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
-        shown, token = await self._page(engines, request, context)
+        shown, token = self._page(engines, request)
         return fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
         found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
-        shown, token = await self._page(found, request, context)
+        shown, token = self._page(found, request)
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
 
-    async def _page(self, found: list[Shown], request: Paged, context: Context) -> tuple[list[Shown], str]:
+    @staticmethod
+    def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
         """The part that was asked for, and the next page's token; all of it where a replica asks."""
         if request.local_only:
             return found, ""
-        try:
-            begin, end, token = page(len(found), request.page_size, request.page_token)
-        except MeridianError as error:
-            await abort_with(context, error)
+        begin, end, token = page(len(found), request.page_size, request.page_token)
         return found[begin:end], token
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
         if request.interval_ms < 0:
-            await abort_with(context, InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}"))
+            raise InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}")
         interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
         while not self._stopped.is_set() and not context.cancelled():
             yield await self._whole.state(local_only=request.local_only)
@@ -185,18 +183,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ExplainRequest(  # noqa: N802
         self, request: fleet_pb2.ExplainRequestRequest, context: Context
     ) -> fleet_pb2.ExplainRequestResponse:
-        try:
-            return await why.explain(self._whole, request)
-        except MeridianError as error:
-            await abort_with(context, error)
+        return await why.explain(self._whole, request)
 
     async def ListDecisions(  # noqa: N802
         self, request: fleet_pb2.ListDecisionsRequest, context: Context
     ) -> fleet_pb2.ListDecisionsResponse:
-        try:
-            return await why.decisions(self._whole, request)
-        except MeridianError as error:
-            await abort_with(context, error)
+        return await why.decisions(self._whole, request)
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Context
@@ -208,8 +200,6 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 await context.send_initial_metadata(())
                 async for record in recording.records():
                     yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
-        except MeridianError as error:
-            await abort_with(context, error)
         finally:
             logger.info("recording ended: %s", request.engine_id or "all engines")
 
