@@ -1,0 +1,22 @@
+"""The emulated network, where it can be made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.network import Network, NoNamespacesError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    try:
+        network = Network(seed=3)
+    except NoNamespacesError as error:
+        pytest.skip(f"network namespaces and TUN devices cannot be made here: {error}")
+    yield network
+    network.stop()
