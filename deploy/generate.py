@@ -15,7 +15,7 @@ from deploy.dashboards import DASHBOARDS
 from meridian_control.catalogue import markdown
 
 HERE = Path(__file__).parent
-COMPONENTS = HERE / "kubernetes" / "components"
+ADDONS = HERE / "kubernetes" / "addons"
 RULES = HERE / "prometheus" / "rules.yaml"
 BEGIN, END = "<!-- catalogue: begin -->\n", "<!-- catalogue: end -->\n"
 
@@ -23,10 +23,10 @@ BEGIN, END = "<!-- catalogue: begin -->\n", "<!-- catalogue: end -->\n"
 def generated() -> dict[Path, str]:
     """Content by path."""
     files = {
-        COMPONENTS / "dashboards" / f"{name}.json": json.dumps(content, indent=1) + "\n"
+        ADDONS / "dashboards" / f"{name}.json": json.dumps(content, indent=1) + "\n"
         for name, content in DASHBOARDS.items()
     }
-    files[COMPONENTS / "monitoring" / "prometheusrule.yaml"] = _rule()
+    files[ADDONS / "monitoring" / "prometheusrule.yaml"] = _rule()
     guide = (HERE / "README.md").read_text(encoding="utf-8")
     before, after = guide.split(BEGIN)[0], guide.split(END)[1]
     files[HERE / "README.md"] = f"{before}{BEGIN}{markdown()}{END}{after}"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy.dashboards import DASHBOARDS
-from deploy.generate import HERE, RULES, generated
+from deploy.generate import ADDONS, HERE, RULES, generated
 from meridian_control.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_the_alerts_in_promtool() -> None:
 
 @pytest.mark.parametrize("name", list(DASHBOARDS))
 def test_a_dashboard_has_ids_titles_and_places_of_its_own(name: str) -> None:
-    content = json.loads((HERE / "kubernetes/components/dashboards" / f"{name}.json").read_text())
+    content = json.loads((ADDONS / "dashboards" / f"{name}.json").read_text())
     panels = content["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)

@@ -1,6 +1,7 @@
-"""The manifests: each file against Kubernetes' schemas, and what Kustomize makes of overlays and components.
+"""The manifests: each file against Kubernetes' schemas, and what Kustomize makes of overlays and addons.
 
-Rendering needs kubectl or kustomize and is skipped without one; the schemas are always checked.
+Rendering needs kubectl or kustomize, Debian 12's kubectl 1.20 or newer, and is skipped without one; the schemas are
+always checked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from deploy.generate import COMPONENTS, HERE
+from deploy.generate import ADDONS, HERE
 from meridian_control.__main__ import parser
 from meridian_control.access import Identities
 
@@ -35,8 +36,13 @@ MODELS = {
 RENDER = next(
     (command for command in (["kubectl", "kustomize"], ["kustomize", "build"]) if shutil.which(command[0])), None
 )
-PATCHES = {"store.yaml", "tls.yaml"}
+PATCHES = {"store.yaml", "tls.yaml", "args.yaml"}
 OVERLAYS = ("trial", "sqlite", "postgres")
+# What Kustomize 2, which is in Debian 12's kubectl, reads, and later ones still do.
+FIELDS = {
+    *("apiVersion", "kind", "namespace", "bases", "resources", "images"),
+    *("generatorOptions", "configMapGenerator", "patchesStrategicMerge", "patchesJson6902"),
+}
 
 
 def objects(text: str) -> list[Object]:
@@ -80,23 +86,26 @@ def test_a_wrong_field_is_found(thing: Object) -> None:
         check(thing)
 
 
-@pytest.mark.parametrize("folder", sorted(KUBERNETES.rglob("kustomization.yaml")), ids=lambda p: p.parent.name)
-def test_a_kustomization_names_what_is_there(folder: Path) -> None:
-    content = yaml.safe_load(folder.read_text())
-    named = [*content.get("resources", ()), *content.get("components", ())]
-    named += [patch["path"] for patch in content.get("patches", ()) if "path" in patch]
+@pytest.mark.parametrize("path", sorted(KUBERNETES.rglob("kustomization.yaml")), ids=lambda p: p.parent.name)
+def test_a_kustomization_names_what_is_there_in_words_that_old_ones_know(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    assert set(content) <= FIELDS
+    assert all(set(generator) == {"name", "files"} for generator in content.get("configMapGenerator", ()))
+    named = [name for field in ("bases", "resources", "patchesStrategicMerge") for name in content.get(field, ())]
+    named += [patch["path"] for patch in content.get("patchesJson6902", ())]
     named += [name for generator in content.get("configMapGenerator", ()) for name in generator["files"]]
-    assert named or "patches" in content
+    assert named
     for name in named:
-        assert (folder.parent / name).exists(), name
+        assert (path.parent / name).exists(), name
+    # Kustomize 2 takes folders from `bases` only, and files from `resources` only.
+    assert all((path.parent / name).is_dir() for name in content.get("bases", ()))
+    assert all((path.parent / name).is_file() for name in content.get("resources", ()))
 
 
 def rendered(folder: Path) -> list[Object]:
     if RENDER is None:
         pytest.skip("neither kubectl nor kustomize is installed (Debian: kubernetes-client)")
     done = subprocess.run([*RENDER, str(folder)], capture_output=True, text=True, check=False)
-    if 'unknown field "components"' in done.stderr:
-        pytest.skip("this kubectl's Kustomize is older than components (kubectl 1.21)")
     assert done.returncode == 0, done.stderr
     return objects(done.stdout)
 
@@ -132,22 +141,36 @@ def test_an_overlay(name: str) -> None:
     assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == {"meridian/agent": "true"}
 
 
-@pytest.mark.parametrize("names", [("monitoring",), ("dashboards",), ("monitoring", "dashboards")], ids="+".join)
-def test_components_go_with_an_overlay(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["cert-manager", "monitoring", "dashboards"])
+def test_an_addon_alone_and_beside_an_overlay(name: str, tmp_path: Path) -> None:
+    added = rendered(ADDONS / name)
+    for thing in added:
+        check(thing)
+        assert thing["metadata"]["namespace"] == "meridian"
     here = os.path.relpath(KUBERNETES, tmp_path.resolve())
-    content = {"resources": [f"{here}/overlays/sqlite"], "components": [f"{here}/components/{name}" for name in names]}
+    images = [{"name": "meridian-control", "newName": "registry/meridian-control"}]
+    content = {"bases": [f"{here}/overlays/postgres", f"{here}/addons/{name}"], "images": images}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content))
     things = rendered(tmp_path)
-    for thing in things:
-        check(thing)
-    kinds = {thing["kind"] for thing in things}
-    assert ("ServiceMonitor" in kinds) == ("PrometheusRule" in kinds) == ("monitoring" in names)
-    assert ("meridian-dashboards" in {thing["metadata"]["name"] for thing in things}) == ("dashboards" in names)
+    assert {_name(thing) for thing in things} >= {_name(thing) for thing in added}
+    (container,) = only("StatefulSet", things)["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry/meridian-control:0.1.0"
+
+
+def _name(thing: Object) -> tuple[str, str]:
+    return thing["kind"], thing["metadata"]["name"]
+
+
+def test_the_secret_that_overlays_want_is_what_cert_manager_makes() -> None:
+    certificates = objects((ADDONS / "cert-manager/certificates.yaml").read_text())
+    wanted = objects((KUBERNETES / "tls/tls.yaml").read_text())[0]["spec"]["template"]["spec"]["volumes"]
+    secrets = {volume["secret"]["secretName"] for volume in wanted if "secret" in volume}
+    assert secrets <= {certificate["spec"]["secretName"] for certificate in certificates}
 
 
 def test_the_access_file_gives_each_certificate_its_role() -> None:
-    identities = Identities(COMPONENTS / "tls-secret/access.toml")
-    certificates = objects((COMPONENTS / "tls-cert-manager/certificates.yaml").read_text())
+    identities = Identities(KUBERNETES / "tls/access.toml")
+    certificates = objects((ADDONS / "cert-manager/certificates.yaml").read_text())
     roles = {}
     for certificate in certificates:
         spec = certificate["spec"]
@@ -166,7 +189,7 @@ def test_engines_and_control_plane_speak_of_the_same_things() -> None:
     namespace = yaml.safe_load((KUBERNETES / "base/kustomization.yaml").read_text())["namespace"]
     grpc = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
     address = f"{service['metadata']['name']}.{namespace}.svc:{grpc}"
-    certificates = objects((COMPONENTS / "tls-cert-manager/certificates.yaml").read_text())
+    certificates = objects((ADDONS / "cert-manager/certificates.yaml").read_text())
     assert address.partition(":")[0] in certificates[0]["spec"]["dnsNames"]
     secrets = {certificate["spec"]["secretName"] for certificate in certificates}
     for example in sorted((KUBERNETES / "examples").glob("*.yaml")):
