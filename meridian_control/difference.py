@@ -133,7 +133,7 @@ class Difference:
         session = self._sessions.get(record.session_id)
         if session is None:
             raise ValueError("its session has no Hello before it")
-        if record.HasField("down"):
+        if record.HasField("down") and not record.down.HasField("freeze"):
             session.said.append(record.down)
             return
         # What was said to a message comes after it.

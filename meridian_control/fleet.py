@@ -18,7 +18,7 @@ from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
-from meridian_control.recording import Recording, down_record, hello_record, policy_record, up_record
+from meridian_control.recording import Recording, down_record, freeze_records, hello_record, policy_record, up_record
 from meridian_control.rollout import Rollout, revision_of
 from meridian_control.session import Session, Totals
 
@@ -237,6 +237,8 @@ class Fleet:
         for session in (c.session for c in self.connections):
             if recording.wants(session):
                 recording.add(hello_record(session, now, joined_late=True))
+                for record in freeze_records(session, now):
+                    recording.add(record)
                 for revision, policy in session.given:
                     recording.add(policy_record(session, now, revision, policy))
         self.recordings.add(recording)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from meridian.v1 import fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
 from meridian_control.errors import RecordingTooSlow
+from meridian_control.freezes import Freeze, Match
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from datetime import datetime
-
-    from meridian.v1 import agent_pb2
 
     from meridian_control.session import Session
 
@@ -104,6 +104,24 @@ def policy_record(session: Session, now: datetime, revision: int, policy: schema
     record.policy.revision = revision
     record.policy.policy.CopyFrom(schema.to_proto(policy))
     return record
+
+
+def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """How it stands with freezes, for a recording that begins now: what the agent was told, and what it confirmed."""
+    if not (told := session.freeze_message(now)).nonce:
+        return []
+    records = [down_record(session, now, agent_pb2.ConnectResponse(freeze=told))]
+    if session.freeze_confirmed:
+        status = agent_pb2.FreezeStatus(nonce=told.nonce, frozen=session.frozen, locally=session.frozen_locally)
+        records.append(up_record(session, now, agent_pb2.ConnectRequest(freeze_status=status)))
+    return records
+
+
+def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
+    """What a session had been given when it said `record.down.freeze`: until when, and why; not which freezes."""
+    now, said = record.time.ToDatetime(UTC), record.down.freeze
+    end = now + timedelta(milliseconds=said.remaining_ms)
+    return (Freeze(0, Match(), "", said.reason, now, end),) if said.remaining_ms else ()
 
 
 def _record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:

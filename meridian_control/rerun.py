@@ -17,6 +17,7 @@ import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
+from meridian_control.recording import given_freezes
 from meridian_control.requests import FLAG_BOUNDARY, FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, THINK
 from meridian_control.session import Session, reason_name
 
@@ -91,9 +92,10 @@ class Run:
         self._lent: dict[int, int] = {}
         # Decisions of this run alone that are carried out with the next report: id and outcome.
         self._due: list[tuple[int, int]] = []
-        # The policy given last; settings' nonces here by the recorded ones.
+        # The policy given last; the nonces of settings and of freezes here by the recorded ones.
         self.given = policy or schema.Policy()
         self._nonces: dict[int, int] = {}
+        self._freeze_nonces: dict[int, int] = {}
         self._nonce = 0
         # By slot: sentence ends of the thinking, by thinking tokens, and the count.
         self._flags: dict[int, dict[int, int]] = {}
@@ -109,10 +111,22 @@ class Run:
         self.recorded = self.reproduced = self.probes = self.samples = 0
 
     def take(self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]) -> None:
-        """One record that the session was given, and what the recorded one said to it."""
+        """One record that the session was given, and what the recorded one said to it.
+
+        Freezes are not recorded as they were given: what the session said of them stands for that.
+        """
         kind = event.up.WhichOneof("message")
         if event.HasField("policy"):
             responses = self._give(event, said)
+        elif event.down.HasField("freeze"):
+            (freeze,) = self.session.on_freezes(given_freezes(event), _time(event))
+            self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
+            responses = []
+        elif kind == "freeze_status":
+            confirmed = agent_pb2.ConnectRequest()
+            confirmed.CopyFrom(event.up)
+            confirmed.freeze_status.nonce = self._freeze_nonces.get(event.up.freeze_status.nonce, 0)
+            responses = self.session.on_message(confirmed, _time(event))
         elif kind == "settings_status":
             status = agent_pb2.ConnectRequest()
             status.CopyFrom(event.up)

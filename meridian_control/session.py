@@ -266,12 +266,15 @@ class Session:
         self.freezes, self.freeze_confirmed = freezes, False
         if freezes and not self.frozen:
             self.frozen = self._void = True
-        last = max(freezes, key=lambda freeze: freeze.end_time, default=None)
         self._freeze_nonce += 1
+        return [agent_pb2.ConnectResponse(freeze=self.freeze_message(now))]
+
+    def freeze_message(self, now: datetime) -> agent_pb2.Freeze:
+        """What the agent is told of the freezes that match it now; nonce 0 where it was told nothing."""
+        last = max(self.freezes, key=lambda freeze: freeze.end_time, default=None)
         remaining_ms = 0 if last is None else max(0, math.ceil((last.end_time - now).total_seconds() * 1e3))
         reason = "" if last is None else last.reason
-        freeze = agent_pb2.Freeze(nonce=self._freeze_nonce, remaining_ms=remaining_ms, reason=reason)
-        return [agent_pb2.ConnectResponse(freeze=freeze)]
+        return agent_pb2.Freeze(nonce=self._freeze_nonce, remaining_ms=remaining_ms, reason=reason)
 
     def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Out:
         if status.nonce != self._freeze_nonce:

@@ -151,6 +151,23 @@ def confirmed(control: Control, engine_id: str = "engine") -> bool:
     return bool(control.engine(engine_id).freeze.confirmed)
 
 
+async def test_a_recording_of_a_frozen_engine_begins_with_that(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        await freeze(control.target)
+        await engine.steps_until(lambda: confirmed(control))
+        recorded = [*control.fleet.record("")._waiting]
+        assert [r.up.WhichOneof("message") or r.down.WhichOneof("message") or "policy" for r in recorded] == [
+            "hello",
+            "freeze",
+            "freeze_status",
+            "policy",
+        ]
+        assert 0 < recorded[1].down.freeze.remaining_ms <= 600_000
+        assert recorded[2].up.freeze_status.frozen
+
+
 async def test_frozen_and_thawed(control: Control) -> None:
     """While frozen nothing is decided and every open decision has its outcome; afterwards all is told anew."""
     with LinkedEngine([control.target]) as engine:

@@ -202,6 +202,16 @@ class FakeAgent:
             self.say(settings_status=status)
         elif kind == "directives":
             self.engine.accept(response.directives)
+        elif kind == "freeze":
+            self._freeze(response.freeze)
+
+    def _freeze(self, told: agent_pb2.Freeze) -> None:
+        """Stop and confirm, or thaw, confirm and say where everything stands."""
+        if frozen := told.remaining_ms > 0:
+            self.engine.directives.freeze()
+        self.say(freeze_status=agent_pb2.FreezeStatus(nonce=told.nonce, frozen=frozen))
+        if not frozen:
+            self.say(snapshot=self.snapshot())
 
     def open(self, name: str, script: Script, **fields: Any) -> Tracked:
         self.scripts[name] = script

@@ -21,6 +21,7 @@ from meridian_control import dispatch
 from meridian_control import fleet as fleet_module
 from meridian_control import policy as schema
 from meridian_control.freezes import Freeze, Match
+from meridian_control.recording import given_freezes
 from meridian_control.session import Session
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
@@ -397,10 +398,7 @@ class World:
                 elif record.HasField("up"):
                     expected += _bytes(session.on_message(record.up, now))
                 elif record.down.HasField("freeze"):
-                    # What the session was given is told by what it said of it.
-                    lasts = timedelta(milliseconds=record.down.freeze.remaining_ms)
-                    given = Freeze(1, Match(), "", record.down.freeze.reason, now, now + lasts)
-                    session.on_freezes((given,) if lasts else (), now)
+                    session.on_freezes(given_freezes(record), now)
                 elif record.down.WhichOneof("message") in ("settings", "directives"):
                     said = record.down.SerializeToString(deterministic=True)
                     assert expected, "a replay says less than what was recorded"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,9 @@ from meridian_control.console import console
 from meridian_control.difference import Difference
 from meridian_control.difference_report import figures, tables
 from meridian_control.dispatch import WARM_STEPS
-from meridian_control.recording import down_record, hello_record, policy_record, up_record
+from meridian_control.freezes import Freeze, Match
+from meridian_control.recording import down_record, freeze_records, hello_record, policy_record, up_record
+from meridian_control.rerun import Place
 from meridian_control.trace import FileError
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
@@ -55,6 +58,10 @@ class Recorded(Stream):
                 self.records.append(up_record(self.session, self.now, message))
                 self.deliver(self.session.on_message(message, self.now))
         return self.responses[before:]
+
+    def freeze(self, *freezes: Freeze) -> None:
+        self.deliver(self.session.on_freezes(freezes, self.now))
+        self.pump()
 
     def apply(self, new: Policy) -> list[agent_pb2.ConnectResponse]:
         self.records.append(policy_record(self.session, self.now, self.revision + 1, new))
@@ -182,6 +189,44 @@ def test_a_recording_that_joined_late_has_the_same_answers_under_its_own_policy(
     changes_nothing(found)
     assert found["requests"] == 6
     assert found["ends"]["new"] == {"eat": 6}
+
+
+@pytest.mark.parametrize("new", ["active", "deadline"])
+def test_an_engine_that_was_frozen_is_frozen_in_the_replay_too(tmp_path: Path, new: str) -> None:
+    """Nothing is decided meanwhile, under whatever policy; what is decided after the thaw comes out again."""
+    made = recorded(POLICIES[new], requests=4)
+    for number in range(3):
+        made.open(f"before-{number}", think=40, answer=3)
+        made.step(3)
+        made.freeze(Freeze(number, Match(), "", "an incident", made.now, made.now + timedelta(minutes=9)))
+        made.open(f"frozen-{number}", think=9, answer=3)
+        made.step(20)
+        made.freeze()
+        made.step(20)
+    found = told(tmp_path, made.records, POLICIES[new])
+    count = found["decisions_reproduced"]
+    assert count["count"] == count["of"] == made.session._decision_id
+    assert found["ends"]["recorded"] == found["ends"]["new"]
+    other = difference(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 5}))
+    frozen = [o for o in other.outcomes if o.request_id.startswith("frozen-")]
+    assert [o.after for o in frozen] == [Place("natural", 9)] * 3, "no cap is told to an engine that is frozen"
+
+
+def test_a_recording_that_joined_a_frozen_engine_knows_of_it(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(ACTIVE)
+    made.freeze(Freeze(7, Match(), "", "an incident", made.now, made.now + timedelta(minutes=9)))
+    made.records = [hello_record(made.session, made.now, joined_late=True), *freeze_records(made.session, made.now)]
+    made.records.append(policy_record(made.session, made.now, 1, ACTIVE))
+    made.open("a", think=30, answer=3)
+    made.step(20)
+    assert difference(tmp_path, made.records, ACTIVE).of_decisions == 0
+    made.freeze()
+    made.open("b", think=30, answer=3)
+    made.step(40)
+    found = told(tmp_path, made.records, ACTIVE)
+    changes_nothing(found)
+    assert found["ends"]["new"]["eat"] >= 1, "it is told of the thaw as well"
 
 
 # ------------------------------------------------------------------------------------------------------ other policies

@@ -717,7 +717,9 @@ Global___RecordTraceResponse: _TypeAlias = RecordTraceResponse  # noqa: Y015
 
 @_typing.final
 class TraceRecord(_message.Message):
-    """One thing that happened to a session. A session's records begin with its Hello."""
+    """One thing that happened to a session. A session's records begin with its Hello. What the session says of a freeze
+    (`down.freeze`) stands for the freezes that it was given then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -731,8 +733,8 @@ class TraceRecord(_message.Message):
     engine_id: _builtins.str
     session_id: _builtins.str
     joined_late: _builtins.bool
-    """With a Hello: the session was under way when the recording began. What was in force follows; requests that lived
-    already are not told of.
+    """With a Hello: the session was under way when the recording began. What was in force follows, a freeze and the agent's
+    answer to it included; requests that lived already are not told of.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
