@@ -314,10 +314,15 @@ class Fleet:
             delay_s = (min(ends) - now).total_seconds()
             self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
 
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        """Those in force, newest first."""
+        now = self.clock()
+        return tuple(freeze for freeze in self._freezes if freeze.end_time > now)
+
     def _freezes_of(self, session: Session) -> tuple[Freeze, ...]:
-        hello, now = session.hello, self.clock()
-        matching = (f for f in self._freezes if f.match.matches(hello.engine_id, hello.model, hello.labels))
-        return tuple(freeze for freeze in matching if freeze.end_time > now)
+        hello = session.hello
+        return tuple(f for f in self.freezes if f.match.matches(hello.engine_id, hello.model, hello.labels))
 
     def going_away(self, reason: str) -> None:
         """Ask every agent to connect elsewhere, and end the streams, the recordings too."""

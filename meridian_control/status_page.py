@@ -9,37 +9,33 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-from collections import Counter
+from datetime import UTC, datetime
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
-from google.protobuf.json_format import MessageToDict
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import fleet_pb2
 
-from meridian_control import __version__, why
+from meridian_control import why
 from meridian_control.errors import MeridianError, NotFound
+from meridian_control.page_contents import contents, plain
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from meridian_control.rollout_store import RolloutStore
-    from meridian_control.store import PolicyStore, RevisionHeader
+    from meridian_control.store import PolicyStore
     from meridian_control.whole_fleet import WholeFleet
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-# Rows of each table; the numbers above them are of everything.
-MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS = 200, 100, 50, 10, 5
 MAX_VIEWERS = 32
-ASKED_DECISIONS = 200
-CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/rows.js": ("rows.js", "text/javascript"),
+    "/rollout.js": ("rollout.js", "text/javascript"),
+    "/life.js": ("life.js", "text/javascript"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -117,9 +113,12 @@ class StatusPage:
         return response
 
     async def _look(self) -> None:
+        """While somebody looks at the page."""
         while self._viewers:
             try:
-                event = b"data: " + json.dumps(await self.contents()).encode() + b"\n\n"
+                now = datetime.now(UTC)
+                told = await contents(self._whole, self._policies, self._rollouts, now)
+                event = b"data: " + json.dumps(told).encode() + b"\n\n"
             except MeridianError as error:
                 event = trouble(str(error))
             except Exception:
@@ -128,50 +127,6 @@ class StatusPage:
             for viewer in self._viewers:
                 _offer(viewer, event)
             await asyncio.sleep(INTERVAL_S)
-
-    async def contents(self) -> dict[str, Any]:
-        """What the page shows. Raises MeridianError."""
-        state = await self._whole.state()
-        ends = await self._ends()
-        up = [e for e in state.engines if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
-        troubled = sorted(state.engines, key=lambda e: (not is_troubled(e), e.engine_id))
-        ended: Counter[str] = Counter()
-        for engine in state.engines:
-            ended.update({reason: count for reason, count in engine.ends.items() if not reason.endswith("_shadowed")})
-        return {
-            "version": __version__,
-            "replica": self._whole.replica_id,
-            "unreachable": list(state.unreachable_replicas),
-            "totals": {
-                "engines": len(up),
-                "gone": len(state.engines) - len(up),
-                "troubled": sum(map(is_troubled, state.engines)),
-                "thinking": sum(e.thinking for e in up),
-                "answering": sum(e.answering for e in up),
-                "waiting": sum(e.waiting for e in up),
-                "ended": ended,
-                "output_critical": sum(e.counters.output_critical for e in up),
-            },
-            "engines": [engine_row(e) for e in troubled[:MAX_ENGINES]],
-            "engines_left_out": max(0, len(state.engines) - MAX_ENGINES),
-            "requests": [request_row(r) for r in state.requests[:MAX_REQUESTS]],
-            "requests_left_out": max(0, len(state.requests) - MAX_REQUESTS),
-            "ends": [plain(d) for d in ends],
-            "revisions": [revision_row(r) for r in await self._policies.history(MAX_REVISIONS)],
-            "rollouts": [plain(r.message()) for r in await self._rollouts.history(MAX_ROLLOUTS)],
-        }
-
-    async def _ends(self) -> list[fleet_pb2.LoggedDecision]:
-        """Decisions to end thinking, newest first; of the caps, which every request has, those that were reached."""
-        forces, caps = await asyncio.gather(
-            *(
-                why.decisions(self._whole, fleet_pb2.ListDecisionsRequest(kind=kind, page_size=ASKED_DECISIONS))
-                for kind in ("force", "cap")
-            )
-        )
-        reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
-        newest = sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())
-        return newest[:MAX_DECISIONS]
 
 
 def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
@@ -183,66 +138,3 @@ def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
 
 def trouble(text: str) -> bytes:
     return b"event: trouble\ndata: " + json.dumps(text).encode() + b"\n\n"
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON has it, with the proto's own names; NaN is left out, as nothing was measured."""
-    return _finite(MessageToDict(message, preserving_proto_field_name=True))  # type: ignore[no-any-return]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items() if v not in ("NaN", "Infinity", "-Infinity")}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
-
-
-def is_troubled(engine: fleet_pb2.Engine) -> bool:
-    """Whether somebody should look at it."""
-    lost = engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED
-    return bool(lost or engine.fault or engine.nack_error or engine.HasField("freeze"))
-
-
-def revision_row(header: RevisionHeader) -> dict[str, Any]:
-    return {
-        "revision": header.revision,
-        "author": header.author,
-        "reason": header.reason,
-        "create_time": header.created_at.isoformat(),
-    }
-
-
-def engine_row(engine: fleet_pb2.Engine) -> dict[str, Any]:
-    return {
-        "id": engine.engine_id,
-        "incarnation": engine.incarnation,
-        "model": engine.model,
-        "connected": engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED,
-        "state": agent_pb2.AgentState.Name(engine.agent_state).removeprefix("AGENT_STATE_"),
-        "frozen": engine.HasField("freeze"),
-        "fault": engine.fault,
-        "nack_error": engine.nack_error,
-        "revision": engine.revision,
-        "acked_revision": engine.acked_revision,
-        "thinking": engine.thinking,
-        "answering": engine.answering,
-        "waiting": engine.waiting,
-        "kv_used": round(engine.kv_used, 3),
-        "step_time_ms": round(engine.step_time_ms, 1),
-        "ends": dict(engine.ends),
-    }
-
-
-def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
-    last = request.last_decision
-    eat = request.eat_ema_nats
-    return {
-        "id": request.request_id,
-        "engine": request.engine_id,
-        "tenant": request.tenant,
-        "phase": agent_pb2.Phase.Name(request.phase).removeprefix("PHASE_").lower(),
-        "preempted": request.preempted,
-        "think_tokens": request.think_tokens,
-        "output_tokens": request.output_tokens,
-        "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
-        "last_decision": f"{last.kind}: {last.reason}" if last.decision_id else "",
-    }

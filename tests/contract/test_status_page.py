@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import pytest
 
+from meridian_control.freezes import Match
+from meridian_control.rollout import By
+from meridian_control.rollout_driver import STORE_S, Rollouts
+from meridian_control.rollout_plan import Plan
 from meridian_control.rollout_store import RolloutStore
-from meridian_control.status_page import MAX_VIEWERS, StatusPage
+from meridian_control.status_page import FILES, MAX_VIEWERS, StatusPage
 from meridian_control.whole_fleet import WholeFleet
-from tests.contract.test_stream import Control, controlling
+from tests.contract.test_stream import Control, controlling, utc_now
 from tests.contract.test_why import one_life
-from tests.fakes.linked import LinkedEngine
+from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -25,6 +31,9 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Page
 
+# How a place on the page is called here.
+NAME = "(e) => `${e.tagName} ${e.id || e.textContent.slice(0, 40)}`"
+PLACE = f"({NAME})(document.activeElement)"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -59,24 +68,20 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
             linked.open("live", tenant="acme")
             await linked.steps_until(lambda: "live" in control.names())
             told = await first_event(session, address)
-        assert told["totals"] | {"ended": None} == {
+        nobody = {"new": 0, "generating": 0, "preempted": 0}
+        phases = told["totals"].pop("phases")
+        assert (phases["prompt"], phases["output"], sum(phases["think"].values())) == (nobody, nobody, 1)
+        assert told["totals"] == {
             "engines": 1,
             "gone": 0,
             "troubled": 0,
-            "thinking": 1,
-            "answering": 0,
             "waiting": 0,
-            "ended": None,
+            "ended": {"hard_cap": 1},
             "output_critical": 0,
         }
-        assert told["totals"]["ended"] == {"hard_cap": 1}
         (engine,) = told["engines"]
-        assert (engine["id"], engine["connected"], engine["frozen"], engine["acked_revision"]) == (
-            "engine",
-            True,
-            False,
-            2,
-        )
+        assert (engine["id"], engine["word"], engine["level"], engine["acked_revision"]) == ("engine", "ready", "", 2)
+        assert [(r["revision"], r["engines"]) for r in told["revisions"]] == [(2, 1), (1, 0)]
         (live,) = told["requests"]
         assert (live["id"], live["tenant"], live["phase"]) == ("live", "acme", "think")
         assert [(d["kind"], d["outcome"]) for d in told["ends"]] == [("cap", "OUTCOME_APPLIED")]
@@ -90,7 +95,7 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
 
 async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
-        for path in ("/", "/page.css", "/page.js"):
+        for path in FILES:
             async with session.get(address + path) as answer:
                 text = await answer.text()
                 assert answer.status == 200
@@ -150,7 +155,8 @@ async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
             await page.locator("#summary", has_text="1 engine connected, none in trouble, policy revision 2").wait_for()
             await page.locator("#engines td", has_text="hard cap 1").wait_for()
             await page.locator("#connection-text", has_text="live").wait_for()
-        await page.locator("#engines td.bad", has_text="gone").wait_for()
+        await page.locator("#engines .state .warn", has_text="gone").wait_for()
+        await page.locator("#engines .cause", has_text="the last decisions hold").wait_for()
         assert not complaints
 
 
@@ -168,8 +174,10 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path)
             assert focused == "request-heading"
             bar = page.locator("#life .bar")
             assert "think" in (await bar.get_attribute("aria-label") or "")
-            events = await page.locator("#life li").all_inner_texts()
-            assert any("cap: hard cap" in e for e in events)
+            events = await page.locator("#life-events tbody tr").all_inner_texts()
+            assert any("cap: hard cap" in e and "scheduler.max_think_tokens" in e for e in events)
+            spans = await page.locator("#life-spans li").all_inner_texts()
+            assert [s.partition(" ")[0] for s in spans[:2]] == ["thinking", "answering"]
             # The next second's rows leave the focus where it is.
             await page.locator("#request-id").focus()
             await page.keyboard.type("x")
@@ -177,22 +185,92 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path)
             assert await page.evaluate("document.activeElement.id") == "request-id"
             await page.locator("#request-id").fill("nobody")
             await page.keyboard.press("Enter")
-            await page.locator("#life .notice", has_text="nobody").wait_for()
+            await page.locator("#life-error", has_text="nobody").wait_for()
+            assert await page.locator("#life").is_hidden()
         assert [c for c in complaints if "404" not in c] == []
 
 
+@asynccontextmanager
+async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[LinkedEngine]:
+    """A page with an engine, a request's life, a rollout, a freeze and an engine whose agent is off."""
+    plan = Plan.model_validate({"step": [{"percent": 0, "bake_s": 60}, {"percent": 100}], "guardrails": {"nacks": 0}})
+    fleet = control.fleet
+    whole = WholeFleet(fleet, "replica-1", None, lambda: True)
+    times = [utc_now(), utc_now(), utc_now() + timedelta(seconds=STORE_S)]
+    rollouts = Rollouts(RolloutStore(control.store), fleet, lambda: times.pop(0), whole.known_engines)
+    with (
+        LinkedEngine([control.target]) as linked,
+        LinkedEngine([control.target], "broken", fault="on_step: KeyError: 7"),
+    ):
+        await one_life(control, linked)
+        linked.open("live")
+        candidate = policy(scheduler={"max_think_tokens": 9})
+        await rollouts.store.start(plan, candidate, "", By(utc_now(), "mara", "shorter"))
+        await rollouts.tick()
+        await rollouts.tick()
+        end = utc_now() + timedelta(minutes=25.5)
+        await control.server.freezes.add(Match(("eng*",)), end, "joao", "an incident")
+        await linked.steps_until(lambda: control.engine().freeze.confirmed)
+        await page.goto(f"{address}/#request=mine")
+        await page.locator("#life h3").wait_for()
+        yield linked
+
+
+async def test_changes_under_way_are_shown_with_their_causes(tmp_path: Path) -> None:
+    async with browsing() as (page, complaints), served(tmp_path) as (control, address):
+        async with eventful(control, address, page):
+            await page.locator("#engines tr", has_text="frozen").get_by_text("an incident").wait_for()
+            await page.locator("#engines tr", has_text="off").get_by_text("KeyError: 7").wait_for()
+            freeze = await page.locator("#freezes tbody tr").inner_text()
+            assert freeze.split("\t")[1:4] == ["eng*", "25 min", "1 of 1 engine"]
+            assert await page.locator("#rollout-heading").inner_text() == "Rollout 1: running, step 1 of 2"
+            assert "watched" in await page.locator("#rollout-steps [aria-current=step]").inner_text()
+            assert (await page.locator("#guardrails tbody").inner_text()).split("\t")[:3] == ["nacks", "within", "0"]
+            assert "NaN" not in await page.locator("main").inner_text()
+        assert not complaints
+
+
+async def test_the_page_stands_still_while_it_is_paused(tmp_path: Path) -> None:
+    async with browsing() as (page, _), served(tmp_path) as (control, address):
+        await page.goto(address)
+        await page.get_by_text("No engine has connected.").wait_for()
+        await page.get_by_role("button", name="Pause updates").press("Enter")
+        with LinkedEngine([control.target]):
+            await until(lambda: control.fleet.connections)
+            # Two more looks have reached a viewer beside it, so they have reached the page.
+            await page.evaluate(
+                "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
+            )
+            assert await page.locator("#engines td.empty").is_visible()
+            await page.get_by_role("button", name="Pause updates").press("Enter")
+            await page.locator("#engines .state", has_text="ready").wait_for()
+
+
+async def test_everything_is_reached_by_tab(tmp_path: Path) -> None:
+    async with browsing() as (page, _), served(tmp_path) as (control, address), eventful(control, address, page):
+        await page.evaluate("document.activeElement.blur()")
+        reached, here = [], "null"
+        while here not in reached:
+            reached.append(here)
+            await page.keyboard.press("Tab")
+            here = await page.evaluate(PLACE)
+        wanted = await page.evaluate(f"[...document.querySelectorAll('a, button, input, .scroll')].map({NAME})")
+        assert set(wanted) <= set(reached), "a place that Tab does not reach"
+        assert await page.locator("a.skip").evaluate("e => e.getBoundingClientRect().right") < 0
+
+
 async def test_what_a_screen_reader_needs_is_there(tmp_path: Path) -> None:
-    """Checked by axe, in both colour schemes."""
+    """Checked by axe, in both colour schemes, wide and narrow; nothing is wider than a phone's screen."""
     from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 
-    async with browsing() as (page, _), served(tmp_path) as (control, address):
-        with LinkedEngine([control.target]) as linked:
-            await one_life(control, linked)
-            schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-            for scheme in schemes:
-                await page.emulate_media(color_scheme=scheme)
-                await page.goto(f"{address}/#request=mine")
-                await page.locator("#life h3").wait_for()
-                found = await Axe().run(page)
-                violations = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found.response["violations"]]
-                assert violations == []
+    async with browsing() as (page, _), served(tmp_path) as (control, address), eventful(control, address, page):
+        schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+        for scheme, width in itertools.product(schemes, (1280, 360)):
+            await page.emulate_media(color_scheme=scheme)
+            await page.set_viewport_size({"width": width, "height": 800})
+            await page.goto(f"{address}/#request=mine")
+            await page.locator("#life h3").wait_for()
+            found = await Axe().run(page)
+            violations = [(v["id"], [n["html"] for n in v["nodes"]]) for v in found.response["violations"]]
+            assert violations == []
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,108 @@
+"""What the status page says of engines, freezes and requests: pure functions of what FleetService shows."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.freezes import Freeze, Match
+from meridian_control.page_contents import condition, freeze_row, lasting, match_text, phases, plain
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+READY, STALE = agent_pb2.AGENT_STATE_READY, agent_pb2.AGENT_STATE_STALE
+DEGRADED, OFF = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_OFF
+FREEZES = {
+    7: Freeze(7, Match(("a*",)), "joao", "an incident", NOW, NOW + 9 * MINUTE),
+    8: Freeze(8, Match(), "mara", "another", NOW, NOW + 30 * MINUTE),
+}
+
+
+def engine(connected: bool = True, state: agent_pb2.AgentState.ValueType = READY, **fields: Any) -> fleet_pb2.Engine:
+    states = fleet_pb2.CONNECTION_STATE_DISCONNECTED, fleet_pb2.CONNECTION_STATE_CONNECTED
+    made = fleet_pb2.Engine(
+        engine_id="e", state=states[connected], agent_state=state, **{"revision": 3, "acked_revision": 3, **fields}
+    )
+    made.report_time.FromDatetime(NOW - timedelta(seconds=42))
+    return made
+
+
+def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) -> fleet_pb2.EngineFreeze:
+    made = fleet_pb2.EngineFreeze(freeze_ids=ids, confirmed=confirmed)
+    if until is not None:
+        made.end_time.FromDatetime(NOW + until)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seen", "word", "cause", "level"),
+    [
+        (engine(), "ready", "", ""),
+        (engine(acked_revision=0), "connected", "has not taken a policy yet", "warn"),
+        (engine(state=OFF, fault="KeyError: 1"), "off", "the agent stepped aside*: KeyError: 1", "bad"),
+        (engine(nack_error="no such parser"), "refuses", "revision 3: no such parser", "bad"),
+        (
+            engine(freeze=frozen(7, 8, until=30 * MINUTE)),
+            "frozen",
+            "* for 30 min more: an incident; another",
+            "warn",
+        ),
+        (engine(freeze=frozen(7, confirmed=False)), "freezing", "an incident", "warn"),
+        (engine(freeze=frozen(confirmed=False)), "thawing", "has not confirmed yet", "warn"),
+        (engine(freeze=frozen()), "frozen", "*MERIDIAN_FREEZE*", "warn"),
+        # A replica that has not heard of the freeze yet knows when it ends.
+        (engine(freeze=frozen(99, until=MINUTE / 12)), "frozen", "runs as stock vLLM for 5 s more", "warn"),
+        (engine(False, STALE), "gone", "heard 42 s ago*the last decisions hold*", "warn"),
+        (engine(False, DEGRADED), "gone", "heard 42 s ago*only the caps hold*", "bad"),
+        (engine(False, OFF, fault="KeyError: 1"), "gone", "*the agent was off: KeyError: 1", "bad"),
+        # The worst comes first.
+        (engine(fault="x", nack_error="y", freeze=frozen(7)), "off", "*: x", "bad"),
+    ],
+)
+def test_the_state_of_an_engine_has_a_cause(seen: fleet_pb2.Engine, word: str, cause: str, level: str) -> None:
+    found = condition(seen, FREEZES, NOW)
+    assert (found.word, found.level) == (word, level)
+    parts = cause.split("*")
+    assert found.cause.startswith(parts[0])
+    assert found.cause.endswith(parts[-1])
+    assert all(part in found.cause for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (0.4, "0 s"), (119.4, "119 s"), (120, "2 min"), (3599, "59 min"), (7500, "2 h 5 min")],
+)
+def test_lengths_of_time(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text
+
+
+def test_a_freeze_counts_whom_it_holds_for_and_who_has_confirmed() -> None:
+    engines = [engine(freeze=frozen(7)), engine(freeze=frozen(7, 8, confirmed=False)), engine()]
+    row = freeze_row(FREEZES[7], engines, NOW)
+    assert (row["engines"], row["confirmed"], row["left"], row["match"]) == (2, 1, "9 min", "a*")
+    labelled = Match(("a", "b"), "qwen*", (("zone", "eu"),))
+    assert (match_text(labelled), match_text(Match())) == ("a, b, model qwen*, zone=eu", "every engine")
+
+
+def test_phases_have_requests_that_begin_go_on_and_wait() -> None:
+    requests = [
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_THINK),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_THINK, think_tokens=3),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_OUTPUT, output_tokens=1, preempted=True),
+        fleet_pb2.LiveRequest(phase=agent_pb2.PHASE_UNSPECIFIED),
+    ]
+    nobody = {"new": 0, "generating": 0, "preempted": 0}
+    assert phases(requests) == {
+        "prompt": nobody,
+        "think": nobody | {"new": 1, "generating": 1},
+        "output": nobody | {"preempted": 1},
+    }
+
+
+def test_zero_was_measured_and_nan_was_not() -> None:
+    told = plain(fleet_pb2.LoggedDecision(comparisons=[fleet_pb2.Comparison(value=0.0), fleet_pb2.Comparison()]))
+    assert told["comparisons"][0]["value"] == 0
+    assert "value" not in plain(fleet_pb2.Comparison(value=float("nan")))
