@@ -1,5 +1,5 @@
-"""The one module that imports vLLM: installation, the check of every hook that is used, and what the rest of the agent
-asks of vLLM's tokenizers, parsers and request types.
+"""The one module that imports vLLM: installation, and what the rest of the agent asks of vLLM's tokenizers, parsers and
+request types.
 
 `install` runs in every vLLM process (front end, engine core, workers); each hook acts only where it is reached. Nothing
 here touches a GPU at import.
@@ -8,14 +8,13 @@ here touches a GPU at import.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
+from meridian_agent import needs
 from meridian_agent.phases import Markers, boundary_flag
 
 if TYPE_CHECKING:
@@ -33,107 +32,42 @@ TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument"
 
 
 class Unsupported(RuntimeError):  # noqa: N818
-    """This vLLM cannot host the agent; the text names the version or every missing hook."""
+    """This vLLM cannot host the agent; the text says why."""
 
 
 def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def _check_version() -> None:
+def unfit() -> str:
+    """Why this vLLM cannot host the agent: its version, or every hook that it lacks; empty when it can."""
     parts = vllm_version().split("+")[0].split(".")
     version = (int(parts[0]), int(parts[1]))
     low, high = SUPPORTED
     if not low <= version <= high:
-        raise Unsupported(f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}")
+        return f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    lacks = needs.missing(needs.Imported(), needs.ENGINE)
+    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
 
 
-def missing_hooks() -> list[str]:
-    """Names of the vLLM functions and fields the agent needs that this vLLM does not have."""
-    from vllm.config.scheduler import SchedulerConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    needed = {
-        SchedulerConfig: ("get_scheduler_cls",),
-        Scheduler: (
-            "schedule",
-            "update_from_output",
-            "get_grammar_bitmask",
-            "add_request",
-            "finish_requests",
-            "shutdown",
-            "_preempt_request",
-            "_free_request_blocks",
-        ),
-        KVCacheManager: (
-            "get_block_ids",
-            "get_blocks",
-            "get_computed_blocks",
-            "create_kv_cache_blocks",
-            "take_kv_cache_block_copies",
-            "evict_blocks",
-            "usage",
-            "record_prefix_cache_stats",
-        ),
-        WorkerWrapperBase: ("init_device",),
-        GrammarOutput: ("structured_output_request_ids", "grammar_bitmask"),
-        SchedulerOutput: (
-            "num_scheduled_tokens",
-            "total_num_scheduled_tokens",
-            "scheduled_spec_decode_tokens",
-            "pending_structured_output_tokens",
-        ),
-        ModelRunnerOutput: ("req_ids", "req_id_to_index"),
-    }
-    fields = {cls: set(getattr(cls, "__dataclass_fields__", ())) for cls in needed}
-    missing = [
-        f"{cls.__name__}.{name}"
-        for cls, names in needed.items()
-        for name in names
-        if not hasattr(cls, name) and name not in fields[cls]
-    ]
-    set_at_start = {
-        Request: ("next_decode_eligible_step", "block_hashes", "is_prefill_chunk", "num_computed_tokens"),
-        Scheduler: (
-            "running",
-            "waiting",
-            "requests",
-            "current_step",
-            "block_size",
-            "num_spec_tokens",
-            "max_num_running_reqs",
-            "max_num_scheduled_tokens",
-            "kv_cache_manager",
-            "use_v2_model_runner",
-        ),
-    }
-    sources = {cls: inspect.getsource(cls.__init__) for cls in set_at_start}
-    return missing + [
-        f"{cls.__name__}.{name}"
-        for cls, names in set_at_start.items()
-        for name in names
-        if not re.search(rf"self\.{name}\b", sources[cls])
-    ]
+def unfit_worker(v2_runner: bool) -> str:
+    """The same of what only a worker uses, with one of vLLM's two model runners."""
+    lacks = needs.missing(needs.Imported(), needs.V2_RUNNER if v2_runner else needs.V1_RUNNER)
+    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
 
 
 def install() -> None:
     """Wrap the two places through which vLLM builds schedulers and workers.
 
-    Raises Unsupported when this vLLM is not one the agent knows.
+    Raises Unsupported when this vLLM cannot host the agent.
     """
     from vllm.config.scheduler import SchedulerConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if getattr(SchedulerConfig, _INSTALLED, False):
         return
-    _check_version()
-    if missing := missing_hooks():
-        raise Unsupported(f"vLLM {vllm_version()} lacks: {', '.join(missing)}")
+    if reason := unfit():
+        raise Unsupported(reason)
     _wrap_scheduler(SchedulerConfig)
     _wrap_worker(WorkerWrapperBase)
     setattr(SchedulerConfig, _INSTALLED, True)
@@ -171,7 +105,7 @@ def _wrap_worker(wrapper_class: Any) -> None:
         try:
             from meridian_agent.observe import attach
 
-            _after(self.worker, "load_model", functools.partial(attach, self.worker))
+            _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
         except Exception:
             logger.exception("meridian: this worker will not report entropy")
         return result

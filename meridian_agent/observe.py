@@ -19,6 +19,8 @@ from meridian_kernels import EntropyProbe, KernelError
 from meridian_agent.guard import Guard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meridian_kernels import Pending
     from numpy.typing import NDArray
 
@@ -139,8 +141,11 @@ def probe_for(worker: Any) -> EntropyProbe:
     return EntropyProbe("cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
-def attach(worker: Any) -> None:
-    """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone."""
+def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
+    """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone.
+
+    unfit: what vLLM's runner, V2 or not, lacks for this; empty when nothing.
+    """
     if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
         return
     runner = worker.model_runner
@@ -148,7 +153,10 @@ def attach(worker: Any) -> None:
         logger.warning("meridian: no entropy from this worker: its runner has no sample_tokens or no execute_model")
         return
     observer = Observer(runner)
+    v2_runner = bool(getattr(worker, "use_v2_model_runner", False))
     try:
+        if reason := unfit(v2_runner):
+            raise KernelError(reason)
         observer.probe = probe_for(worker)
         logger.info("meridian: observing logits on the %s", worker.device)
     except Exception as error:
@@ -169,7 +177,7 @@ def attach(worker: Any) -> None:
         return output
 
     runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
-    if getattr(worker, "use_v2_model_runner", False):
+    if v2_runner:
         _watch_logits(runner.model, observer)
 
 

@@ -55,13 +55,13 @@ class GovernedScheduler:
             self._agent.agent_seconds += time.perf_counter() - began
         return result
 
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)  # type: ignore[misc]
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
             self._tell(self._agent.opened, self, request)
 
-    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        done = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+    def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
+        done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
             self._tell(self._agent.finished, [getattr(r, "request_id", r) for r in done])
         return done
@@ -88,19 +88,18 @@ class GovernedScheduler:
             for name, limit in stock_limits.items():
                 setattr(self, name, limit)
 
-    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        base = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+    def get_grammar_bitmask(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        base = super().get_grammar_bitmask(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._agent is None or self._guard.fault:
             return base
         merged = self._tell(self._agent.bitmask, self, scheduler_output, base)
         return base if self._guard.fault else merged
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        agent = self._agent
-        if agent is None:
-            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
+        if (agent := self._agent) is None:
+            return outputs
         agent.scheduler_seconds += time.perf_counter() - began
         self._tell(agent.after_update, self, model_runner_output, outputs)
         return outputs
@@ -113,15 +112,15 @@ class GovernedScheduler:
             self._tell(self._agent.preempted, self, request)
         return result
 
-    def _free_request_blocks(self, request: Any) -> Any:
+    def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             self._tell(self._agent.freeing, self, request)
-        return super()._free_request_blocks(request)  # type: ignore[misc]
+        return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
-    def shutdown(self) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
         if self._agent is not None:
             self._guard.run(self._agent.link.stop)
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
 
 def build_agent(scheduler: Any, guard: Guard) -> Agent:

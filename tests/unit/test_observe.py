@@ -51,7 +51,7 @@ def step(runner: Runner, logits: torch.Tensor) -> Any:
 def test_each_output_carries_its_own_step(later: bool) -> None:
     """Also when it is read after the next step was begun, and although sampling changes the logits."""
     own = worker(later, "cpu")
-    attach(own)
+    attach(own, lambda v2_runner: "")
     batches = [torch.randn(2, 50) for _ in range(3)]
     outputs = [step(own.model_runner, batch) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
@@ -76,7 +76,7 @@ def test_each_output_carries_its_own_step(later: bool) -> None:
 def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: bool) -> None:
     """On every output with requests, and serves on."""
     own = worker(later, device)
-    attach(own)
+    attach(own, lambda v2_runner: "")
     output = step(own.model_runner, torch.randn(2, 50))
     assert reason in getattr(output.get_output() if later else output, RESULT)
     own.model_runner.input_batch.req_ids = []

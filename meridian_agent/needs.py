@@ -1,0 +1,245 @@
+"""What of vLLM the agent uses, as one table, and whether a vLLM has it all.
+
+There are two ways to look: at the imported objects, when the agent starts (`Imported`), and at sources without
+importing them (`tests/vllm_sources.py`). Nothing here imports vLLM until it looks. Runs once in each process, before
+any hook.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Table = dict[str, tuple[str, ...]]
+
+# Owner, `module:Class` or a module, to what it must have. A name is a field or a method whose arguments do not matter;
+# a call is one that the agent makes so, with `_` for each argument. `**_`: the agent's override passes on what else
+# vLLM gives, and only the arguments named are read.
+ENGINE: Table = {
+    "vllm.config.scheduler:SchedulerConfig": ("get_scheduler_cls()", "enable_chunked_prefill"),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "schedule(**_)",
+        "update_from_output(scheduler_output=_, model_runner_output=_, **_)",
+        "get_grammar_bitmask(scheduler_output=_, **_)",
+        "add_request(request=_, **_)",
+        "finish_requests(request_ids=_, finished_status=_, **_)",
+        "shutdown(**_)",
+        "_preempt_request(request=_, **_)",
+        "_free_request_blocks(request=_, **_)",
+        "add_request(_)",
+        "finish_requests(_, _)",
+        "running",
+        "waiting",
+        "requests",
+        "current_step",
+        "block_size",
+        "connector",
+        "kv_cache_config",
+        "kv_cache_manager",
+        "max_num_running_reqs",
+        "max_num_scheduled_tokens",
+        "num_spec_tokens",
+        "policy",
+        "scheduler_config",
+        "use_v2_model_runner",
+        "vllm_config",
+    ),
+    "vllm.v1.core.sched.request_queue:FCFSRequestQueue": ("remove_requests(_)", "prepend_request(_)"),
+    "vllm.v1.core.sched.request_queue:PriorityRequestQueue": ("remove_requests(_)", "prepend_request(_)"),
+    "vllm.v1.core.sched.output:GrammarOutput": (
+        "__init__(_, _)",
+        "structured_output_request_ids",
+        "grammar_bitmask",
+    ),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "pending_structured_output_tokens",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "get_block_ids(_)",
+        "get_blocks(_)",
+        "get_computed_blocks(request=_, **_)",
+        "create_kv_cache_blocks(_)",
+        "take_kv_cache_block_copies()",
+        "evict_blocks(_)",
+        "record_prefix_cache_stats(request=_, **_)",
+        "block_pool",
+        "coordinator",
+        "enable_caching",
+        "usage",
+    ),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": ("block_size",),
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (),
+    "vllm.v1.core.block_pool:BlockPool": ("touch(_)", "free_blocks(_)", "get_num_free_blocks()", "blocks"),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "ref_cnt"),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
+    "vllm.v1.engine:EngineCoreOutputs": ("outputs", "finished_requests"),
+    "vllm.v1.engine:EngineCoreOutput": ("request_id", "new_token_ids", "finish_reason"),
+    "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "req_id_to_index"),
+    "vllm.v1.request:RequestStatus": ("FINISHED_ABORTED", "PREEMPTED"),
+    "vllm.v1.request:Request": (
+        "__init__(request_id=_, prompt_token_ids=_, sampling_params=_, pooling_params=_, client_index=_,"
+        " arrival_time=_, lora_request=_, cache_salt=_, priority=_)",
+        "update_block_hashes()",
+        "is_finished()",
+        "_block_hasher",
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "client_index",
+        "is_prefill_chunk",
+        "lora_request",
+        "max_tokens",
+        "next_decode_eligible_step",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "output_token_ids",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "sampling_params",
+        "status",
+        "trace_headers",
+    ),
+    "vllm.sampling_params:SamplingParams": (
+        "max_tokens",
+        "temperature",
+        "detokenize",
+        "extra_args",
+        "seed",
+        "all_stop_token_ids",
+    ),
+    "vllm.config.model:ModelConfig": ("get_vocab_size()", "served_model_name"),
+    "vllm.config.structured_outputs:StructuredOutputsConfig": ("reasoning_parser",),
+    "vllm.tokenizers": ("cached_tokenizer_from_config(_)",),
+    "vllm.reasoning:ReasoningParserManager": ("get_reasoning_parser(_)",),
+    "vllm.v1.worker.worker_base:WorkerWrapperBase": ("init_device(**_)", "worker"),
+    "vllm.v1.worker.worker_base:WorkerBase": (
+        "load_model(**_)",
+        "device",
+        "model_runner",
+        "parallel_config",
+        "rank",
+        "vllm_config",
+    ),
+}
+
+_OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
+# What only a worker uses, by its model runner; looked at where that is loaded.
+V1_RUNNER: Table = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "execute_model(_, **_)",
+        "sample_tokens(**_)",
+        "execute_model_state",
+        "input_batch",
+    ),
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits",),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
+    _OUTPUT: ("get_output()",),
+}
+V2_RUNNER: Table = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "execute_model(_, **_)",
+        "sample_tokens(**_)",
+        "execute_model_state",
+    ),
+    "vllm.v1.worker.gpu.model_runner:ExecuteModelState": ("input_batch",),
+    "vllm.v1.worker.gpu.input_batch:InputBatch": ("cu_num_logits_np",),
+    _OUTPUT: ("get_output()",),
+}
+
+
+class Look(Protocol):
+    """A way to look at one vLLM. An owner that is not there has neither fields nor methods."""
+
+    def has_owner(self, owner: str) -> bool: ...
+
+    def has(self, owner: str, name: str) -> bool:
+        """Whether it has this function, field, property or attribute set by its constructor."""
+
+    def signature(self, owner: str, name: str) -> inspect.Signature | None:
+        """Of a function, without self or cls; None where there is none of that name."""
+
+
+def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What a vLLM lacks of a table, each as `Owner.name` with what is wrong about its arguments."""
+    found = []
+    for owner, wanted in table.items():
+        short = owner.rpartition(":")[2]
+        if not look.has_owner(owner):
+            found.append(short)
+            continue
+        for want in wanted:
+            name, called, _ = want.partition("(")
+            signature = look.signature(owner, name) if called else None
+            if signature is not None:
+                found += [f"{short}.{name} ({problem})" for problem in _misfit(signature, want)]
+            elif called or not look.has(owner, name):
+                found.append(f"{short}.{name}")
+    return list(dict.fromkeys(found))
+
+
+def _misfit(signature: inspect.Signature, call: str) -> list[str]:
+    """What is wrong with a call as the table writes it; empty when it fits."""
+    written = ast.parse(call, mode="eval").body
+    assert isinstance(written, ast.Call)
+    names = {k.arg: None for k in written.keywords if k.arg is not None}
+    bind = signature.bind if len(names) == len(written.keywords) else signature.bind_partial
+    try:
+        bind(*[None] * len(written.args), **names)
+    except TypeError as error:
+        return [str(error)]
+    return []
+
+
+class Imported:
+    """Looks at the vLLM of this process, importing the modules of the table."""
+
+    def _find(self, owner: str) -> Any:
+        module, _, name = owner.partition(":")
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            return None
+        return getattr(found, name, None) if name else found
+
+    def has_owner(self, owner: str) -> bool:
+        return self._find(owner) is not None
+
+    def has(self, owner: str, name: str) -> bool:
+        found = self._find(owner)
+        if hasattr(found, name):
+            return True
+        lineage = inspect.getmro(found) if inspect.isclass(found) else ()
+        return any(name in vars(c).get("__annotations__", ()) or _sets(c, name) for c in lineage)
+
+    def signature(self, owner: str, name: str) -> inspect.Signature | None:
+        function = getattr(self._find(owner), name, None)
+        if not callable(function):
+            return None
+        signature = inspect.signature(function)
+        if ":" in owner and inspect.isfunction(function):
+            _, *rest = signature.parameters.values()
+            return signature.replace(parameters=rest)
+        return signature
+
+
+def _sets(owner: type, name: str) -> bool:
+    """Whether the class's own constructor sets this attribute."""
+    constructor = vars(owner).get("__init__")
+    return inspect.isfunction(constructor) and bool(
+        re.search(rf"self\.{name}\b(:[^=\n]+)?( =|\n)", inspect.getsource(constructor))
+    )

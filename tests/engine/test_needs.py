@@ -1,0 +1,111 @@
+"""The table of what the agent needs of vLLM, looked up in vLLM's sources and in the imported vLLM, whole and maimed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meridian_agent import hooks
+from meridian_agent.needs import ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
+from tests.vllm_sources import Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALL = {**ENGINE, **V1_RUNNER, **V2_RUNNER}
+
+
+class Maimed(Sources):
+    """The sources after a change."""
+
+    def __init__(self, change: Callable[[str], str]) -> None:
+        super().__init__(installed())
+        self._change = change
+
+    def _read(self, path: str) -> str:
+        return self._change(super()._read(path))
+
+
+def installed() -> Path:
+    import vllm
+
+    return Path(vllm.__file__).parents[1]
+
+
+def test_both_ways_to_look_find_everything() -> None:
+    sources = Sources(installed())
+    assert sources.version() == hooks.vllm_version().split("+")[0]
+    assert missing(sources, ALL) == []
+    assert missing(Imported(), ALL) == []
+    assert hooks.unfit() == hooks.unfit_worker(False) == ""
+
+
+@pytest.mark.parametrize("owner", ALL)
+def test_every_name_is_looked_for(owner: str) -> None:
+    """Renamed, each of them is reported; so is its class."""
+    short = owner.rpartition(":")[2]
+    wanted = tuple(want for want in ALL[owner] if not want.startswith("__"))
+    names = [want.partition("(")[0] for want in wanted]
+    renamed = Maimed(lambda text: re.sub(rf"\b({'|'.join(names)})\b", r"\1_renamed", text) if names else text)
+    assert missing(renamed, {owner: wanted}) == list(dict.fromkeys(f"{short}.{name}" for name in names))
+    if ":" in owner:
+        without = Maimed(lambda text: re.sub(rf"^(class {short})\b", r"\1Renamed", text, flags=re.MULTILINE))
+        assert missing(without, {owner: ALL[owner]}) == [short]
+
+
+@pytest.mark.parametrize("owner", [owner for owner, wanted in ALL.items() if any("=" in want for want in wanted)])
+def test_every_argument_is_looked_for(owner: str) -> None:
+    """With its parameters renamed, each call that names some is reported."""
+    wanted = tuple(want for want in ALL[owner] if "=" in want)
+    arguments = "|".join(re.findall(r"\b(\w+)=", "".join(wanted)))
+    found = missing(Maimed(functools.partial(re.sub, rf"\b({arguments})\b", r"\1_renamed")), {owner: wanted})
+    assert len(found) == len(wanted)
+    for want, problem in zip(wanted, found, strict=True):
+        assert problem.startswith(f"{owner.rpartition(':')[2]}.{want.partition('(')[0]} (")
+
+
+@pytest.mark.parametrize(
+    ("owner", "before", "after", "problem"),
+    [
+        ("BlockPool", "def touch(self, blocks:", "def touch(self, *, blocks:", "too many positional arguments"),
+        ("BlockPool", "ordered_blocks: Iterable", "tier: int, ordered_blocks: Iterable", "'ordered_blocks'"),
+        ("KVCacheManager", "def get_blocks(self, request_id: str)", "def get_blocks(self)", "too many positional"),
+        ("Request", "request_id: str,\n        prompt", "request_id: str, tenant: str,\n        prompt", "'tenant'"),
+        ("GrammarOutput", "    grammar_bitmask:", "    rows: int\n    grammar_bitmask:", "'grammar_bitmask'"),
+    ],
+)
+def test_other_parameters(owner: str, before: str, after: str, problem: str) -> None:
+    (row,) = (name for name in ALL if name.endswith(f":{owner}"))
+    changed: list[bool] = []
+
+    def change(text: str) -> str:
+        changed.append(before in text)
+        return text.replace(before, after)
+
+    (found,) = missing(Maimed(change), {row: ALL[row]})
+    assert any(changed)
+    assert problem in found
+
+
+def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import async_scheduler
+    from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+
+    monkeypatch.delattr(KVCacheManager, "evict_blocks")
+    monkeypatch.setattr(BlockPool, "touch", lambda self, *, blocks: None)
+    monkeypatch.delattr(async_scheduler, "AsyncScheduler")
+    assert hooks.unfit() == (
+        f"vLLM {hooks.vllm_version()} lacks: AsyncScheduler, KVCacheManager.evict_blocks,"
+        " BlockPool.touch (too many positional arguments)"
+    )
+    monkeypatch.delattr(ExecuteModelState, "logits")
+    monkeypatch.delitem(ExecuteModelState.__annotations__, "logits")
+    assert hooks.unfit_worker(False) == f"vLLM {hooks.vllm_version()} lacks: ExecuteModelState.logits"
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.29.1")
+    assert hooks.unfit() == "vLLM 0.29.1 is outside the supported 0.30 to 0.33"
