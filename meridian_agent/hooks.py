@@ -59,37 +59,51 @@ def unfit_worker(v2_runner: bool) -> str:
 def install() -> None:
     """Wrap the two places through which vLLM builds schedulers and workers.
 
-    Raises Unsupported when this vLLM cannot host the agent.
+    In a vLLM that cannot host the agent nothing is wrapped but one call, from which its engine core tells the control
+    plane why; Unsupported is raised then.
     """
     from vllm.config.scheduler import SchedulerConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if getattr(SchedulerConfig, _INSTALLED, False):
         return
-    if reason := unfit():
-        raise Unsupported(reason)
-    _wrap_scheduler(SchedulerConfig)
-    _wrap_worker(WorkerWrapperBase)
     setattr(SchedulerConfig, _INSTALLED, True)
+    if reason := unfit():
+        _after_choosing(SchedulerConfig, functools.partial(_say_absent, reason))
+        raise Unsupported(reason)
+    _after_choosing(SchedulerConfig, _governed)
+    _wrap_worker(WorkerWrapperBase)
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 
-def _wrap_scheduler(config_class: Any) -> None:
-    """Make every scheduler class vLLM chooses a subclass of the same class with our mixin in front."""
+def _after_choosing(config_class: Any, then: Callable[[type], type]) -> None:
+    """Have `then` say what becomes of every scheduler class that vLLM chooses; only its engine core chooses one."""
     original = config_class.get_scheduler_cls
 
     @functools.wraps(original)
     def get_scheduler_cls(self: Any) -> type:
         chosen: type = original(self)
         try:
-            from meridian_agent.scheduler import governed
-
-            return governed(chosen)
+            return then(chosen)
         except Exception:
             logger.exception("meridian: %s is left as it is", chosen)
             return chosen
 
     config_class.get_scheduler_cls = get_scheduler_cls
+
+
+def _governed(chosen: type) -> type:
+    """A subclass of the same class with our mixin in front."""
+    from meridian_agent.scheduler import governed
+
+    return governed(chosen)
+
+
+def _say_absent(reason: str, chosen: type) -> type:
+    from meridian_agent.absence import say_absent
+
+    say_absent(reason)
+    return chosen
 
 
 def _wrap_worker(wrapper_class: Any) -> None:

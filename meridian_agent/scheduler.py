@@ -7,16 +7,16 @@ import functools
 import logging
 import math
 import os
-import platform
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent import __version__, hooks, observe
+from meridian_agent import hooks, observe
+from meridian_agent.absence import say_absent
 from meridian_agent.agent import Agent
 from meridian_agent.credentials import Credentials
+from meridian_agent.environment import identity_of_engine, targets
 from meridian_agent.guard import Guard
 from meridian_agent.link import Link
 from meridian_agent.phases import NO_MARKERS, Markers
@@ -46,6 +46,8 @@ class GovernedScheduler:
         super().__init__(*args, **kwargs)
         self._guard = Guard()
         self._agent = self._guard.run(build_agent, self, self._guard)
+        if self._agent is None:
+            say_absent(self._guard.fault)
 
     def _tell(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Run a hook of the agent's under the guard, and book its time."""
@@ -129,7 +131,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
     model = config.model_config.served_model_name
     model = str(model[0] if isinstance(model, (list, tuple)) else model)
     markers = _markers(config)
-    identity = _identity(config)
+    identity = identity_of_engine(getattr(config.parallel_config, "data_parallel_rank", 0))
     template = hooks.template_of(hooks.tokenizer_of(config), markers)
     agent: Agent
 
@@ -154,10 +156,8 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
             raise ValueError(f"the agent is off: {guard.fault}")
         return hooks.resolve_markers(config, settings)
 
-    targets = [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
-    credentials = Credentials.from_environment()
     state = StateFile(state_folder(), identity["engine_id"], model)
-    link = Link(targets, hello, prepare, state.keep, credentials=credentials)
+    link = Link(targets(), hello, prepare, state.keep, credentials=Credentials.from_environment())
     agent = Agent(scheduler, markers, link, model)
     agent.tool_call = template.tool_call
     _start_from(state, agent, prepare)
@@ -166,7 +166,7 @@ def build_agent(scheduler: Any, guard: Guard) -> Agent:
         link.freeze_for(math.inf)
     guard.on_trip = link.step_aside
     link.start()
-    logger.info("meridian: governing %s, control plane %s", type(scheduler).__name__, ", ".join(targets))
+    logger.info("meridian: governing %s, control plane %s", type(scheduler).__name__, ", ".join(targets()))
     return agent
 
 
@@ -190,19 +190,6 @@ def _markers(config: Any) -> Markers:
     except ValueError as error:
         logger.warning("meridian: nothing counts as thinking until policy names the markers: %s", error)
         return NO_MARKERS
-
-
-def _identity(config: Any) -> dict[str, Any]:
-    rank = getattr(config.parallel_config, "data_parallel_rank", 0)
-    default = platform.node() + (f"-dp{rank}" if rank else "")
-    pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
-    return {
-        "engine_id": os.environ.get("MERIDIAN_ENGINE_ID", default),
-        "incarnation": uuid.uuid4().hex,
-        "agent_version": __version__,
-        "vllm_version": hooks.vllm_version(),
-        "labels": {key.strip(): value.strip() for key, _, value in pairs},
-    }
 
 
 def capabilities(scheduler: Any, strips_think: bool, no_entropy: str) -> agent_pb2.Capabilities:

@@ -153,7 +153,7 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     revision = control.apply({**CAPPED, "model": {"maze": {"closing_text": text}}})
     capped = chat(llm, cases(), GREEDY)
     assert capped[0][12:14] == llm.get_tokenizer().encode(text, add_special_tokens=False)
-    file = state_file(scheduler)
+    file = state_file()
     wait_for(lambda: (kept := file.load()) and kept.revision == revision, 10, "the settings to be kept")
     kill(control, agent)
     again = rebuild(scheduler)
@@ -165,11 +165,11 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
 
 
-def state_file(scheduler: Any) -> Any:
-    from meridian_agent.scheduler import _identity
+def state_file() -> Any:
+    from meridian_agent.environment import identity_of_engine
     from meridian_agent.state import StateFile, state_folder
 
-    return StateFile(state_folder(), _identity(scheduler.vllm_config)["engine_id"], "maze")
+    return StateFile(state_folder(), identity_of_engine()["engine_id"], "maze")
 
 
 @pytest.mark.usefixtures("lost")

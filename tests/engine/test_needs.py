@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +15,7 @@ import pytest
 
 from meridian_agent import hooks
 from meridian_agent.needs import ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
+from tests.processes import ENGINE_ENV, ROOT, Control, wait_for
 from tests.vllm_sources import Sources
 
 if TYPE_CHECKING:
@@ -109,3 +114,30 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert hooks.unfit_worker(False) == f"vLLM {hooks.vllm_version()} lacks: ExecuteModelState.logits"
     monkeypatch.setattr(hooks, "vllm_version", lambda: "0.29.1")
     assert hooks.unfit() == "vLLM 0.29.1 is outside the supported 0.30 to 0.33"
+
+
+def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
+    """It serves what stock serves; its log and the fleet name each hook."""
+    control = Control(tmp_path)
+    env = {**os.environ, **ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.lacking"],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
+    try:
+        shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 120, "the fault to be shown")
+        assert lacks in shown.fault
+        output, _ = engine.communicate("\n", timeout=120)
+    finally:
+        engine.kill()
+        control.process.stop()
+    found = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
+    assert engine.returncode == 0
+    assert found == {"scheduler": "Scheduler", "tokens": stock}
+    assert f"no agent in this engine, vLLM runs as stock; vLLM {hooks.vllm_version()} {lacks}" in output

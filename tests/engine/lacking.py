@@ -1,0 +1,31 @@
+"""An engine whose vLLM lacks hooks: prints its greedy tokens for the shared cases and what its scheduler is, as JSON.
+
+`python -m tests.engine.lacking`: one function is gone, and another has lost a parameter, before the agent looks. Stock
+vLLM needs neither on the way of these requests.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases, chat
+
+
+def main() -> None:
+    import vllm
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    stock_touch: Any = BlockPool.touch
+    BlockPool.touch = lambda self, *, blocks: stock_touch(self, blocks)
+    del KVCacheManager.evict_blocks
+    llm = vllm.LLM(**{**ENGINE_ARGS, "enable_prefix_caching": False})
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    tokens = chat(llm, cases(), vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    print("\n" + json.dumps({"scheduler": type(scheduler).__name__, "tokens": tokens}), flush=True)
+    input()
+
+
+if __name__ == "__main__":
+    main()
