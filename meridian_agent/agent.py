@@ -75,6 +75,8 @@ class Agent:
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
         self._tail: Any = None
+        # When the running list was last sorted, prompts in pieces were at its end.
+        self._prompts_last = False
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -319,7 +321,8 @@ class Agent:
         """
         tracker, running = self.tracker, scheduler.running
         # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
-        if running and (tracker.reorder or running[-1] is not self._tail):
+        # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
+        if running and (tracker.reorder or self._prompts_last or running[-1] is not self._tail):
             by_id = tracker.by_id
 
             def rank(request: Any) -> int:
@@ -330,6 +333,7 @@ class Agent:
 
             running.sort(key=rank)
             tracker.reorder, self._tail = False, running[-1]
+            self._prompts_last = bool(running[-1].is_prefill_chunk)
             if not self.is_fcfs:
                 for request in running:
                     if tr := by_id.get(request.request_id):

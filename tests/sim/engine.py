@@ -210,6 +210,8 @@ class Engine:
         self.finished: dict[str, str] = {}
         # What each step scheduled, probes left out.
         self.schedule: list[dict[str, int]] = []
+        # Of the newest step, probes included.
+        self.scheduled_tokens = 0
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
@@ -269,6 +271,7 @@ class Engine:
 
     def _schedule(self) -> Any:
         output = self.scheduler.schedule()
+        self.scheduled_tokens = output.total_num_scheduled_tokens
         self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not r.startswith(PREFIX)})
         return output
 

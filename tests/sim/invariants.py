@@ -14,11 +14,16 @@ from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, 
 from meridian_agent.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.tracker import StepRecord
 from meridian_control.policy import Who
+from tests.sim.steps import Steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_agent.link import Arrived
+    from meridian_control.policy import Policy
     from meridian_control.session import Session
     from tests.sim.engine import Engine
-    from tests.sim.network import SteppedLink, Stream
+    from tests.sim.network import SteppedLink
 
 NO_LIMIT = 1 << 40
 ENTROPY_RULES = (agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI)
@@ -32,8 +37,9 @@ class Made:
     kind: str
     request_id: str = ""
     shadow: bool = False
-    # Of a plan: whom each slot was taken for.
+    # Of a plan: whom each slot was taken for, and in which phase.
     slots: dict[int, str] = field(default_factory=dict)
+    phases: dict[int, int] = field(default_factory=dict)
     settled: bool = False
 
 
@@ -68,6 +74,13 @@ class Invariants:
 
     def __init__(self) -> None:
         self.made: dict[tuple[str, int], Made] = {}
+        # By session: revisions sent; policies by the nonce they went with; the one in force.
+        self.sent: set[tuple[str, int]] = set()
+        self.pending: dict[tuple[str, int], Policy] = {}
+        self.acknowledged: dict[str, Policy | None] = {}
+        # Sessions whose engines were frozen, or write more than an end marker; thinking tokens by session and request.
+        self.uncapped: set[str] = set()
+        self.first_seen: dict[tuple[str, str], int] = {}
         self.trace: list[str] | None = None
 
     def note(self, text: str) -> None:
@@ -78,8 +91,16 @@ class Invariants:
 
     def said(self, session: Session, response: agent_pb2.ConnectResponse) -> None:
         """The control plane says something, while its table is still as it was when it decided."""
+        if response.HasField("settings"):
+            revision = response.settings.revision
+            assert revision not in session.refused, f"revision {revision}, which the agent refuses, is sent again"
+            assert (session.session_id, revision) not in self.sent, f"revision {revision} is sent twice"
+            self.sent.add((session.session_id, revision))
+            assert session._pending is not None
+            self.pending[session.session_id, response.settings.nonce] = session._pending[2]
         if not response.HasField("directives"):
             return
+        assert session.policy is self.acknowledged.get(session.session_id), "decided by a policy that is not in force"
         table, directives = session.table, response.directives
         names = {slot: info.request_id for slot, info in table.requests()}
         for kind in ("forces", "caps", "tiers", "probes"):
@@ -89,32 +110,50 @@ class Invariants:
         if directives.HasField("plan"):
             plan = directives.plan
             slots = {slot: names[slot] for slot in plan.slot}
-            self._new(session, plan.decision_id, Made("plan", shadow=plan.shadow, slots=slots))
+            phases = {slot: int(table.phase[slot]) for slot in plan.slot}
+            self._new(session, plan.decision_id, Made("plan", "", plan.shadow, slots, phases))
         for force in directives.forces:
             self._above_floor(session, force)
+        for cap in directives.caps:
+            self._within_policy(session, cap)
         self.note(f"control says {_short(directives)}")
 
     def _new(self, session: Session, decision_id: int, made: Made) -> None:
         key = session.session_id, decision_id
+        assert not session.frozen, f"{made.kind} {decision_id} is decided while the engine is frozen"
         assert key not in self.made, f"decision {decision_id} is made twice"
         self.made[key] = made
 
-    def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
-        info, policy = session.table.info[force.slot], session.policy
+    def _policy_of(self, session: Session, slot: int) -> Policy:
+        """What the policy in force comes to for a request, found anew."""
+        info, policy = session.table.info[slot], session.policy
         assert info is not None
         assert policy is not None
-        own = policy.of(Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels)))
+        return policy.of(Who(info.model, info.tenant, info.slo_class, info.effort, dict(session.hello.labels)))
+
+    def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
+        info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
+        assert info is not None
         floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else own.scheduler.soft_think_tokens
         floor = max(floor, info.min_think_tokens)
         told = int(session.table.think_tokens[force.slot])
         assert told >= floor, f"thinking of {info.request_id} is ended at {told} tokens, before its floor of {floor}"
 
-    def heard(self, stream: Stream, message: agent_pb2.ConnectRequest) -> None:
-        """The control plane is about to hear this."""
+    def _within_policy(self, session: Session, cap: agent_pb2.ThinkCap) -> None:
+        info, own = session.table.info[cap.slot], self._policy_of(session, cap.slot).scheduler
+        assert info is not None
+        if cap.HasField("max_think_tokens"):
+            allowed = {own.max_think_tokens, own.max_think_tokens + own.empty_answer_extension_tokens}
+            if info.HasField("max_think_tokens"):
+                allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}
+            told = cap.max_think_tokens
+            assert told in allowed, f"{info.request_id} is capped at {told} tokens; the policy says {sorted(allowed)}"
+
+    def heard(self, session: Session | None, counters: dict[str, float], message: agent_pb2.ConnectRequest) -> None:
+        """The control plane is about to hear this. session: None for a Hello. counters: the stream's, so far."""
         self.note(f"agent says {_short(message)}")
-        if stream.connection is None:
+        if session is None:
             return
-        session = stream.connection.session
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
             name = Outcome(outcome.outcome).name
@@ -124,11 +163,33 @@ class Invariants:
             assert made.shadow or name != "SHADOWED", f"{made.kind} {outcome.decision_id} is shadowed but was in force"
             if made.shadow:
                 assert name != "APPLIED", f"{made.kind} {outcome.decision_id} is applied but was shadowed"
+        status = message.settings_status
+        if message.HasField("settings_status") and not status.error:
+            given = self.pending.get((session.session_id, status.nonce))
+            # Of several that were given only the newest counts.
+            if session._pending is not None and session._pending[0] == status.nonce:
+                self.acknowledged[session.session_id] = given
         if message.step.HasField("counters"):
             for counter, value in message.step.counters.ListFields():
-                before = stream.counters.get(counter.name, 0)
+                before = counters.get(counter.name, 0)
                 assert counter.name in GAUGES or value >= before, f"{counter.name} goes from {before} to {value}"
-                stream.counters[counter.name] = value
+                counters[counter.name] = value
+
+    def knows(self, session: Session) -> None:
+        """The control plane has heard something: nobody thinks on past the cap that a request came with.
+
+        Its first thinking is looked at, and only where what ends it is a marker alone.
+        """
+        table = session.table
+        models = [session._model(policy) for _, policy in session.given]
+        if session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
+            self.uncapped.add(session.session_id)
+        for slot, info in table.requests() if session.session_id not in self.uncapped else ():
+            if info.HasField("max_think_tokens") and not table.ended[slot]:
+                thought, key = int(table.think_tokens[slot]), (session.session_id, info.request_id)
+                # What an engine thought while it was frozen, and nobody was told.
+                limit = max(info.max_think_tokens, self.first_seen.setdefault(key, thought) + 1)
+                assert thought <= limit, f"{info.request_id} thinks on at {thought} tokens, past its own cap"
 
     def left(self, session: Session) -> None:
         totals = session.totals
@@ -140,8 +201,11 @@ class Invariants:
 class EngineBooks:
     """The books of one engine; everything the agent does is held against them."""
 
-    def __init__(self, invariants: Invariants) -> None:
-        self.invariants = invariants
+    def __init__(self, invariants: Invariants, clock: Callable[[], float]) -> None:
+        self.invariants, self._clock = invariants, clock
+        self._steps: Steps | None = None
+        # Settings that were put in force, oldest first.
+        self._obeyed: list[agent_pb2.Settings] = []
         self.link: SteppedLink | None = None
         self.requests: dict[str, Watched] = {}
         self.revision = 0
@@ -153,6 +217,20 @@ class EngineBooks:
         self.engine, self.link = engine, link
         if engine.agent is None:
             return
+        assert link is not None
+        self._steps = Steps(engine, self._clock)
+        taken_in, obey = link.taken_in, engine.agent.put_in_force
+
+        def watched_obey(settings: agent_pb2.Settings, markers: Markers) -> None:
+            self._obeyed.append(settings)
+            obey(settings, markers)
+
+        def watched_taken_in(arrived: Arrived) -> None:
+            self._in_force(arrived)
+            taken_in(arrived)
+
+        engine.agent.put_in_force = watched_obey
+        link.taken_in = watched_taken_in  # type: ignore[method-assign]
         directives = engine.agent.directives
         accept, new_stream = directives.accept, directives.new_stream
 
@@ -178,6 +256,12 @@ class EngineBooks:
 
     # ----------------------------------------------------------------------------------------------- what is decided
 
+    def _in_force(self, arrived: Arrived) -> None:
+        """Settings are about to be acknowledged, where they have not been: they hold, or no request is live."""
+        settings = arrived.settings
+        if settings is not None and arrived.unsaid and self.engine.agent.tracker.by_id:
+            assert settings in self._obeyed, f"revision {settings.revision} is acknowledged before it holds"
+
     def _accepted(self, message: agent_pb2.Directives, ranks: dict[Any, int | None]) -> None:
         tracker, made = self.engine.agent.tracker, self.invariants.made
         for cap in message.caps:
@@ -196,8 +280,11 @@ class EngineBooks:
             slots = made[self._session, message.plan.decision_id].slots
             for slot, request_id in slots.items():
                 tr = tracker.by_slot.get(slot)
-                if tr is not None and tr.info.request_id != request_id:
-                    assert tr.rank == ranks[tr], f"the rank of {request_id} is given to {tr.info.request_id}"
+                if tr is None or tr.rank == ranks[tr]:
+                    continue
+                here, known = tr.info.request_id, made[self._session, message.plan.decision_id].phases[slot]
+                assert here == request_id, f"the rank of {request_id} is given to {here}"
+                assert known == tr.state.phase, f"the rank of {here} is for its phase {known}, not {tr.state.phase}"
 
     def _meant(self, decision_id: int) -> Watched | None:
         made = self.invariants.made.get((self._session, decision_id))
@@ -282,6 +369,8 @@ class EngineBooks:
             assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
         if not engine.shape.is_async:
             self._nobody_starves(agent)
+        if self._steps is not None:
+            self._steps.after_step()
 
     def _after_lease(self, agent: Any) -> None:
         """What a lease that is over ended is gone; caps only where the policy gave them a lease of their own."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent import link as link_module
@@ -17,6 +18,7 @@ from meridian_control.fleet import Fleet
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
+    from datetime import datetime
 
     from meridian.v1 import agent_pb2
 
@@ -197,11 +199,18 @@ class Server:
 
     def start(self) -> None:
         self.fleet = Fleet(self._network.timeline.utc_now)
+        self.fleet._say = partial(self._said, self.fleet._say)  # type: ignore[method-assign]
         if self._network.records:
             self.recordings.append(self.fleet.record(""))
         if self.newest is not None:
             self.fleet.set_policy(self.newest)
         self.fleet.set_freezes(self.freezes)
+
+    def _said(self, say: Callable[..., None], connection: Connection, responses: list[Any], now: datetime) -> None:
+        """Look at what the control plane says while its table is as it was when it decided."""
+        for response in responses:
+            self._network.invariants.said(connection.session, response)
+        say(connection, responses, now)
 
     def kill(self, tells_agents: bool) -> None:
         """The process is gone with all it knew."""
@@ -235,13 +244,15 @@ class Server:
             self._drain(self.fleet, stream)
 
     def _receive(self, fleet: Fleet, stream: Stream, message: agent_pb2.ConnectRequest) -> None:
-        self._network.invariants.heard(stream, message)
+        session = stream.connection.session if stream.connection is not None else None
+        self._network.invariants.heard(session, stream.counters, message)
         try:
             if stream.connection is None:
                 assert message.HasField("hello"), "a stream begins with hello"
                 stream.connection = fleet.join(message.hello)
             else:
                 fleet.receive(stream.connection, message)
+                self._network.invariants.knows(stream.connection.session)
         except MeridianError as error:
             raise AssertionError(f"the control plane refuses what an agent says: {error}") from error
 
@@ -252,7 +263,6 @@ class Server:
             if response is None:
                 self._leave(fleet, stream, connection.closing)
                 return
-            self._network.invariants.said(connection.session, response)
             stream.send(stream.down, response)
         if connection is not None and connection.overflowed:
             self._leave(fleet, stream, "overflow")

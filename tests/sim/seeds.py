@@ -7,6 +7,7 @@ REGRESSIONS = {
     5: "a forced end in the first step of an idle engine that schedules ahead: vLLM broke, with no step to wait for",
     27: "a token that came after its request was preempted was taken for the resumption",
     31: "a request past its cap that began to think anew within its draft tokens thought on for a token",
+    391: "an answering request whose prompt came in pieces stayed behind thinking ones: it was preempted before them",
     769: "a plan that had arrived before the stream was lost was taken in past the lease",
     1382: "a forced end of two tokens was broken off by a preemption between them, with asynchronous scheduling",
 }

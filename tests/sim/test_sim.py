@@ -79,3 +79,16 @@ def test_a_token_that_comes_after_the_preemption_is_no_resumption() -> None:
             plant.open(f"r{seed}", [start] * 20, Script(seed, 30, 40, restless=False), {CAP: 20})
     agent = plant.engine.agent
     assert agent.preempted_think + agent.output_critical > 0
+
+
+def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
+    """Its phase is known from its prompt, so its first token changes nothing."""
+    start, end, _, text = words()
+    with started(Shape(places=8, blocks=200, batch_tokens=32)) as world:
+        (plant,) = world.plants
+        thinking, answering = Script(1, 1000, 40, restless=False), Script(2, 1000, 1000, restless=False, max_tokens=20)
+        plant.open("a", [start], thinking, {})
+        with world.timeline.running():
+            for _ in range(20):
+                world.pass_time(0.01)
+        plant.open("b", [text[0]] * 90 + [start, end], answering, {})

@@ -1,0 +1,78 @@
+"""A recording run again: `Session` is given what was recorded, and must say the same, byte for byte.
+
+Shared by the simulator, which records in memory, and by `tests.soak`, which reads the files of `meridianctl record`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+from meridian_control import policy as schema
+from meridian_control.recording import given_freezes
+from meridian_control.session import Session
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from meridian.v1 import agent_pb2, fleet_pb2
+
+    from tests.sim.invariants import Invariants
+
+# What a session says of its own accord when it is given a message; all else is said by the fleet.
+SAID = ("settings", "directives")
+
+
+class Replayed:
+    """One recorded session, from its Hello on; what it hears and says goes through the invariants too.
+
+    Everything raises AssertionError for what is broken.
+    """
+
+    def __init__(self, hello: fleet_pb2.TraceRecord, invariants: Invariants) -> None:
+        self.session = Session(hello.session_id, hello.up.hello, _time(hello))
+        self.invariants = invariants
+        self.counters: dict[str, float] = {}
+        self._expected: deque[bytes] = deque()
+        self._now = _time(hello)
+
+    def take(self, record: fleet_pb2.TraceRecord) -> None:
+        """The next record of this session."""
+        self._now = _time(record)
+        if record.HasField("policy"):
+            self._say(self._policy(record.policy))
+        elif record.HasField("up"):
+            self.invariants.heard(self.session, self.counters, record.up)
+            self._say(self.session.on_message(record.up, self._now))
+            self.invariants.knows(self.session)
+        elif record.down.HasField("freeze"):
+            self.session.on_freezes(given_freezes(record), self._now)
+        elif record.down.WhichOneof("message") in SAID:
+            assert self._expected, "a replay says less than what was recorded"
+            said = record.down.SerializeToString(deterministic=True)
+            assert said == self._expected.popleft(), "a replay says something else than what was recorded"
+
+    def end(self, cut_off: bool = False) -> int:
+        """The recording has ended; returns the decisions whose outcome was not heard. cut_off: amid the session's
+        answers, perhaps."""
+        assert cut_off or not self._expected, "a replay says more than what was recorded"
+        left = len(self.session.open_decisions)
+        self.session.close(self._now)
+        self.invariants.left(self.session)
+        return left
+
+    def _policy(self, given: fleet_pb2.TracedPolicy) -> list[agent_pb2.ConnectResponse]:
+        policy = schema.from_proto(given.policy)
+        # An older one than what was given before is what the agent has in force, where it refuses the newest.
+        give = self.session.on_last_good if given.revision < self.session.revision else self.session.on_policy
+        return give(given.revision, policy)
+
+    def _say(self, responses: list[agent_pb2.ConnectResponse]) -> None:
+        for response in responses:
+            self.invariants.said(self.session, response)
+            self._expected.append(response.SerializeToString(deterministic=True))
+
+
+def _time(record: fleet_pb2.TraceRecord) -> datetime:
+    return record.time.ToDatetime(UTC)

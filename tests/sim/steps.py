@@ -1,0 +1,140 @@
+"""What a step must be like under the plan in force: order, share, prompts, admission, probes, blocks.
+
+Looks at the scheduler itself, right after the agent has prepared a step and once vLLM has made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.phases import Phase
+from meridian_agent.probes import PREFIX
+from meridian_agent.tracker import PHASE_RANK
+from tests.sim.policies import NEAR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_agent.directives import Plan
+    from tests.sim.engine import Engine
+
+LONGEST_HOLD_S = max(NEAR["eat_hold_ms"]) / 1e3
+
+
+@dataclass
+class Prepared:
+    """What the coming step may do at most."""
+
+    running: set[str]
+    # Sequences of the phase that is left out, and how many of them may join.
+    shared: set[str] = field(default_factory=set)
+    may_join: int = 0
+    # Tokens of the whole step, where prompts are held back.
+    tokens: int | None = None
+    # Who may come in while admission is held.
+    admitted: set[str] | None = None
+
+
+class Steps:
+    """One engine's. clock: the monotonic time that the agent goes by, seconds."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._engine, self._clock = engine, clock
+        self._scheduler, self._agent = engine.scheduler, engine.agent
+        self._prepared: Prepared | None = None
+        self._held: dict[Any, tuple[float, float]] = {}
+        self._before, self._evict = self._agent.before_schedule, self._scheduler.kv_cache_manager.evict_blocks
+        self._agent.before_schedule = self._watched_before
+        self._scheduler.kv_cache_manager.evict_blocks = self._watched_evict
+
+    def _watched_before(self, scheduler: Any) -> Any:
+        placed = set(self._agent.placed)
+        limits = self._before(scheduler)
+        self._prepared = Prepared({r.request_id for r in scheduler.running})
+        self._check_held()
+        self._check_places(set(self._agent.placed) - placed)
+        plan = self._agent.directives.plan
+        if plan is not None and not self._agent.frozen:
+            self._prepare(plan, self._prepared)
+        return limits
+
+    def _prepare(self, plan: Plan, prepared: Prepared) -> None:
+        agent, answering = self._agent, self._agent.tracker.answering
+        if plan.hold_admission and answering:
+            waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}
+            prepared.admitted = waiting | prepared.running
+        if plan.shadow or plan.stock:
+            return
+        self._check_order()
+        if plan.think_per_step is not None and answering:
+            self._share(Phase.THINK, plan.think_per_step, plan.max_skip_steps, prepared)
+        elif plan.output_per_step is not None and agent.tracker.thinking:
+            self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared)
+        if plan.prefill_tokens_per_step is not None and answering:
+            decodes = len(prepared.running) * (1 + self._scheduler.num_spec_tokens)
+            probes = sum(not placed.cost_tokens for placed in agent.placed.values())
+            probing = probes * (1 + len(agent.tracker.markers.probe))
+            prepared.tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
+
+    def _share(self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared) -> None:
+        by_id = self._agent.tracker.by_id
+        running = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
+        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
+        prepared.shared = {tr.info.request_id for tr in sequences}
+        prepared.may_join = per_step + sum(tr.skipped_steps >= max_skip_steps for tr in sequences)
+
+    def _check_order(self) -> None:
+        """Under asynchronous scheduling a prompt is done a step before its first token says so."""
+        if self._agent.is_async:
+            return
+        by_id, ranks = self._agent.tracker.by_id, []
+        for request in self._scheduler.running:
+            tr = by_id.get(request.request_id)
+            rank = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
+            ranks.append((bool(request.is_prefill_chunk), rank))
+        assert ranks == sorted(ranks), f"a step goes by the order {ranks}"
+
+    def _check_held(self) -> None:
+        """Nobody waits for an answer about a probe for longer than the policy says."""
+        held, now = self._agent.held, self._clock()
+        self._held = {tr: since for tr, since in self._held.items() if tr in held}
+        for tr in held:
+            until, since = self._held.get(tr, (0.0, 0.0))
+            if until != tr.held_until:
+                self._held[tr] = until, since = tr.held_until, now
+            assert until <= since + LONGEST_HOLD_S + 1e-6, f"{tr.info.request_id} is to be held for {until - since} s"
+            assert now <= until, f"{tr.info.request_id} is held for {now - since:.3f} s, until {until - since:.3f}"
+
+    def _check_places(self, newly_placed: set[str]) -> None:
+        scheduler = self._scheduler
+        waiting = sum(not placed.cost_tokens for placed in self._agent.placed.values())
+        left = scheduler.max_num_running_reqs - len(scheduler.running) - waiting
+        assert not newly_placed or left > 0, "a probe takes the last place"
+
+    def _watched_evict(self, block_ids: set[int]) -> Any:
+        pool = self._scheduler.kv_cache_manager.block_pool.blocks
+        shared = [b for b in block_ids if pool[b].ref_cnt > 1]
+        assert not shared, f"blocks {shared} are given up although somebody else has them"
+        return self._evict(block_ids)
+
+    def after_step(self) -> None:
+        """vLLM has made the step."""
+        prepared, self._prepared = self._prepared, None
+        agent, scheduler = self._agent, self._scheduler
+        if prepared is None or agent.is_async:
+            return
+        scheduled = self._engine.schedule[-1]
+        joined = prepared.shared & scheduled.keys()
+        assert len(joined) <= prepared.may_join or not prepared.shared, (
+            f"{len(joined)} of a phase join a step, {prepared.may_join} may"
+        )
+        total = self._engine.scheduled_tokens
+        assert prepared.tokens is None or total <= prepared.tokens, (
+            f"a step of {total} tokens, {prepared.tokens} allowed"
+        )
+        if prepared.admitted is not None:
+            strangers = {r for r in scheduled if not r.startswith(PREFIX)} - prepared.admitted
+            assert not strangers, f"{sorted(strangers)} come in while admission is held"
+        for request in [*scheduler.waiting, *(scheduler.running if agent.frozen else ())]:
+            assert request.priority == int(request.priority), f"{request.request_id} keeps a rank in its priority"
