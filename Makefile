@@ -46,10 +46,13 @@ lock: $(RELEASE)/ready
 	$(RELEASE)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml
 
+# Of an environment with what is locked, for who needs whom is not in the lock.
 sbom: $(RELEASE)/ready
 	mkdir -p dist
-	$(RELEASE)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
-		-o dist/sbom.cdx.json deploy/requirements.lock
+	$(RELEASE)/bin/uv venv --quiet --clear build/locked
+	$(RELEASE)/bin/uv pip install --quiet --python build/locked/bin/python --require-hashes -r deploy/requirements.lock
+	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		-o dist/sbom.cdx.json build/locked/bin/python
 
 audit: $(RELEASE)/ready
 	$(RELEASE)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/requirements.lock

@@ -1,7 +1,8 @@
 # The control plane. From the repository's root, after `make dist`:
 #   docker build -f deploy/images/control.Dockerfile -t meridian-control:0.1.0 .
-ARG PYTHON=3.13
-FROM python:${PYTHON}-slim AS build
+# A digest pins what a tag does not: --build-arg BASE=python:3.13-slim@sha256:...
+ARG BASE=python:3.13-slim
+FROM ${BASE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/meridian
 COPY deploy/requirements.lock /tmp/requirements.lock
@@ -11,7 +12,7 @@ RUN /opt/meridian/bin/pip install --no-index --no-deps /tmp/dist/*.whl \
     && /opt/meridian/bin/pip check \
     && /opt/meridian/bin/pip uninstall --yes pip
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 COPY --from=build /opt/meridian /opt/meridian
 ENV PATH=/opt/meridian/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/var/lib/meridian
 RUN install --directory --owner=10001 --group=10001 /var/lib/meridian

@@ -103,11 +103,14 @@ def test_a_dockerfile_in_hadolint(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "images").glob("*.Dockerfile")), ids=lambda p: p.stem)
-def test_a_dockerfile_names_one_version(path: Path) -> None:
-    """Tags are pinned, and vLLM's is the one that the agent's tests run on."""
+def test_a_dockerfile_names_one_version_and_lets_it_be_pinned(path: Path) -> None:
+    """Bases are arguments, so that they may be given with digests; vLLM's is the one that the agent's tests run on."""
     text = path.read_text()
-    assert ":latest" not in text
-    assert "VLLM=" not in text or "ARG VLLM=v0.32.0\n" in text
+    bases = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    for used in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
+        assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", bases[used.strip("${}")])
+    if path.stem == "agent":
+        assert bases == {"BASE": "vllm/vllm-openai:v0.32.0"}
 
 
 def test_hadolint_finds_what_is_wrong(tmp_path: Path) -> None:
