@@ -109,6 +109,8 @@ class Fleet:
         # By engine, over its streams.
         self.shadows: dict[str, Comparison] = {}
         self.connections: set[Connection] = set()
+        # With those that a newer stream of their engine has replaced and that have not ended yet: counters never fall.
+        self._counted: set[Connection] = set()
         self.recordings: set[Recording] = set()
         self.departed: dict[str, Departed] = {}
         self.closed_totals = Totals()
@@ -150,6 +152,7 @@ class Fleet:
             self.connections.discard(older)
             older.close("replaced")
         self.connections.add(connection)
+        self._counted.add(connection)
         self.departed.pop(hello.engine_id, None)
         return connection
 
@@ -247,6 +250,7 @@ class Fleet:
     def leave(self, connection: Connection, reason: str) -> None:
         """End a session; `reason` is counted."""
         self.connections.discard(connection)
+        self._counted.discard(connection)
         session, now = connection.session, self.clock()
         session.close(now)
         self.closed_totals.add(session.totals)
@@ -342,7 +346,7 @@ class Fleet:
         """Counters over all sessions since the server started."""
         total = Totals()
         total.add(self.closed_totals)
-        for connection in self.connections:
+        for connection in self._counted:
             total.add(connection.session.totals)
         return total
 
