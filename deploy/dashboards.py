@@ -7,17 +7,30 @@ from typing import Any
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE = "[$__rate_interval]"
+TOKENS = "suffix:tokens/s"
 
 
-def panel(title: str, unit: str, *queries: tuple[str, str], text: str = "", stacked: bool = False) -> dict[str, Any]:
-    """A time series of (query, legend)."""
-    custom = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if stacked else {}
+def panel(
+    title: str,
+    unit: str,
+    *queries: tuple[str, str],
+    text: str = "",
+    stacked: bool = False,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """A time series of (query, legend); `limit` is shown as a line."""
+    custom: dict[str, Any] = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if stacked else {}
+    defaults: dict[str, Any] = {"unit": unit, "min": 0, "custom": custom}
+    if limit is not None:
+        custom["thresholdsStyle"] = {"mode": "line"}
+        steps = [{"color": "green", "value": None}, {"color": "red", "value": limit}]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
     return {
         "type": "timeseries",
         "title": title,
         "description": text,
         "datasource": SOURCE,
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": custom}, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"tooltip": {"mode": "multi"}, "legend": {"displayMode": "list", "placement": "bottom"}},
         "targets": [
             {"refId": chr(ord("A") + number), "datasource": SOURCE, "expr": query, "legendFormat": legend}
@@ -60,7 +73,9 @@ def dashboard(uid: str, title: str, panels: list[dict[str, Any]], *variables: di
     }
 
 
-FORCES = 'kind="force"'
+FORCES, PROBES = 'kind="force"', 'kind="probe"'
+SHADOWED = total("meridian_tokens_saved_shadow_estimate_total", "section", where='reason="any"')
+MEASURED = total("meridian_outcomes_total", where=PROBES + ',outcome="applied"')
 
 FLEET = [
     panel("Engines", "short", ("sum(meridian_engines)", "connected")),
@@ -95,16 +110,21 @@ FLEET = [
         (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
     ),
     panel(
-        "Thinking tokens left to the cap",
-        "short",
-        (total("meridian_think_tokens_below_cap_total", "reason"), "{{reason}}"),
-        text="Per second; the most that rules can have saved, not an estimate.",
+        "Tokens saved, against the cap",
+        TOKENS,
+        (total("meridian_tokens_saved_against_cap_total", "reason"), "{{reason}}"),
+        text="Thinking tokens between a rule's end and the cap: the most that rules can have saved, not an estimate.",
     ),
     panel(
-        "Thinking tokens after a shadowed end",
-        "short",
-        (total("meridian_think_tokens_after_shadowed_end_total", "reason"), "{{reason}}"),
-        text="Per second; what rules in shadow would have saved.",
+        "Tokens saved, estimated of rules in shadow",
+        TOKENS,
+        (total("meridian_tokens_saved_shadow_estimate_total", "section", "reason"), "{{section}} {{reason}}"),
+        text="What enforcing them would save; any: the first of the section's rules.",
+    ),
+    panel(
+        "Share of thinking that rules in shadow would save",
+        "percentunit",
+        (f"{SHADOWED} / {total('meridian_shadow_think_tokens_total', 'section')}", "{{section}}"),
     ),
     panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
     panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
@@ -117,6 +137,8 @@ FLEET = [
     panel(
         "Outcomes of decisions", "ops", (total("meridian_outcomes_total", "kind", "outcome"), "{{kind}} {{outcome}}")
     ),
+    panel("Probes", "ops", (total("meridian_outcomes_total", "outcome", where=PROBES), "{{outcome}}")),
+    panel("Tokens per probe", "short", (f"{total('meridian_agent_probe_tokens_total')} / {MEASURED}", "computed")),
     panel(
         "Age of decisions when applied",
         "short",
@@ -157,7 +179,12 @@ def rate(metric: str) -> tuple[str, str]:
 
 
 ENGINE = [
-    panel("State", "short", (f"max by (engine, state) (meridian_engine_state{{{ONE}}}) > 0", "{{engine}} {{state}}")),
+    panel(
+        "Engines by state",
+        "short",
+        (f"sum by (state) (max by (engine, state) (meridian_engine_state{{{ONE}}})) > 0", "{{state}}"),
+        stacked=True,
+    ),
     panel(
         "Policy revision",
         "none",
@@ -183,15 +210,36 @@ ENGINE = [
     panel("Thinking preempted", "ops", rate("meridian_agent_preempted_think_total")),
     panel("Answers preempted", "ops", rate("meridian_agent_output_critical_total"), text="The target is zero."),
     panel("Thinking left out of steps", "ops", rate("meridian_agent_think_skips_total")),
-    panel("Tokens computed for probes", "ops", rate("meridian_agent_probe_tokens_total")),
-    panel("Blocks reclaimed", "ops", (total("meridian_agent_blocks_reclaimed_total", "engine", where=ONE), PER)),
+    panel("Tokens computed for probes", TOKENS, rate("meridian_agent_probe_tokens_total")),
+    panel(
+        "Blocks reclaimed, by tier",
+        "ops",
+        (total("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE), "{{engine}} {{tier}}"),
+    ),
     panel("Reports dropped", "ops", rate("meridian_agent_reports_dropped_total")),
     panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
     panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
     panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
 ]
 
+STAGED = "max by (state) (meridian_rollout_state) > 0"
+
 ROLLOUT = [
+    panel("State of the newest rollout", "none", (STAGED, "{{state}}"), stacked=True),
+    panel("Step", "none", ("max(meridian_rollout_step)", "in"), ("max(meridian_rollout_steps)", "of")),
+    panel(
+        "Guardrails, over their limits",
+        "percentunit",
+        ("max by (guardrail) (meridian_rollout_guardrail_ratio)", "{{guardrail}}"),
+        text="Above 100 % the rollout is halted or taken back.",
+        limit=1,
+    ),
+    panel(
+        "Engines with the candidate",
+        "short",
+        ("max by (policy) (meridian_rollout_engines)", "{{policy}}"),
+        stacked=True,
+    ),
     panel(
         "Engines by revision applied",
         "short",

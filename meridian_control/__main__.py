@@ -193,7 +193,7 @@ def page_address(args: argparse.Namespace) -> tuple[str, int]:
     return host, port
 
 
-def serve_metrics(address: str, whole: WholeFleet) -> None:
+def serve_metrics(address: str, whole: WholeFleet, rollouts: Rollouts) -> None:
     """Answer scrapes, on a thread of their own; not without an address. Raises OSError or ValueError."""
     if not address:
         return
@@ -203,7 +203,7 @@ def serve_metrics(address: str, whole: WholeFleet) -> None:
     except OSError as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, asyncio.get_running_loop()))
+    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, asyncio.get_running_loop()))
 
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
@@ -229,7 +229,6 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         replicas = Replicas(database, Replica(me, advertised(args.advertise, args.listen))) if shared else None
         peers = Peers(lambda: replicas.others, Credentials.from_environment()) if replicas else None
         whole = WholeFleet(fleet, me, peers, replicas.leads if replicas else lambda: True)
-        serve_metrics(args.metrics_listen, whole)
         kept_rollouts = RolloutStore(store)
         rollouts = Rollouts(
             kept_rollouts,
@@ -239,6 +238,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             whole.leads,
             fence=replicas.fence if replicas else None,
         )
+        serve_metrics(args.metrics_listen, whole, rollouts)
         # Before engines connect: those of a rollout's group must not be given what is older.
         await rollouts.look()
         server = ControlServer(

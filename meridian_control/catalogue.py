@@ -63,6 +63,35 @@ REPLICA = (
     ),
 )
 
+ROLLOUT = (
+    _gauge(
+        "meridian_rollout_state",
+        ("state",),
+        "1 for the state of the newest rollout: running, paused, halted, completed, rolled_back, aborted. As all of "
+        "the rollout, from the replica that leads.",
+        "`halted`, `rolled_back`: `meridianctl rollout status` says which guardrail; correct the policy, or resume.",
+    ),
+    _gauge(
+        "meridian_rollout_step",
+        (),
+        "Step that the newest rollout is in, counted from 1.",
+        "Stands for longer than its bake time: `meridianctl rollout status` says what is waited for.",
+    ),
+    _gauge("meridian_rollout_steps", (), "Steps that it has.", "As above."),
+    _gauge(
+        "meridian_rollout_engines",
+        ("policy",),
+        "Connected engines that have applied the candidate, and the others, when last looked at while it ran.",
+        "No `candidate` in a running rollout: no engine fits the step, or they refuse it.",
+    ),
+    _gauge(
+        "meridian_rollout_guardrail_ratio",
+        ("guardrail",),
+        "Newest reading of a guardrail over its limit; above 1 it is violated.",
+        "Near 1: pause the rollout and look, before it is taken back.",
+    ),
+)
+
 DECISIONS = (
     _counter(
         "meridian_decisions_total",
@@ -73,7 +102,7 @@ DECISIONS = (
     _counter(
         "meridian_outcomes_total",
         ("kind", "reason", "outcome"),
-        "Outcomes of decisions: what was asked for against what was applied.",
+        "Outcomes of decisions: what was asked for against what was applied. `probe`, `applied`: probes measured.",
         "`refused` forces: `meridianctl requests`, then the engine's log; `agent_off`: streams end too often.",
     ),
     _counter(
@@ -122,16 +151,23 @@ THINKING = (
         "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated.",
     ),
     _counter(
-        "meridian_think_tokens_below_cap_total",
+        "meridian_tokens_saved_against_cap_total",
         ("reason",),
         "Thinking tokens between a rule's end and the request's cap: the most it can have saved, not an estimate.",
         "Use as an upper bound only; most requests would have ended before their cap.",
     ),
     _counter(
-        "meridian_think_tokens_after_shadowed_end_total",
-        ("engine", "reason"),
-        "Thinking tokens generated after a shadowed rule would have ended the thinking; anew with every policy.",
-        "What the rule would have saved. Large, and few harmful stops in calibration: take it out of shadow.",
+        "meridian_tokens_saved_shadow_estimate_total",
+        ("section", "reason"),
+        "Thinking tokens after the place where a rule in shadow would have ended it, once it really has ended; `any`: "
+        "after the first of the section's.",
+        "What enforcing the rule would save. Large, and few harmful stops in calibration: take it out of shadow.",
+    ),
+    _counter(
+        "meridian_shadow_think_tokens_total",
+        ("section",),
+        "All thinking tokens of the requests that the shadow estimate looked at.",
+        "The estimate's `any` over this is the share that would be saved; 0: no section is enabled and in shadow.",
     ),
     _counter(
         "meridian_answers_total",
@@ -293,6 +329,7 @@ SERVER = (
 
 GROUPS = {
     "The replica": REPLICA,
+    "Rollouts": ROLLOUT,
     "Decisions": DECISIONS,
     "Thinking": THINKING,
     "Streams": STREAMS,

@@ -7,6 +7,7 @@ on the event loop that owns them.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.catalogue import CATALOGUE
 from meridian_control.requests import OUTPUT, PROMPT, THINK
+from meridian_control.rollout import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from meridian_control.fleet import Fleet
     from meridian_control.histogram import Histogram
+    from meridian_control.rollout import Reading, Rollout
     from meridian_control.session import Session
 
     Labels: TypeAlias = tuple[str, ...]
@@ -63,13 +66,19 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 
 
 class FleetCollector(Collector):
-    """Label sets are bounded by engines, phases, states, kinds, reasons and outcomes.
+    """Label sets are bounded by engines, phases, states, kinds, reasons, outcomes, sections and guardrails.
 
-    leads: whether this replica leads. loop: the fleet's.
+    leads: whether this replica leads. rollout: the newest, as the replica that leads knows it. loop: the fleet's.
     """
 
-    def __init__(self, fleet: Fleet, leads: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
-        self._fleet, self._leads, self._loop = fleet, leads, loop
+    def __init__(
+        self,
+        fleet: Fleet,
+        leads: Callable[[], bool],
+        rollout: Callable[[], Rollout | None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._fleet, self._leads, self._rollout, self._loop = fleet, leads, rollout, loop
 
     def collect(self) -> Iterable[Metric]:
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
@@ -88,6 +97,7 @@ class FleetCollector(Collector):
             ("meridian_policy_revision", [((), self._fleet.revision)]),
             ("meridian_engines", [((), len(newest))]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
+            *_staged(self._rollout() if self._leads() else None),
             *self._counted(),
             ("meridian_engine_state", self._states(engines)),
             *_of(engines),
@@ -109,9 +119,11 @@ class FleetCollector(Collector):
             ("meridian_answers_total", totals.answers),
             ("meridian_stream_ends_total", self._fleet.stream_ends),
             ("meridian_preemptions_total", totals.preempted),
-            ("meridian_think_tokens_below_cap_total", totals.below_cap),
+            ("meridian_tokens_saved_against_cap_total", totals.below_cap),
+            ("meridian_shadow_think_tokens_total", totals.shadow_think_tokens),
         ):
             yield name, [((key,), count) for key, count in counts.items()]
+        yield "meridian_tokens_saved_shadow_estimate_total", totals.shadow_saved.items()
         yield "meridian_decisions_total", [(_kind(key), count) for key, count in totals.decisions.items()]
         settled = [((*_kind(key), outcome), count) for (key, outcome), count in totals.settled.items()]
         yield "meridian_outcomes_total", settled
@@ -133,6 +145,24 @@ class FleetCollector(Collector):
         return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
 
 
+def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
+    """The families are there without a rollout too, empty."""
+    one = [] if rollout is None else [rollout]
+    yield "meridian_rollout_state", [((state.word,), r.state is state) for r in one for state in State]
+    yield "meridian_rollout_step", [((), r.step) for r in one]
+    yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in one]
+    engines = [(("candidate",), r.candidate_engines) for r in one], [(("other",), r.other_engines) for r in one]
+    yield "meridian_rollout_engines", [row for rows in engines for row in rows]
+    readings = [reading for r in one for reading in r.guardrails if reading.value is not None]
+    yield "meridian_rollout_guardrail_ratio", [((read.guardrail,), of_limit(read)) for read in readings]
+
+
+def of_limit(reading: Reading) -> float:
+    """The reading as a multiple of its limit, above 1 where it is violated."""
+    value = reading.value or 0.0
+    return value / reading.limit if reading.limit else math.inf if value > 0 else 0.0
+
+
 def _connected_at(session: Session) -> datetime:
     return session.connected_at
 
@@ -144,13 +174,6 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
     yield "meridian_engine_requests", [row for engine, session in engines.items() for row in _phases(engine, session)]
     for name, value in ENGINE.items():
         yield name, [((engine,), float(value(session))) for engine, session in engines.items()]
-    shadowed = [
-        ((engine, row.reason), row.saved_tokens)
-        for engine, session in engines.items()
-        for row in session.shadow.messages()
-        if row.reason
-    ]
-    yield "meridian_think_tokens_after_shadowed_end_total", shadowed
     reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}
     for name, of_report in REPORTED.items():
         yield name, [((engine,), of_report(report)) for engine, report in reports.items()]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from meridian_control.errors import MeridianError, StoredPolicyUnreadable
+from meridian_control.errors import MeridianError, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.rollout import tick
 from meridian_control.rollout_sample import Sampler
 
@@ -55,6 +56,8 @@ class Rollouts:
         self._one_at_a_time = asyncio.Lock()
         # The version that the fleet was told of; None for no active rollout.
         self._told: tuple[int, int] | None = None
+        # The newest at that time, active or not.
+        self._newest: Rollout | None = None
         # As it is driven here, since when, and when it was stored; what was measured since is in it only.
         self._driven: Rollout | None = None
         self._looked_at = self._stored_at = clock()
@@ -64,6 +67,11 @@ class Rollouts:
         """Bring to this replica's engines what the store says. Raises StoreUnavailable, StoredPolicyUnreadable."""
         async with self._one_at_a_time:
             rollout = await self.store.active()
+            self._newest = rollout
+            if rollout is None:
+                # One that is over, and that a newer version stored so that it cannot be read, is no reason to stop.
+                with suppress(StoreUnavailable):
+                    self._newest = await self.store.newest()
             policies = self.store.policies
             candidate = await policies.get(rollout.candidate_revision) if rollout is not None else None
             current = await policies.current()
@@ -71,6 +79,12 @@ class Rollouts:
             if current is not None:
                 self._fleet.set_policy(current)
             self._told = _version(rollout)
+
+    @property
+    def newest(self) -> Rollout | None:
+        """The newest rollout; where it is driven here, with what was measured last. None before there is one."""
+        driven, newest = self._driven, self._newest
+        return driven if driven and newest and newest.active and driven.rollout_id == newest.rollout_id else newest
 
     async def follow(self) -> None:
         """Look whenever another replica may have changed something, until cancelled; at once over on SQLite."""

@@ -52,12 +52,15 @@ class RolloutStore:
     async def active(self) -> Rollout | None:
         return await self._one(select(_rollouts).where(_rollouts.c.active == 1))
 
+    async def newest(self) -> Rollout | None:
+        """The one begun last, which is the active one where there is one."""
+        return await self._one(select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(1))
+
     async def get(self, rollout_id: int) -> Rollout:
-        """One rollout; for 0 the newest, which is the active one where there is one. Raises NotFound."""
-        query = select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(1)
-        if rollout_id:
-            query = query.where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
-        if (found := await self._one(query)) is None:
+        """One rollout; for 0 the newest. Raises NotFound."""
+        one = select(_rollouts).where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
+        found = await self._one(one) if rollout_id else await self.newest()
+        if found is None:
             raise NotFound(f"there is no rollout {rollout_id}" if rollout_id else "there is no rollout yet")
         return found
 

@@ -105,6 +105,9 @@ class Totals:
     settled: Counter[tuple[str, str]] = field(default_factory=Counter)
     preempted: Counter[str] = field(default_factory=Counter)
     below_cap: Counter[str] = field(default_factory=Counter)
+    # Thinking tokens of requests that a section was in shadow for; those rules would have saved, by section and reason.
+    shadow_think_tokens: Counter[str] = field(default_factory=Counter)
+    shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     staleness_steps: Histogram = field(default_factory=step_histogram)
     token_events: int = 0
     reports: int = 0
@@ -123,6 +126,8 @@ class Totals:
         self.settled += other.settled
         self.preempted += other.preempted
         self.below_cap += other.below_cap
+        self.shadow_think_tokens += other.shadow_think_tokens
+        self.shadow_saved += other.shadow_saved
         self.staleness_steps += other.staleness_steps
         for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -383,7 +388,10 @@ class Session:
         """Hold the rules in shadow against what became of the thinking in these slots, if any had a policy."""
         for slot in ended if self.policy is not None else ():
             cap = int(self.table.max_think_tokens[slot]) if self.table.cap_shadow[slot] else NO_CAP
-            self.shadow.ended(slot, int(self.table.think_tokens[slot]), self._policy_of(slot), cap)
+            think_tokens = int(self.table.think_tokens[slot])
+            for (section, reason), saved in self.shadow.ended(slot, think_tokens, self._policy_of(slot), cap).items():
+                self.totals.shadow_saved[section, reason or "any"] += saved
+                self.totals.shadow_think_tokens[section] += 0 if reason else think_tokens
 
     def _assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
         """Find the policy that holds for a request."""

@@ -75,11 +75,15 @@ class Comparison:
         """A shadowed rule would have ended the thinking in a slot here."""
         self._fired.setdefault(slot, {}).setdefault(reason, think_tokens)
 
-    def ended(self, slot: int, think_tokens: int, policy: Policy, cap: int) -> None:
+    def ended(self, slot: int, think_tokens: int, policy: Policy, cap: int) -> dict[tuple[str, str], int]:
         """Thinking really ended, for the first time. policy: what held for the request; cap: its own or shadowed hard
-        cap, negative for none."""
+        cap, negative for none.
+
+        Returns the tokens saved for each section in shadow, under the reason "", and for each of its rules that fired.
+        """
+        saved: dict[tuple[str, str], int] = {}
         if slot in self._over:
-            return
+            return saved
         self._over.add(slot)
         fired = self._fired.pop(slot, {})
         if cap >= 0:
@@ -93,8 +97,12 @@ class Comparison:
             earlier = {r: t for r, t in fired.items() if SECTIONS[r] == section and t < think_tokens}
             for reason, there in earlier.items():
                 self._saved[section, reason].add(there, think_tokens)
+                saved[section, reason] = think_tokens - there
+            first = min(earlier.values(), default=think_tokens)
+            saved[section, ""] = think_tokens - first
             if earlier:
-                self._saved[section, ""].add(min(earlier.values()), think_tokens)
+                self._saved[section, ""].add(first, think_tokens)
+        return saved
 
     def messages(self) -> list[fleet_pb2.ShadowComparison]:
         """Sections that were in shadow when thinking ended, each with the rules that fired."""

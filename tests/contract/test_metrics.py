@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
-from meridian.v1 import policy_pb2, policy_pb2_grpc
+from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from meridian_control.catalogue import CATALOGUE
+from meridian_control.metrics import of_limit
+from meridian_control.rollout import Reading
+from tests.contract.test_rollout import ALL, CANARY, starting
 from tests.contract.test_server import Process
 from tests.fakes.linked import LinkedEngine, until
 
@@ -88,6 +92,30 @@ async def test_an_engine_and_its_agent(own: Process) -> None:
     assert value(own, "meridian_engine_state", **of) == 1
     assert value(own, "meridian_engines") == 0
     assert value(own, "meridian_stream_ends_total") == 1
+
+
+async def test_a_rollout(own: Process) -> None:
+    await own.started()
+    assert value(own, "meridian_rollout_state") == 0
+    async with grpc.aio.insecure_channel(own.target) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        with LinkedEngine([own.target], "staged"):
+            await stub.StartRollout(starting(CANARY, ALL, guardrails={"degraded_engines": 2, "nacks": 0}))
+            assert value(own, "meridian_rollout_state", state="running") == 1
+            assert value(own, "meridian_rollout_state") == value(own, "meridian_rollout_step") == 1
+            assert value(own, "meridian_rollout_steps") == 2
+            await until(lambda: value(own, "meridian_rollout_engines", policy="other") == 1)
+            assert value(own, "meridian_rollout_engines") == 1
+            read = [s for s in scraped(own)["meridian_rollout_guardrail_ratio"].samples if s.value == 0]
+            assert {s.labels["guardrail"] for s in read} == {"degraded_engines", "nacks"}
+            await stub.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))
+            assert value(own, "meridian_rollout_state", state="aborted") == 1
+            assert value(own, "meridian_rollout_state", state="running") == 0
+
+
+@pytest.mark.parametrize(("reading", "limit", "ratio"), [(30.0, 40.0, 0.75), (2, 0, math.inf), (0, 0, 0.0)])
+def test_a_guardrail_beside_its_limit(reading: float, limit: float, ratio: float) -> None:
+    assert of_limit(Reading(guardrail="nacks", value=reading, limit=limit, observations=1)) == ratio
 
 
 async def test_calls(own: Process) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
+from meridian_control.fleet import Fleet
 from meridian_control.session import Totals
+from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.test_session import CALIBRATED, EARLY, stream
 
@@ -82,3 +86,36 @@ def test_totals_add_up() -> None:
     assert twice.below_cap == {key: 2 * n for key, n in once.below_cap.items()}
     assert twice.preempted == {"output": 2}
     assert twice.staleness_steps.sum == 2 * once.staleness_steps.sum > 0
+
+
+def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
+    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 600}, entropy=CALIBRATED | {"shadow": True}))
+    made.agent.eat_nats = 0.01
+    made.open("a", think=30)
+    made.step(40)
+    (eat,) = [row for row in made.session.shadow.messages() if row.reason == "eat"]
+    assert 0 < eat.saved_tokens == 30 - eat.would_end_think_tokens
+    saved = {("entropy", "any"): eat.saved_tokens, ("entropy", "eat"): eat.saved_tokens}
+    assert made.session.totals.shadow_saved == saved
+    assert made.session.totals.shadow_think_tokens == {"entropy": 30}
+    made.apply(policy(entropy=CALIBRATED))
+    assert made.session.totals.shadow_saved == saved, "unlike the comparison, it does not begin anew"
+
+
+def test_a_request_that_no_rule_in_shadow_would_have_ended_counts_as_nothing_saved() -> None:
+    made = stream(policy(entropy={"shadow": True}))
+    made.open("a", think=5)
+    made.step(10)
+    assert made.session.totals.shadow_saved == {("entropy", "any"): 0}
+    assert made.session.totals.shadow_think_tokens == {"entropy": 5}
+
+
+def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
+    fleet = Fleet(lambda: datetime(2026, 1, 1, tzinfo=UTC))
+    first = fleet.join(hello("e"))
+    first.session.totals.reports = 7
+    second = fleet.join(hello("e"))
+    second.session.totals.reports = 2
+    assert fleet.totals().reports == 9
+    fleet.leave(first, "replaced")
+    assert fleet.totals().reports == 9
