@@ -62,8 +62,8 @@ MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
 MAX_STEP_MS = 600_000
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
-# Kinds that are applied as soon as they arrive; caps and probes wait for their place.
-AT_ONCE = ("force", "plan", "tier")
+# Kinds that are applied as soon as they arrive; caps and probes wait for their place, tiers for the request's end.
+AT_ONCE = ("force", "plan")
 
 Out = list[agent_pb2.ConnectResponse]
 Among: TypeAlias = "NDArray[np.bool_] | None"

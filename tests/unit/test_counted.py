@@ -73,6 +73,15 @@ def test_the_age_of_a_decision_when_it_was_applied() -> None:
     assert staleness.counts.tolist() == [applied, *[0] * (len(staleness.counts) - 1)], "the step after its report"
 
 
+def test_the_age_of_what_waits_for_its_place_is_not_counted() -> None:
+    made = stream(policy())
+    made.open("a", think=5, answer=5)
+    made.step(40)
+    settled = made.session.totals.settled
+    assert settled["tier", "applied"] == 1, "at the end of the request"
+    assert made.session.totals.staleness_steps.counts.sum() == settled["plan", "applied"]
+
+
 def test_totals_add_up() -> None:
     made = stream(policy(scheduler=EARLY | {"max_think_tokens": 600}, entropy=CALIBRATED))
     made.open("a")
