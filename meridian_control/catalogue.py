@@ -114,7 +114,7 @@ DECISIONS = (
     _histogram(
         "meridian_decision_staleness_steps",
         (),
-        "Engine steps from the report a force, plan or tier change was taken from to the one that says it was applied.",
+        "Engine steps from the report that a force or plan was taken from to the one that says it was applied.",
         "Above a few steps: the link or the control plane is slow; see the round trip.",
     ),
     _counter(

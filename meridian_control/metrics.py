@@ -39,6 +39,12 @@ SCRAPE_TIMEOUT_S = 5.0
 MAX_ENGINE_SERIES = 500
 STATES = {number: name.removeprefix("AGENT_STATE_").lower() for name, number in agent_pb2.AgentState.items() if number}
 PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
+# Values of a label that begin at 0: of a series that begins at 1 Prometheus does not see the first.
+ENDS = ("natural", "hard_cap", "eat", "rank", "rpdi", "soft_close")
+ANSWERS = tuple(
+    f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
+)
+STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
 
 # Of every connected engine.
 ENGINE: dict[str, Callable[[Session], float]] = {
@@ -114,15 +120,15 @@ class FleetCollector(Collector):
             ("meridian_unknown_outcomes_total", totals.unknown_outcomes),
         ):
             yield name, [((), count)]
-        for name, counts in (
-            ("meridian_think_ends_total", totals.ends),
-            ("meridian_answers_total", totals.answers),
-            ("meridian_stream_ends_total", self._fleet.stream_ends),
-            ("meridian_preemptions_total", totals.preempted),
-            ("meridian_tokens_saved_against_cap_total", totals.below_cap),
-            ("meridian_shadow_think_tokens_total", totals.shadow_think_tokens),
+        for name, expected, counts in (
+            ("meridian_think_ends_total", ENDS, totals.ends),
+            ("meridian_answers_total", ANSWERS, totals.answers),
+            ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
+            ("meridian_preemptions_total", PHASES, totals.preempted),
+            ("meridian_tokens_saved_against_cap_total", (), totals.below_cap),
+            ("meridian_shadow_think_tokens_total", (), totals.shadow_think_tokens),
         ):
-            yield name, [((key,), count) for key, count in counts.items()]
+            yield name, [((key,), count) for key, count in {**dict.fromkeys(expected, 0), **counts}.items()]
         yield "meridian_tokens_saved_shadow_estimate_total", totals.shadow_saved.items()
         yield "meridian_decisions_total", [(_kind(key), count) for key, count in totals.decisions.items()]
         settled = [((*_kind(key), outcome), count) for (key, outcome), count in totals.settled.items()]
