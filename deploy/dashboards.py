@@ -134,9 +134,8 @@ FLEET = [
         ("max(meridian_engine_kv_used_ratio)", "highest"),
         ("avg(meridian_engine_kv_used_ratio)", "mean"),
     ),
-    panel(
-        "Outcomes of decisions", "ops", (total("meridian_outcomes_total", "kind", "outcome"), "{{kind}} {{outcome}}")
-    ),
+    panel("Decisions", "ops", (total("meridian_decisions_total", "kind"), "{{kind}}")),
+    panel("Outcomes of decisions", "ops", (total("meridian_outcomes_total", "outcome"), "{{outcome}}")),
     panel("Probes", "ops", (total("meridian_outcomes_total", "outcome", where=PROBES), "{{outcome}}")),
     panel("Tokens per probe", "short", (f"{total('meridian_agent_probe_tokens_total')} / {MEASURED}", "computed")),
     panel(

@@ -1,0 +1,78 @@
+"""`python -m tests.dashboards`: some five minutes; needs Debian's `prometheus`, or another one by --prometheus.
+
+Prints how many series each panel of each dashboard has; what Prometheus answered is written to panels.json. Exit status
+1 for a query that fails or has no value, whose panel is then empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from deploy.dashboards import DASHBOARDS
+from tests.dashboards.fleet import Fleet
+from tests.demo.processes import Children
+
+STEP_S, RATE_S = 2, 15
+
+
+def asked(prometheus: str, expression: str, began: float, ended: float) -> list[dict[str, Any]]:
+    """The series of a query, as Grafana asks for them. Raises HTTPError."""
+    for name, value in (("$__rate_interval", f"{RATE_S}s"), ("$engine", ".*")):
+        expression = expression.replace(name, value)
+    query = urllib.parse.urlencode({"query": expression, "start": began, "end": ended, "step": STEP_S})
+    with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{query}", timeout=30) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    return found
+
+
+def panels(prometheus: str, began: float, ended: float) -> list[dict[str, Any]]:
+    """Dashboard, panel and, for each of its queries, what Prometheus answered."""
+    return [
+        {
+            "dashboard": name,
+            "panel": panel,
+            "results": [asked(prometheus, target["expr"], began, ended) for target in panel["targets"]],
+        }
+        for name, content in DASHBOARDS.items()
+        for panel in content["panels"]
+    ]
+
+
+async def run(folder: Path, prometheus: str, stretch_s: float) -> int:
+    children = Children(folder)
+    try:
+        fleet = Fleet(folder, prometheus, children)
+        await fleet.start()
+        began, ended = await fleet.live(stretch_s)
+        shown = await asyncio.to_thread(panels, fleet.prometheus, began, ended)
+    finally:
+        children.stop()
+    (folder / "panels.json").write_text(json.dumps({"began": began, "ended": ended, "panels": shown}))
+    empty = 0
+    for each in shown:
+        counts = [len(series) for series in each["results"]]
+        empty += counts.count(0)
+        print(f"{each['dashboard']:8} {each['panel']['title']:50} {' '.join(map(str, counts))}")
+    print(f"{len(shown)} panels, {sum(len(each['results']) for each in shown)} queries, {empty} without a value")
+    return 1 if empty else 0
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(prog="python -m tests.dashboards", description=__doc__)
+    p.add_argument("--prometheus", default="prometheus", help="its program")
+    p.add_argument("--stretch", type=float, default=40.0, help="seconds between two things that happen")
+    p.add_argument("--output", type=Path, default=Path("build/dashboards"), help="folder for logs and panels.json")
+    args = p.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(run(args.output.resolve(), args.prometheus, args.stretch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
