@@ -1,27 +1,37 @@
-"""What the decision log costs a session: `python -m tests.bench.decision_log`.
+"""What the decision log and traces cost a session: `python -m tests.bench.decision_log`.
 
 Protocol: one recorded stream (64 requests at once, 1,000 steps of a fake engine, each request thinks 50 to 800 tokens
 and answers up to 100, EAT probes every 64 tokens, all rules on), given to a new session with its recorded times, over
-and over: once with the log, once without, taking turns, 15 of each after one of each to warm up. Process time of the
-session's own work; messages are parsed before. The ratio is taken of each pair, and its median reported. The last line
-is JSON.
+and over: without the log, with it, with it and traces of 1 % of the requests, and of all, taking turns in changing
+order, 15 of each after one of each to warm up. Process time of the session's own work and, with traces, of the SDK's
+thread up to the last span's export, to a collector in another process; messages are parsed before. Ratios are taken
+within each turn, and their medians reported. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
 from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.session import Session
+from meridian_control.tracing import Tracing
+from tests.contract.test_tracing import Collector
 from tests.fakes.tables import policy
 from tests.unit.test_session import NOW, Stream
 
-AT_ONCE, STEPS, PAIRS = 64, 1000, 15
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+AT_ONCE, STEPS, TURNS = 64, 1000, 15
+WITHOUT, LOG, SOME, ALL = "without", "log", "traces of 1 %", "traces of all"
+RATIOS = {SOME: 0.01, ALL: 1.0}
 POLICY = policy(entropy={"shadow": True, "rank_conditions": [{"max_ranks": [5, 5]}]})
 
 
@@ -38,35 +48,56 @@ def recorded() -> Stream:
     return made
 
 
-def seconds(made: Stream, log: DecisionLog | None) -> float:
+def seconds(made: Stream, arm: str, endpoint: str) -> float:
     """Process time of the whole stream."""
-    journal = Journal(log, "engine", "1", "s", NOW) if log is not None else None
-    session = Session("s", made.hello, NOW, journal)
+    tracing = Tracing(endpoint, RATIOS[arm]) if arm in RATIOS else None
+    log = DecisionLog(ended=tracing.over) if tracing is not None else DecisionLog()
+    session = Session("s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None)
     begun = time.process_time()
     for now, message in made.trace:
         if isinstance(message, agent_pb2.ConnectRequest):
             session.on_message(message, now)
         else:
             session.on_policy(*message)
+    if tracing is not None:
+        tracing.stop()
     return time.process_time() - begun
 
 
+def collect(pipe: Connection) -> None:
+    """A collector until the pipe says so; says its port first, and in the end how many spans it has."""
+    collector = Collector()
+    pipe.send(collector.port)
+    pipe.recv()
+    pipe.send(len(collector.spans))
+
+
 def main() -> int:
-    made = recorded()
-    pairs = []
-    for pair in range(PAIRS + 1):
-        order = (True, False) if pair % 2 else (False, True)
-        took = {with_log: seconds(made, DecisionLog() if with_log else None) for with_log in order}
-        if pair:
-            pairs.append((took[True], took[False]))
-    totals = made.session.totals
-    with_log, without = (totals.token_events / statistics.median(side) for side in zip(*pairs, strict=True))
-    ratio = statistics.median(one / other for one, other in pairs)
+    made, turns = recorded(), list[dict[str, float]]()
+    pipe, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=collect, args=(other,))
+    process.start()
+    endpoint = f"127.0.0.1:{pipe.recv()}"
+    arms = [WITHOUT, LOG, SOME, ALL]
+    for turn in range(TURNS + 1):
+        order = arms[turn % 4 :] + arms[: turn % 4]
+        turns.append({arm: seconds(made, arm, endpoint) for arm in order})
+    pipe.send("")
+    spans = pipe.recv()
+    process.join()
+    totals, turns = made.session.totals, turns[1:]
     decisions = sum(totals.decisions.values()) - totals.decisions["plan"]
     print(f"{totals.token_events} tokens, {totals.requests} requests, {decisions} decisions about them")
-    print(f"token events per second: {with_log:,.0f} with the log, {without:,.0f} without; time ratio {ratio:.3f}")
-    figures = {"with_log": round(with_log), "without": round(without), "time_ratio": round(ratio, 3)}
-    print(json.dumps(figures | {"decisions": decisions, "token_events": totals.token_events}))
+    figures = {}
+    for arm in arms:
+        per_s = totals.token_events / statistics.median(turn[arm] for turn in turns)
+        ratios = [statistics.median(turn[arm] / turn[base] for turn in turns) for base in (WITHOUT, LOG)]
+        print(
+            f"{arm:14} {per_s:9,.0f} token events per second; time {ratios[0]:.3f} of without, {ratios[1]:.3f} of log"
+        )
+        figures[arm] = {"per_second": round(per_s), "of_without": round(ratios[0], 3), "of_log": round(ratios[1], 3)}
+    print(f"{spans} spans arrived")
+    print(json.dumps(figures | {"decisions": decisions, "token_events": totals.token_events, "spans": spans}))
     return 0
 
 
