@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine import ENGINE_ARGS
 from tests.engine.policies import NEUTRAL
-from tests.processes import ENGINE_ENV, Control, Process
+from tests.processes import ENGINE_ENV, Control, Process, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ def stock_process(folder: Path) -> Iterator[Process]:
 
 @pytest.fixture(scope="session")
 def control(folder: Path) -> Iterator[Control]:
-    control = Control(folder)
+    control = Control(folder, options=["--metrics-listen", f"127.0.0.1:{free_port()}"])
     yield control
     control.process.stop()
 

@@ -1,0 +1,71 @@
+"""What a real engine makes of every metric in the catalogue, as it is scraped from the control plane."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from vllm import SamplingParams
+
+from meridian_control.catalogue import AGENTS, CATALOGUE, ENGINES
+from tests.engine import cases, chat, paced
+from tests.engine.policies import CONVERGED, DENSE
+from tests.engine.test_pressure import pressure
+
+if TYPE_CHECKING:
+    from tests.processes import Control
+
+SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
+# What an engine that is well, with budgets that follow it, leaves at 0.
+QUIET = {
+    "meridian_policy_nacks_total",
+    "meridian_unknown_outcomes_total",
+    "meridian_stream_ends_total",
+    "meridian_agent_output_critical_total",
+    "meridian_agent_reports_dropped_total",
+    "meridian_agent_think_skips_total",
+}
+
+
+def scraped(control: Control) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The sum of each metric's samples (of a histogram, its observations), and of each with an engine its samples."""
+    with urllib.request.urlopen(f"http://{control.options[-1]}/metrics", timeout=5) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    sums, engines = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        for sample in family.samples:
+            if sample.name in (name, f"{name}_count"):
+                sums[name] += sample.value
+                if "engine" in sample.labels:
+                    engines[name]["/".join(sample.labels.values())] = sample.value
+    return sums, engines
+
+
+def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Control) -> None:
+    before, _ = scraped(control)
+    control.apply(DENSE)
+    thinking, _ = pressure(llm, agent, control)
+    sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=400)
+    control.apply(SHADOWED)
+    paced(llm, cases(), sampled)
+    control.apply(CONVERGED)
+    paced(llm, cases(), sampled)
+    chat(llm, cases()[:1], sampled)
+    control.settled()
+    after, engines = scraped(control)
+    grown = {name for name, entry in CATALOGUE.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}
+    wanted = {n for n, entry in CATALOGUE.items() if entry.kind != "gauge" and not n.startswith("grpc_server_handl")}
+    assert grown | QUIET >= wanted
+    assert after["meridian_preemptions_total"] - before["meridian_preemptions_total"] == thinking > 0
+    for entry in (*ENGINES, *AGENTS):
+        assert engines[entry.name], entry.name
+    one = {name: next(iter(samples.values())) for name, samples in engines.items()}
+    assert one["meridian_engine_revision"] == one["meridian_engine_wanted_revision"] > 0
+    assert 0 <= one["meridian_engine_kv_used_ratio"] <= 1
+    assert 0 < one["meridian_agent_round_trip_seconds"] < 10
+    assert 0 < one["meridian_engine_step_seconds"] < 10
+    assert one["meridian_agent_seconds_total"] < one["meridian_agent_scheduler_seconds_total"] * 2
+    assert after["meridian_tokens_saved_shadow_estimate_total"] <= 2 * after["meridian_shadow_think_tokens_total"]
