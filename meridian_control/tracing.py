@@ -59,13 +59,11 @@ class Tracing:
         if end is None:
             return
         parent = self._propagator.extract({"traceparent": opened.traceparent}) if opened.traceparent else None
-        span = self._tracer.start_span(
-            "meridian.request",
-            parent,
-            trace.SpanKind.INTERNAL,
-            dict(_attributes(life)),
-            start_time=_ns(life.open_time),
-        )
+        span = self._tracer.start_span("meridian.request", parent, start_time=_ns(life.open_time))
+        if not span.is_recording():
+            # Most are not sampled, and nothing below would be kept.
+            return
+        span.set_attributes(dict(_attributes(life)))
         within = trace.set_span_in_context(span)
         for name, begin, until, tokens in phases(life):
             child = self._tracer.start_span(f"meridian.{name}", within, start_time=_ns(begin))

@@ -4,7 +4,8 @@ Protocol: one recorded stream (64 requests at once, 1,000 steps of a fake engine
 and answers up to 100, EAT probes every 64 tokens, all rules on), given to a new session with its recorded times, over
 and over: without the log, with it, with it and traces of 1 % of the requests, and of all, taking turns in changing
 order, 15 of each after one of each to warm up. Process time of the session's own work and, with traces, of the SDK's
-thread up to the last span's export, to a collector in another process; messages are parsed before. Ratios are taken
+thread up to the last span's export, to a collector in another process; messages are parsed and the collector is
+connected to before. Ratios are taken
 within each turn, and their medians reported. The last line is JSON.
 """
 
@@ -48,9 +49,8 @@ def recorded() -> Stream:
     return made
 
 
-def seconds(made: Stream, arm: str, endpoint: str) -> float:
+def seconds(made: Stream, arm: str, tracing: Tracing | None) -> float:
     """Process time of the whole stream."""
-    tracing = Tracing(endpoint, RATIOS[arm]) if arm in RATIOS else None
     log = DecisionLog(ended=tracing.over) if tracing is not None else DecisionLog()
     session = Session("s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None)
     begun = time.process_time()
@@ -60,7 +60,7 @@ def seconds(made: Stream, arm: str, endpoint: str) -> float:
         else:
             session.on_policy(*message)
     if tracing is not None:
-        tracing.stop()
+        tracing._provider.force_flush()
     return time.process_time() - begun
 
 
@@ -69,6 +69,7 @@ def collect(pipe: Connection) -> None:
     collector = Collector()
     pipe.send(collector.port)
     pipe.recv()
+    collector.server.stop(None).wait()
     pipe.send(len(collector.spans))
 
 
@@ -79,9 +80,12 @@ def main() -> int:
     process.start()
     endpoint = f"127.0.0.1:{pipe.recv()}"
     arms = [WITHOUT, LOG, SOME, ALL]
+    tracings = {arm: Tracing(endpoint, ratio) for arm, ratio in RATIOS.items()}
     for turn in range(TURNS + 1):
         order = arms[turn % 4 :] + arms[: turn % 4]
-        turns.append({arm: seconds(made, arm, endpoint) for arm in order})
+        turns.append({arm: seconds(made, arm, tracings.get(arm)) for arm in order})
+    for tracing in tracings.values():
+        tracing.stop()
     pipe.send("")
     spans = pipe.recv()
     process.join()
