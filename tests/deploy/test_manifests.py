@@ -73,6 +73,21 @@ def test_a_file_fits_the_schemas(path: Path) -> None:
         check(thing)
 
 
+def test_pods_in_the_examples_of_others_resources_fit_the_schemas() -> None:
+    """For KServe's and the production stack's own fields there is no schema here; the pods within are Kubernetes'."""
+    predictor = yaml.safe_load((KUBERNETES / "examples/kserve.yaml").read_text())["spec"]["predictor"]
+    values = yaml.safe_load((KUBERNETES / "examples/production-stack.yaml").read_text())["servingEngineSpec"]
+    (model,) = values["modelSpec"]
+    container = {"name": "vllm", "image": "vllm", "env": model["env"], "volumeMounts": model["extraVolumeMounts"]}
+    for labels, spec in (
+        (predictor["labels"], {name: part for name, part in predictor.items() if name != "labels"}),
+        (values["labels"], {"containers": [container], "volumes": model["extraVolumes"]}),
+    ):
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", "labels": labels}, "spec": spec})
+        mounted = {mount["name"] for of in spec["containers"] for mount in of["volumeMounts"]}
+        assert mounted <= {volume["name"] for volume in spec["volumes"]}
+
+
 @pytest.mark.parametrize(
     "thing",
     [
