@@ -49,6 +49,13 @@ def quantiles(metric: str) -> list[tuple[str, str]]:
     return [(f"histogram_quantile({q}, {rate})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
 
 
+def states(where: str = "") -> str:
+    """Engines by the state of their agent. One that has moved is stale at the replica that it left, too."""
+    metric = "max by (engine, state) (meridian_engine_state{%s}) == 1"
+    ready, others = (metric % f'{where}state{test}"ready"' for test in ("=", "!="))
+    return f"count by (state) ({ready} or ({others} unless on (engine) {ready}))"
+
+
 def _by(labels: tuple[str, ...]) -> str:
     return f" by ({', '.join(labels)}) " if labels else ""
 
@@ -78,7 +85,7 @@ SHADOWED = total("meridian_tokens_saved_shadow_estimate_total", "section", where
 MEASURED = total("meridian_outcomes_total", where=PROBES + ',outcome="applied"')
 
 FLEET = [
-    panel("Engines", "short", ("sum(meridian_engines)", "connected")),
+    panel("Engines by state", "short", (states(), "{{state}}"), stacked=True),
     panel(
         "Requests",
         "short",
@@ -178,12 +185,7 @@ def rate(metric: str) -> tuple[str, str]:
 
 
 ENGINE = [
-    panel(
-        "Engines by state",
-        "short",
-        (f"sum by (state) (max by (engine, state) (meridian_engine_state{{{ONE}}})) > 0", "{{state}}"),
-        stacked=True,
-    ),
+    panel("Engines by state", "short", (states(ONE + ","), "{{state}}"), stacked=True),
     panel(
         "Policy revision",
         "none",
