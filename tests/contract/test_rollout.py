@@ -45,7 +45,7 @@ class Engine(LinkedEngine):
 
     def __init__(self, control: Control | Process, engine_id: str, pool: str) -> None:
         super().__init__([control.target], engine_id)
-        self.labels = {"pool": pool}
+        self.control, self.labels = control, {"pool": pool}
 
     def hello(self) -> agent_pb2.Hello:
         return hello(self.engine_id, revision=self.link.revision, labels=self.labels)
@@ -60,7 +60,10 @@ class Engine(LinkedEngine):
         assert given == sorted(given)
 
     async def has(self, revision: int) -> None:
+        """It has applied the revision and, where the control plane can be asked, that has heard of it."""
         await until(lambda: self.link.revision == revision)
+        if isinstance(control := self.control, Control):
+            await until(lambda: control.knows(self.engine_id, revision))
 
 
 class Control:
@@ -126,6 +129,9 @@ class Control:
         engine.take_inbox()
         engine.send(engine.engine.run(wanted))
         await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
+
+    def knows(self, engine_id: str, revision: int) -> bool:
+        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.engines())
 
     def seen_step(self, engine_id: str) -> int:
         return max((e.step for e in self.fleet.engines() if e.engine_id == engine_id), default=0)
