@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 import pytest
 
+from meridian_control.errors import StoreUnavailable
 from meridian_control.freezes import Match
 from meridian_control.rollout import By
 from meridian_control.rollout_driver import STORE_S, Rollouts
 from meridian_control.rollout_plan import Plan
 from meridian_control.rollout_store import RolloutStore
 from meridian_control.status_page import FILES, MAX_VIEWERS, StatusPage
+from meridian_control.store import PolicyStore
 from meridian_control.whole_fleet import WholeFleet
 from tests.contract.test_stream import Control, controlling, utc_now
 from tests.contract.test_why import one_life
@@ -91,6 +93,21 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
         assert life["events"][0]["kind"] == "opened"
         async with session.get(f"{address}/request", params={"id": "nobody"}) as missing:
             assert (missing.status, "nobody" in (await missing.json())["error"]) == (404, True)
+
+
+async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+        with LinkedEngine([control.target]):
+            await until(lambda: control.fleet.connections)
+
+            async def away(*_: object) -> None:
+                raise StoreUnavailable("policy store: connection refused")
+
+            monkeypatch.setattr(PolicyStore, "history", away)
+            told = await first_event(session, address)
+        assert [engine["id"] for engine in told["engines"]] == ["engine"]
+        assert "revisions" not in told
+        assert "connection refused" in told["store_trouble"]
 
 
 async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
