@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import fleet_pb2
 from rich.table import Table
 
 from meridian_control.console import add, new_table
+from meridian_control.words import outcome_name, phase_name, state_name
 
 
 def engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
@@ -22,7 +23,7 @@ def _engine_state(engine: fleet_pb2.Engine) -> str:
         return f"fault: {engine.fault}"
     state = fleet_pb2.ConnectionState.Name(engine.state).removeprefix("CONNECTION_STATE_").lower()
     if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED:
-        return f"{state}, {agent_pb2.AgentState.Name(engine.agent_state).removeprefix('AGENT_STATE_').lower()}"
+        return f"{state}, {state_name(engine.agent_state)}"
     if not engine.HasField("freeze"):
         return state
     if not engine.freeze.confirmed:
@@ -37,9 +38,9 @@ def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:
         "engine", "request", "phase", "think", "output", "entropy", "EAT", "RPDI", "rank", "last decision"
     )
     for r in rows:
-        phase = agent_pb2.Phase.Name(r.phase).removeprefix("PHASE_").lower() + (" preempted" if r.preempted else "")
+        phase = phase_name(r.phase) + (" preempted" if r.preempted else "")
         signals = (f"{value:.3g}" for value in (r.entropy_nats, r.eat_ema_nats, r.rpdi))
-        outcome = agent_pb2.Outcome.Name(r.last_decision.outcome).removeprefix("OUTCOME_").lower()
+        outcome = outcome_name(r.last_decision.outcome)
         last = f"{r.last_decision.kind} {r.last_decision.reason} {outcome}" if r.last_decision.kind else ""
         add(shown, r.engine_id, r.request_id, phase, r.think_tokens, r.output_tokens, *signals, r.rank, last)
     return shown

@@ -24,9 +24,9 @@ from meridian_control.console import (
     show_value,
     warn_unreachable,
 )
+from meridian_control.words import outcome_name
 
 InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
-OUTCOMES = {number: name.removeprefix("OUTCOME_").lower() for name, number in agent_pb2.Outcome.items()}
 Engine = Annotated[str, typer.Option(help="Only this engine's.")]
 
 
@@ -164,7 +164,7 @@ def _why(d: fleet_pb2.LoggedDecision) -> str:
 def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> str:
     if not d.outcome:
         return "open"
-    text = OUTCOMES.get(d.outcome, f"outcome {d.outcome}")
+    text = outcome_name(d.outcome)
     if d.HasField("measured_eat_nats"):
         text += f", EAT {d.measured_eat_nats:.4g}"
     if d.outcome_think_tokens:

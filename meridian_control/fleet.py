@@ -20,7 +20,9 @@ from meridian_control.fields import Subject
 from meridian_control.policy import Who
 from meridian_control.recording import Recording, down_record, freeze_records, hello_record, policy_record, up_record
 from meridian_control.rollout import Rollout, revision_of
-from meridian_control.session import Session, Totals
+from meridian_control.session import Session
+from meridian_control.totals import Totals
+from meridian_control.views import engine_view, request_views
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -255,7 +257,7 @@ class Fleet:
         session.close(now)
         self.closed_totals.add(session.totals)
         self.count_end(reason)
-        self.departed[session.hello.engine_id] = Departed(now, session.engine(connected=False), session.lease_s)
+        self.departed[session.hello.engine_id] = Departed(now, engine_view(session, connected=False), session.lease_s)
         for engine_id, gone in list(self.departed.items()):
             if (now - gone.time).total_seconds() > FORGET_AFTER_S:
                 del self.departed[engine_id]
@@ -351,7 +353,7 @@ class Fleet:
         return total
 
     def engines(self) -> list[fleet_pb2.Engine]:
-        live = [c.session.engine(connected=True) for c in self.connections]
+        live = [engine_view(c.session, connected=True) for c in self.connections]
         ids = {e.engine_id for e in live}
         now = self.clock()
         gone = [engine.view(now) for engine_id, engine in self.departed.items() if engine_id not in ids]
@@ -359,7 +361,7 @@ class Fleet:
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
-        found = [request for session in sessions for request in session.requests()]
+        found = [request for session in sessions for request in request_views(session)]
         return sorted(found, key=lambda r: (r.engine_id, r.request_id))
 
     def subject(self, engine_id: str, request_id: str) -> Subject:

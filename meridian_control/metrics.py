@@ -11,11 +11,10 @@ import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from meridian.v1 import agent_pb2
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from meridian_control import __version__
+from meridian_control import __version__, words
 from meridian_control.catalogue import CATALOGUE
 from meridian_control.requests import OUTPUT, PROMPT, THINK
 from meridian_control.rollout import State
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
 
+    from meridian.v1 import agent_pb2
     from prometheus_client.core import Metric
 
     from meridian_control.fleet import Fleet
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SCRAPE_TIMEOUT_S = 5.0
 # Engines with series of their own; the others are in what is counted over the fleet.
 MAX_ENGINE_SERIES = 500
-STATES = {number: name.removeprefix("AGENT_STATE_").lower() for name, number in agent_pb2.AgentState.items() if number}
+STATES = {number: name for number, name in words.STATES.items() if number}
 PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
 # Values of a label that begin at 0: of a series that begins at 1 Prometheus does not see the first.
 ENDS = ("natural", "hard_cap", "eat", "rank", "rpdi", "soft_close")

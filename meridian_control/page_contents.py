@@ -17,7 +17,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__, why
 from meridian_control.errors import StoreUnavailable
-from meridian_control.session import outcome_name
+from meridian_control.words import outcome_name, phase_name, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -131,7 +131,7 @@ def condition(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: date
         return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
     if not engine.acked_revision:
         return Condition("connected", "has not taken a policy yet", "warn")
-    return Condition(state_name(engine.agent_state))
+    return Condition(state_name(engine.agent_state) if engine.agent_state else "connected")
 
 
 def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
@@ -161,11 +161,6 @@ def lasting(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
-def state_name(state: agent_pb2.AgentState.ValueType) -> str:
-    name = agent_pb2.AgentState.Name(state).removeprefix("AGENT_STATE_").lower()
-    return "connected" if name == "unspecified" else name
 
 
 def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> dict[str, Any]:
@@ -213,7 +208,7 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "id": request.request_id,
         "engine": request.engine_id,
         "tenant": request.tenant,
-        "phase": agent_pb2.Phase.Name(request.phase).removeprefix("PHASE_").lower(),
+        "phase": phase_name(request.phase),
         "preempted": request.preempted,
         "think_tokens": request.think_tokens,
         "output_tokens": request.output_tokens,

@@ -19,7 +19,8 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control import policy as schema
 from meridian_control.recording import given_freezes
 from meridian_control.requests import FLAG_BOUNDARY, FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, THINK
-from meridian_control.session import Session, reason_name
+from meridian_control.session import Session
+from meridian_control.words import reason_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

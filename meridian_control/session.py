@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import agent_pb2
 
 from meridian_control import capabilities, dispatch, eviction, termination
 from meridian_control.errors import InvalidRequest
-from meridian_control.histogram import Histogram, step_histogram, time_histogram, token_histogram
 from meridian_control.policy import ModelPolicy, Policy, Who
 from meridian_control.requests import (
     FLAG_BY_CAP,
@@ -25,13 +24,14 @@ from meridian_control.requests import (
     FLAG_FORCED,
     MAX_SLOTS,
     NO_CAP,
-    OUTPUT,
     THINK,
     UNTOLD,
     RequestTable,
 )
 from meridian_control.shadow import Comparison
-from meridian_control.signals import add_eat_sample, rpdi
+from meridian_control.signals import add_eat_sample
+from meridian_control.totals import Totals
+from meridian_control.words import how, outcome_name, phase_name, reason_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,50 +87,6 @@ class Decision:
     @property
     def counted_as(self) -> str:
         return f"force/{self.reason}" if self.kind == "force" else self.kind
-
-
-@dataclass(slots=True)
-class Totals:
-    """What a session counted; sums over sessions are the fleet's counters."""
-
-    decisions: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    ends: Counter[str] = field(default_factory=Counter)
-    answers: Counter[str] = field(default_factory=Counter)
-    # Seconds, seconds, tokens; what they measure is said in fleet.proto.
-    output_itl: Histogram = field(default_factory=time_histogram)
-    ttot: Histogram = field(default_factory=time_histogram)
-    think_tokens: Histogram = field(default_factory=token_histogram)
-    # Outcomes by what was decided, preemptions by phase, thinking tokens left to the cap at a rule's end by reason.
-    settled: Counter[tuple[str, str]] = field(default_factory=Counter)
-    preempted: Counter[str] = field(default_factory=Counter)
-    below_cap: Counter[str] = field(default_factory=Counter)
-    # Thinking tokens of requests that a section was in shadow for; those rules would have saved, by section and reason.
-    shadow_think_tokens: Counter[str] = field(default_factory=Counter)
-    shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
-    staleness_steps: Histogram = field(default_factory=step_histogram)
-    token_events: int = 0
-    reports: int = 0
-    requests: int = 0
-    unknown_outcomes: int = 0
-    nacks: int = 0
-
-    def add(self, other: Totals) -> None:
-        self.decisions += other.decisions
-        self.outcomes += other.outcomes
-        self.ends += other.ends
-        self.answers += other.answers
-        self.output_itl += other.output_itl
-        self.ttot += other.ttot
-        self.think_tokens += other.think_tokens
-        self.settled += other.settled
-        self.preempted += other.preempted
-        self.below_cap += other.below_cap
-        self.shadow_think_tokens += other.shadow_think_tokens
-        self.shadow_saved += other.shadow_saved
-        self.staleness_steps += other.staleness_steps
-        for name in ("token_events", "reports", "requests", "unknown_outcomes", "nacks"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class Session:
@@ -356,7 +312,7 @@ class Session:
         for slot in report.preempted:
             if table.holds(slot):
                 table.preempted[slot] = True
-                self.totals.preempted[phase_name(agent_pb2.Phase.ValueType(int(table.phase[slot])))] += 1
+                self.totals.preempted[phase_name(int(table.phase[slot]))] += 1
         for slot in report.resumed:
             if table.holds(slot):
                 table.preempted[slot] = False
@@ -503,7 +459,7 @@ class Session:
             if flags[row] & FLAG_BY_CAP:
                 reason = "hard_cap"
             elif flags[row] & FLAG_FORCED and table.holds(slot):
-                reason = reason_name(agent_pb2.ForceReason.ValueType(int(table.end_decided[slot])))
+                reason = reason_name(int(table.end_decided[slot]))
                 if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
                     left = table.max_think_tokens[slot] - table.think_tokens[slot]
                     self.totals.below_cap[reason] += max(0, int(left))
@@ -656,108 +612,3 @@ class Session:
             self.last_decision[slot] = made
         self.totals.decisions[made.counted_as] += 1
         return made.decision_id
-
-    # ------------------------------------------------------------------------------------------------ what can be seen
-
-    def engine(self, connected: bool) -> fleet_pb2.Engine:
-        """This engine as FleetService shows it."""
-        hello, report, table = self.hello, self.last_report, self.table
-        running = table.live & ~table.preempted
-        state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
-        view = fleet_pb2.Engine(
-            engine_id=hello.engine_id,
-            incarnation=hello.incarnation,
-            model=hello.model,
-            vllm_version=hello.vllm_version,
-            agent_version=hello.agent_version,
-            state=state,
-            revision=self.revision,
-            acked_revision=self.acked_revision,
-            nack_error=self.nack_error,
-            fault=hello.fault,
-            thinking=int((running & (table.phase == THINK)).sum()),
-            answering=int((running & (table.phase == OUTPUT)).sum()),
-            token_events=self.totals.token_events,
-            decisions=self.totals.decisions,
-            outcomes=self.totals.outcomes,
-            ends=self.totals.ends,
-            answers=self.totals.answers,
-            output_itl=self.totals.output_itl.message(),
-            ttot=self.totals.ttot.message(),
-            think_tokens=self.totals.think_tokens.message(),
-            open_decisions=len(self.open_decisions),
-            capabilities=hello.capabilities,
-            agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else self.agent_state,
-            shadow=self.shadow.messages(),
-        )
-        if self.freezes or self.frozen:
-            view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in self.freezes)
-            view.freeze.confirmed = self.freeze_confirmed
-            if not self.frozen_locally and self.freezes:
-                view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in self.freezes))
-        view.connect_time.FromDatetime(self.connected_at)
-        if report is not None and self.reported_at is not None:
-            view.report_time.FromDatetime(self.reported_at)
-            view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
-            view.running, view.waiting = report.running, report.waiting
-            view.counters.CopyFrom(report.counters)
-        return view
-
-    def requests(self) -> list[fleet_pb2.LiveRequest]:
-        """The live requests as FleetService shows them."""
-        table = self.table
-        ratio = rpdi(table)
-        return [self._request(table, slot, info, float(ratio[slot])) for slot, info in table.requests()]
-
-    def _request(
-        self, table: RequestTable, slot: int, info: agent_pb2.RequestOpened, ratio: float
-    ) -> fleet_pb2.LiveRequest:
-        view = fleet_pb2.LiveRequest(
-            engine_id=self.hello.engine_id,
-            slot=slot,
-            request_id=info.request_id,
-            model=info.model,
-            tenant=info.tenant,
-            slo_class=info.slo_class,
-            phase=int(table.phase[slot]),  # type: ignore[arg-type]
-            prompt_tokens=info.prompt_tokens,
-            think_tokens=max(0, int(table.think_tokens[slot])),
-            output_tokens=max(0, int(table.output_tokens[slot])),
-            preempted=bool(table.preempted[slot]),
-            entropy_nats=table.entropy_nats[slot],
-            end_rank=int(table.end_rank[slot]),
-            end_logprob_nats=table.end_logprob_nats[slot],
-            rpdi=ratio,
-            eat_nats=table.eat_nats[slot],
-            eat_ema_nats=table.eat_ema_nats[slot],
-            eat_ema_variance=table.eat_ema_variance[slot],
-            rank=max(0, int(table.rank[slot])),
-            tier=int(table.tier[slot]),  # type: ignore[arg-type]
-            max_think_tokens=max(0, int(table.max_think_tokens[slot])),
-        )
-        if decision := self.last_decision.get(slot):
-            view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
-            view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
-        return view
-
-
-def how(forced: bool) -> str:
-    return "forced" if forced else "natural"
-
-
-def outcome_name(outcome: agent_pb2.Outcome.ValueType) -> str:
-    """The outcome as labels and maps write it, for example `ended_naturally`."""
-    return _short(agent_pb2.Outcome, outcome, "OUTCOME_")
-
-
-def reason_name(reason: agent_pb2.ForceReason.ValueType) -> str:
-    return _short(agent_pb2.ForceReason, reason, "FORCE_REASON_")
-
-
-def phase_name(phase: agent_pb2.Phase.ValueType) -> str:
-    return _short(agent_pb2.Phase, phase, "PHASE_")
-
-
-def _short(enum: object, value: int, prefix: str) -> str:
-    names: dict[int, str] = {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
-    return names.get(value, f"{prefix}UNKNOWN").removeprefix(prefix).lower()

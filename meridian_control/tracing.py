@@ -20,7 +20,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from meridian_control import __version__
 from meridian_control.decision_log import Logged
-from meridian_control.session import ENDING, outcome_name
+from meridian_control.session import ENDING
+from meridian_control.words import outcome_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

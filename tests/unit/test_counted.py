@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from meridian_control.fleet import Fleet
-from meridian_control.session import Totals
+from meridian_control.totals import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.test_session import CALIBRATED, EARLY, stream

@@ -17,6 +17,7 @@ from meridian_control.errors import InvalidRequest, NotFound
 from meridian_control.explain import explain_request, list_decisions, newest_life, page_of
 from meridian_control.request_ids import sampled
 from meridian_control.session import Session
+from meridian_control.views import request_views
 from tests.fakes.agent import StreamChecker
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
@@ -25,7 +26,7 @@ from tests.unit.test_session import CALIBRATED, EARLY, NOW, Stream, stream
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
     request = fleet_pb2.ExplainRequestRequest(request_id=request_id, engine_id=engine_id)
-    return explain_request(made.log, made.session.requests(), request).life
+    return explain_request(made.log, request_views(made.session), request).life
 
 
 def kinds(told: fleet_pb2.RequestLife) -> list[str]:
@@ -265,7 +266,7 @@ def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     made.now += timedelta(seconds=1)
     again = reconnected(made)
     again.step(3)
-    after = explain_request(made.log, again.session.requests(), request)
+    after = explain_request(made.log, request_views(again.session), request)
     told = newest_life([after, before])
     assert kinds(told.life) == ["opened", "cap hard_cap", "stream_lost", "opened", "cap hard_cap"]
     assert not told.life.joined_late

@@ -21,7 +21,10 @@ from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT, MAX_SLOTS, THINK
-from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session, Totals, outcome_name
+from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session
+from meridian_control.totals import Totals
+from meridian_control.views import engine_view, request_views
+from meridian_control.words import outcome_name
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
@@ -265,7 +268,7 @@ def test_latencies_and_thinking_are_counted_per_engine() -> None:
     made = stream(policy(scheduler=EARLY))
     made.open("a", think=40, answer=11)
     made.step(60, then_ms=20.0)
-    engine = made.session.engine(connected=True)
+    engine = engine_view(made.session, connected=True)
     bucket = TIME_BOUNDS_S.index(0.02)
     assert (sum(engine.output_itl.counts), engine.output_itl.counts[bucket]) == (10, 10)
     assert (sum(engine.ttot.counts), engine.ttot.counts[bucket]) == (1, 1)
@@ -542,7 +545,7 @@ def test_a_faulted_agent_is_left_alone() -> None:
     made = stream(hello_fields={"fault": "before_schedule: KeyError: 3"})
     made.open("a")
     assert not made.step(5).ListFields()
-    assert made.session.engine(connected=True).fault == "before_schedule: KeyError: 3"
+    assert engine_view(made.session, connected=True).fault == "before_schedule: KeyError: 3"
 
 
 # ---------------------------------------------------------------------------------------------------- policy changes
@@ -636,8 +639,8 @@ def test_a_snapshot_replaces_the_table() -> None:
     made.agent.say(snapshot=made.agent.snapshot())
     (response,) = made.pump()
     assert [(c.slot, c.max_think_tokens) for c in response.directives.caps] == [(0, 900)]
-    assert [r.request_id for r in made.session.requests()] == ["a"]
-    assert made.session.requests()[0].think_tokens == 3
+    assert [r.request_id for r in request_views(made.session)] == ["a"]
+    assert request_views(made.session)[0].think_tokens == 3
     assert response.directives.step == made.agent.engine.step
     made.step()
     assert made.balanced()
@@ -663,11 +666,11 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     made.step()
     snapshot = agent_pb2.Snapshot(step=9, requests=[agent_pb2.RequestOpened(slot=0, request_id="b")])
     (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
-    (view,) = made.session.requests()
+    (view,) = request_views(made.session)
     assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
     faulted = Session("s", hello(fault="x"), NOW)
     faulted.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
-    assert not faulted.requests()[0].HasField("last_decision")
+    assert not request_views(faulted)[0].HasField("last_decision")
 
 
 def test_a_slot_that_is_used_again_shows_no_old_decision() -> None:
@@ -680,7 +683,7 @@ def test_a_slot_that_is_used_again_shows_no_old_decision() -> None:
     made.step()
     made.open("b")
     made.step()
-    (view,) = made.session.requests()
+    (view,) = request_views(made.session)
     assert (view.request_id, view.slot, view.HasField("last_decision")) == ("b", 0, False)
 
 
@@ -768,7 +771,7 @@ def test_slots_nobody_lives_in_are_no_error() -> None:
     made = stream()
     far = 2**32 - 1
     made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
-    assert made.session.requests() == []
+    assert request_views(made.session) == []
 
 
 def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
@@ -817,14 +820,14 @@ def test_what_is_shown() -> None:
     made.open("b")
     made.agent.preempt("b")
     made.step(5)
-    engine = made.session.engine(connected=True)
+    engine = engine_view(made.session, connected=True)
     assert (engine.engine_id, engine.model, engine.state) == ("engine", "m", fleet_pb2.CONNECTION_STATE_CONNECTED)
     assert (engine.revision, engine.acked_revision, engine.thinking, engine.answering) == (1, 1, 0, 1)
     assert (engine.step, engine.running, engine.token_events) == (5, 2, 5)
     assert engine.decisions == made.session.totals.decisions
     assert engine.open_decisions == len(made.session.open_decisions)
     assert engine.connect_time.ToDatetime(UTC) == NOW
-    a, b = made.session.requests()
+    a, b = request_views(made.session)
     assert (a.request_id, a.phase, a.think_tokens, a.output_tokens) == ("a", agent_pb2.PHASE_OUTPUT, 2, 2)
     assert (a.entropy_nats, a.end_rank, a.rank, a.max_think_tokens) == (0.25, 1, 0, 900)
     assert (a.tenant, a.slo_class, a.preempted, b.preempted) == ("tenant", "slo", False, True)
@@ -888,10 +891,10 @@ def test_every_decision_has_one_outcome(seed: int) -> None:
     made.step(2)
     assert made.session.open_decisions == {}
     assert made.session.totals.unknown_outcomes == 0
-    counted = Counter(outcome_name(outcomes[0]) for outcomes in made.agent.engine.outcomes.values())  # type: ignore[arg-type]
+    counted = Counter(outcome_name(outcomes[0]) for outcomes in made.agent.engine.outcomes.values())
     assert made.session.totals.outcomes == counted
     assert all(len(outcomes) == 1 for outcomes in made.agent.engine.outcomes.values())
-    assert made.session.requests() == []
+    assert request_views(made.session) == []
     kinds = Counter(made.agent.checker.kinds.values())
     decided = Counter(kind.split("/")[0] for kind in made.session.totals.decisions.elements())
     assert kinds == decided
@@ -901,7 +904,7 @@ def test_every_decision_has_one_outcome(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_both_sides_count_alike(seed: int) -> None:
     made = busy(seed)
-    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in made.session.requests()}
+    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in request_views(made.session)}
     assert seen == {
         name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
         for name, tr in made.agent.engine.live.items()
@@ -939,5 +942,5 @@ def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int)
         for at in range(0, len(records), every):
             for message in records[at : at + every]:
                 made.session.on_message(message, NOW)
-        tables.append([r.SerializeToString() for r in made.session.requests()])
+        tables.append([r.SerializeToString() for r in request_views(made.session)])
     assert tables[0] == tables[1]

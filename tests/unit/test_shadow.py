@@ -8,6 +8,7 @@ import pytest
 
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.shadow import Comparison
+from meridian_control.views import engine_view
 from tests.fakes.agent import FakeAgent
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
@@ -110,7 +111,7 @@ def test_a_session_compares_what_it_decides_in_shadow_with_what_comes() -> None:
         where = decision.outcome_think_tokens
         assert rows["entropy", reason] == (1, 30, 1, where, 30 - where)
     assert rows["entropy", ""] == rows["entropy", min(fired, key=lambda r: fired[r].outcome_think_tokens)]
-    assert [m.saved_tokens for m in made.session.engine(connected=True).shadow] == [r[4] for r in rows.values()]
+    assert [m.saved_tokens for m in engine_view(made.session, connected=True).shadow] == [r[4] for r in rows.values()]
 
 
 def test_an_active_rule_still_ends_what_a_rule_in_shadow_would_have_ended_before() -> None:

@@ -1,0 +1,41 @@
+"""Values of the protocol's enums as labels, maps, logs and pages write them: `ended_naturally`, `soft_close`, `think`.
+
+A value of a newer version is `unknown`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meridian.v1 import agent_pb2
+
+
+def _names(enum: Any, prefix: str) -> dict[int, str]:
+    return {number: name.removeprefix(prefix).lower() for name, number in enum.items()}
+
+
+OUTCOMES = _names(agent_pb2.Outcome, "OUTCOME_")
+REASONS = _names(agent_pb2.ForceReason, "FORCE_REASON_")
+PHASES = _names(agent_pb2.Phase, "PHASE_")
+STATES = _names(agent_pb2.AgentState, "AGENT_STATE_")
+
+
+def outcome_name(outcome: int) -> str:
+    return OUTCOMES.get(outcome, "unknown")
+
+
+def reason_name(reason: int) -> str:
+    return REASONS.get(reason, "unknown")
+
+
+def phase_name(phase: int) -> str:
+    return PHASES.get(phase, "unknown")
+
+
+def state_name(state: int) -> str:
+    return STATES.get(state, "unknown")
+
+
+def how(forced: bool) -> str:
+    """How thinking ended, in the names of what came after."""
+    return "forced" if forced else "natural"
