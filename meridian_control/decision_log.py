@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meridian_control.ledger import Decision
     from meridian_control.policy import Policy
     from meridian_control.requests import RequestTable
-    from meridian_control.session import Decision
 
 # Kept by a replica: events of all lives together, and decisions in the order in which they were made.
 MAX_EVENTS, MAX_DECISIONS = 1 << 16, 1 << 15

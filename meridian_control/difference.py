@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meridian_control.endings import FINISHED
 from meridian_control.errors import MeridianError
 from meridian_control.requests import FLAG_BY_CAP, FLAG_FORCED
 from meridian_control.rerun import Fate, Place, Run, ends_in
-from meridian_control.session import FINISHED
 from meridian_control.trace import FileError, read
 from meridian_control.words import reason_name
 

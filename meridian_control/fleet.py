@@ -132,9 +132,8 @@ class Fleet:
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
-        session = Session(session_id, hello, now, journal)
-        session.shadow = self.shadows.setdefault(hello.engine_id, session.shadow)
-        session.shadow.new_stream()
+        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id))
+        self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
         for recording in self._recording(session):
             recording.add(hello_record(session, now))
@@ -314,7 +313,7 @@ class Fleet:
             self._thawing = None
         for connection in self.connections:
             session = connection.session
-            if (found := self._freezes_of(session)) != session.freezes:
+            if (found := self._freezes_of(session)) != session.freezing.freezes:
                 self._say(connection, session.on_freezes(found, now), now)
         if ends := [freeze.end_time for freeze in freezes if freeze.end_time > now]:
             delay_s = (min(ends) - now).total_seconds()

@@ -108,11 +108,11 @@ def policy_record(session: Session, now: datetime, revision: int, policy: schema
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """How it stands with freezes, for a recording that begins now: what the agent was told, and what it confirmed."""
-    if not (told := session.freeze_message(now)).nonce:
+    if not (told := session.freezing.told(now)).nonce:
         return []
     records = [down_record(session, now, agent_pb2.ConnectResponse(freeze=told))]
-    if session.freeze_confirmed:
-        status = agent_pb2.FreezeStatus(nonce=told.nonce, frozen=session.frozen, locally=session.frozen_locally)
+    if session.freezing.confirmed:
+        status = session.freezing.status()
         records.append(up_record(session, now, agent_pb2.ConnectRequest(freeze_status=status)))
     return records
 

@@ -85,7 +85,7 @@ class Run:
         self.session = Session(hello.session_id, hello.up.hello, _time(hello))
         if policy is not None:
             # What the engine refused before were other policies.
-            self.session.refused.clear()
+            self.session.delivery.refused.clear()
         # Recorded decisions under way, by id: the same decision here.
         self._same: dict[int, int] = {}
         # By slot: a probe that only this run asked for. By recorded id: one that only the recorded session did.

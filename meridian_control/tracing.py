@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from meridian_control import __version__
 from meridian_control.decision_log import Logged
-from meridian_control.session import ENDING
+from meridian_control.ledger import ENDING
 from meridian_control.words import outcome_name
 
 if TYPE_CHECKING:

@@ -44,11 +44,12 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else session.agent_state,
         shadow=session.shadow.messages(),
     )
-    if session.freezes or session.frozen:
-        view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in session.freezes)
-        view.freeze.confirmed = session.freeze_confirmed
-        if not session.frozen_locally and session.freezes:
-            view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in session.freezes))
+    freezing = session.freezing
+    if freezing.freezes or freezing.frozen:
+        view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in freezing.freezes)
+        view.freeze.confirmed = freezing.confirmed
+        if not freezing.locally and freezing.freezes:
+            view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in freezing.freezes))
     view.connect_time.FromDatetime(session.connected_at)
     if report is not None and session.reported_at is not None:
         view.report_time.FromDatetime(session.reported_at)

@@ -34,8 +34,3 @@ def phase_name(phase: int) -> str:
 
 def state_name(state: int) -> str:
     return STATES.get(state, "unknown")
-
-
-def how(forced: bool) -> str:
-    """How thinking ended, in the names of what came after."""
-    return "forced" if forced else "natural"

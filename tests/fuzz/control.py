@@ -15,8 +15,8 @@ from meridian_control import policy as schema
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import MeridianError, PolicyError
 from meridian_control.fleet import Fleet
+from meridian_control.ledger import MAX_OPEN_DECISIONS
 from meridian_control.requests import MAX_SLOTS
-from meridian_control.session import MAX_OPEN_DECISIONS
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored

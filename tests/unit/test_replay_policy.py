@@ -147,7 +147,7 @@ def test_under_its_own_policy_a_trace_replays_exactly_and_nothing_changes(tmp_pa
     found = told(tmp_path, made.records, schema.parse_toml(schema.to_toml(POLICIES[name])))
     changes_nothing(found)
     count = found["decisions_reproduced"]
-    assert count["count"] == count["of"] == made.session._decision_id > 20
+    assert count["count"] == count["of"] == made.session._ledger.made > 20
     assert found["requests"] >= 8
     assert not any(sentence.startswith("The past") for sentence in found["not_known"])
 
@@ -205,7 +205,7 @@ def test_an_engine_that_was_frozen_is_frozen_in_the_replay_too(tmp_path: Path, n
         made.step(20)
     found = told(tmp_path, made.records, POLICIES[new])
     count = found["decisions_reproduced"]
-    assert count["count"] == count["of"] == made.session._decision_id
+    assert count["count"] == count["of"] == made.session._ledger.made
     assert found["ends"]["recorded"] == found["ends"]["new"]
     other = difference(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 5}))
     frozen = [o for o in other.outcomes if o.request_id.startswith("frozen-")]

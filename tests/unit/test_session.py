@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_SENTENCE
-from meridian_control import session
+from meridian_control import ledger
 from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.dispatch import WARM_STEPS
+from meridian_control.endings import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.errors import InvalidRequest
 from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT, MAX_SLOTS, THINK
-from meridian_control.session import ACK_INTERVAL_S, LONG_ANSWER, MIN_ANSWERS, Session
+from meridian_control.session import ACK_INTERVAL_S, Session
 from meridian_control.totals import Totals
 from meridian_control.views import engine_view, request_views
 from meridian_control.words import outcome_name
@@ -781,11 +782,11 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
     for took_ms in (math.nan, math.inf, -5.0, 3e38):
         made.agent.step_cost_ms = took_ms, 0.0
         made.step(WARM_STEPS)
-    assert made.session._cost.steps == 0
+    assert made.session._decider.cost.steps == 0
 
 
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_OPEN_DECISIONS", 4)
+    monkeypatch.setattr(ledger, "MAX_OPEN_DECISIONS", 4)
     made = stream()
     opened = [{"slot": slot, "request_id": str(slot)} for slot in range(9)]
     made.session.on_message(step_report(opened=opened), NOW)

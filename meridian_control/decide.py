@@ -1,0 +1,152 @@
+"""What one engine is told: from the policy in force and its table to directives.
+
+Owns the order in which kinds of decision are made, and that only changes are told. What is decided is in `termination`,
+`dispatch` and `eviction`. Pure: time is passed in; one session at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control import dispatch, eviction, termination
+from meridian_control.requests import NO_CAP, THINK, UNTOLD
+from meridian_control.words import reason_name
+
+if TYPE_CHECKING:
+    from meridian_control.groups import Among, Groups
+    from meridian_control.ledger import Ledger
+    from meridian_control.policy import Policy
+    from meridian_control.requests import RequestTable
+
+    Out = agent_pb2.Directives
+
+PLACEMENTS = {
+    "anywhere": agent_pb2.PLACEMENT_ANYWHERE,
+    "sentence": agent_pb2.PLACEMENT_SENTENCE,
+    "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
+}
+# A step that takes longer than this was interrupted.
+MAX_STEP_MS = 600_000
+
+
+class Decider:
+    """`review`: the policy has changed since the last decisions, and what the agent was told is gone over again."""
+
+    def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
+        self._can, self._table, self._groups, self._ledger = hello.capabilities, table, groups, ledger
+        self._kv_tokens = hello.num_blocks * hello.block_size_tokens
+        self.cost = dispatch.StepCost()
+        self._share, self._hold = dispatch.Share(), False
+        self.review = False
+
+    def learn(self, report: agent_pb2.StepReport) -> None:
+        """Learn from a step what steps cost."""
+        rows, took_ms = len(report.tokens.slot), report.step_time_ms
+        if report.steps == 1 and rows + report.prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+            self.cost.add(rows, report.prefill_tokens, took_ms)
+
+    def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
+        """Everything that is due, under the policy in force."""
+        groups, review = list(self._groups.in_use()), self.review
+        self.review = False
+        if self._can.force_end:
+            self._caps(policy, out, review)
+            for own, among in groups:
+                self._ends(own, out, among)
+        if self._can.eat_probe:
+            for own, among in groups:
+                self._probes(own, out, among)
+        if self._can.dispatch:
+            self._plan(policy, out, review, now_ms)
+        self._tiers(policy, out, review)
+
+    def _caps(self, policy: Policy, out: Out, review: bool) -> None:
+        table, shadow = self._table, policy.scheduler.shadow
+        extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
+        table.extended[extend] = True
+        for slot in np.flatnonzero(table.live & (review | extend | (table.max_think_tokens == UNTOLD))).tolist():
+            cap = self._cap(policy, slot)
+            if (cap, shadow) != (table.max_think_tokens[slot], table.cap_shadow[slot]):
+                self._tell_cap(slot, cap, shadow, "empty_answer" if extend[slot] else "hard_cap", out)
+
+    def _cap(self, policy: Policy, slot: int) -> int:
+        info = self._table.info[slot]
+        assert info is not None
+        if not policy.scheduler.enabled:
+            return NO_CAP
+        return termination.cap(self._groups.of(slot).scheduler, info, bool(self._table.extended[slot]))
+
+    def _tell_cap(self, slot: int, cap: int, shadow: bool, why: str, out: Out) -> None:
+        table = self._table
+        first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
+        table.max_think_tokens[slot], table.cap_shadow[slot] = cap, shadow
+        if cap != NO_CAP:
+            made = self._ledger.make("cap", why, slot, shadow)
+            out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=shadow)
+        elif not first:
+            out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
+
+    def _ends(self, policy: Policy, out: Out, among: Among) -> None:
+        table = self._table
+        for slot, reason in termination.ends(policy, table, among):
+            shadow = termination.is_shadowed(policy, reason)
+            if shadow:
+                table.shadow_decided[slot] |= 1 << reason
+            else:
+                table.end_decided[slot] = reason
+            made = self._ledger.make("force", reason_name(reason), slot, shadow)
+            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
+
+    def _probes(self, policy: Policy, out: Out, among: Among) -> None:
+        table, entropy = self._table, policy.entropy
+        hold_ms = 0 if entropy.shadow else entropy.eat_hold_ms
+        placement = PLACEMENTS["anywhere" if entropy.eat_probe_max_rank > 0 else entropy.eat_probe_placement]
+        for slot in termination.probes_due(policy, table, among).tolist():
+            table.next_probe_tokens[slot] = table.think_tokens[slot] + entropy.eat_probe_interval_tokens
+            self._probe(slot, "eat", placement, out).hold_ms = hold_ms
+        for slot in termination.cap_probes_due(policy, table, among).tolist():
+            table.cap_probed[slot] = True
+            self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
+
+    def _probe(self, slot: int, reason: str, where: agent_pb2.Placement.ValueType, out: Out) -> agent_pb2.EatProbe:
+        self._table.probe_open[slot] = True
+        return out.probes.add(decision_id=self._ledger.make("probe", reason, slot), slot=slot, placement=where)
+
+    def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
+        scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table
+        hold = eviction.hold_admission(memory, table, self._kv_tokens) and not memory.shadow
+        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), list[int]()
+        stock = not scheduler.enabled or scheduler.strategy == "stock"
+        if not stock:
+            if review:
+                table.rank[:] = UNTOLD
+            budgets = dispatch.budgets(scheduler, table, self.cost)
+            slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
+            share = dispatch.share(scheduler, table, budgets, self.cost, self._share)
+        if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
+            return
+        self._share, self._hold = share, hold
+        plan = out.plan
+        plan.decision_id = self._ledger.make("plan", "stock" if stock else scheduler.strategy)
+        plan.slot.extend(slots.tolist())
+        plan.rank.extend(ranks)
+        for name, limit in asdict(share).items():
+            if limit is not None:
+                setattr(plan, name, limit)
+        plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
+
+    def _tiers(self, policy: Policy, out: Out, review: bool) -> None:
+        memory = policy.kv_memory
+        if review:
+            for slot in eviction.reusable_again(memory, self._table).tolist():
+                made = self._ledger.make("tier", "reusable", slot)
+                out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
+        if memory.enabled:
+            for slot in eviction.newly_unreachable(self._can, self._table).tolist():
+                made = self._ledger.make("tier", "unreachable", slot, memory.shadow)
+                tier = agent_pb2.EVICTION_TIER_UNREACHABLE
+                out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)

@@ -1,0 +1,125 @@
+"""What an agent reports, taken into the engine's request table and counted.
+
+Owns the order in which the parts of a report count. Knows nothing of what follows from it. Pure: time is passed in; one
+session at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.endings import FINISHED, Endings
+from meridian_control.requests import NO_CAP, THINK
+from meridian_control.signals import add_eat_sample
+from meridian_control.words import phase_name
+
+if TYPE_CHECKING:
+    from meridian.v1 import agent_pb2
+
+    from meridian_control.decision_log import Journal
+    from meridian_control.groups import Groups
+    from meridian_control.ledger import Ledger
+    from meridian_control.requests import RequestTable
+    from meridian_control.shadow import Comparison
+    from meridian_control.totals import Totals
+
+
+class Intake:
+    """Times are milliseconds on the session's clock."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        groups: Groups,
+        ledger: Ledger,
+        totals: Totals,
+        *,
+        shadow: Comparison,
+        journal: Journal | None,
+    ) -> None:
+        self._table, self._groups, self._ledger = table, groups, ledger
+        self._totals, self._shadow, self._journal = totals, shadow, journal
+        self._endings = Endings(table, totals, journal)
+
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
+        """All live requests, told anew. Raises ValueError."""
+        self._table.clear()
+        for opened in snapshot.requests:
+            self._table.open(opened, now_ms)
+            self._groups.assign(opened.slot, opened)
+        self._shadow.new_stream()
+        if self._journal is not None:
+            self._journal.snapshot(snapshot.requests, self._sample_ratio)
+
+    def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+        """A report of steps, in the order in which things happen on the engine. Raises ValueError."""
+        table = self._table
+        self._totals.reports += 1
+        for opened in report.opened:
+            self._open(opened, now_ms)
+        phases = table.phase.copy()
+        self._add_tokens(report.tokens, now_ms)
+        ended = self._endings.count(report.tokens)
+        self._add_probes(report.probes)
+        self._note_preemptions(report)
+        for outcome in report.outcomes:
+            self._ledger.settle(outcome, report.step)
+        self._compare([*ended, *(c.slot for c in report.closed if c.reason in FINISHED and self._thinks(c.slot))])
+        if self._journal is not None:
+            self._journal.reported(report, table, phases)
+        for closed in report.closed:
+            self._endings.count_answer(closed)
+            table.close(closed.slot)
+            self._ledger.last.pop(closed.slot, None)
+
+    def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
+        self._totals.requests += 1
+        self._table.open(opened, now_ms)
+        self._groups.assign(opened.slot, opened)
+        self._shadow.opened(opened.slot)
+        if self._journal is not None:
+            self._journal.opened(opened, self._sample_ratio)
+
+    def _add_tokens(self, tokens: agent_pb2.TokenColumns, now_ms: float) -> None:
+        self._totals.token_events += self._table.add_tokens(tokens, now_ms)
+        self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
+        self._totals.ttot.add(self._table.ttot_ms / 1e3)
+
+    def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
+        # Agents of the first version do not say whether the answer would be empty.
+        empty_answers = probes.empty_answer or [False] * len(probes.slot)
+        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError("probe columns must have one length")
+        for decision_id, slot, eat_nats, empty_answer in zip(*columns, strict=True):
+            decision = self._ledger.open.get(decision_id)
+            if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
+                add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
+                self._table.empty_answer[slot] = empty_answer
+                if decision.logged is not None:
+                    decision.logged.measured_eat_nats = eat_nats
+
+    def _note_preemptions(self, report: agent_pb2.StepReport) -> None:
+        table = self._table
+        for slot in filter(table.holds, report.preempted):
+            table.preempted[slot] = True
+            self._totals.preempted[phase_name(int(table.phase[slot]))] += 1
+        for slot in filter(table.holds, report.resumed):
+            table.preempted[slot] = False
+
+    def _compare(self, ended: list[int]) -> None:
+        """Hold the rules in shadow against what became of the thinking in these slots, if any had a policy."""
+        for slot in ended if self._groups.policy is not None else ():
+            cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
+            think_tokens = int(self._table.think_tokens[slot])
+            for (section, reason), saved in self._shadow.ended(slot, think_tokens, self._groups.of(slot), cap).items():
+                self._totals.shadow_saved[section, reason or "any"] += saved
+                self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
+
+    def _thinks(self, slot: int) -> bool:
+        return self._table.holds(slot) and bool(self._table.phase[slot] == THINK)
+
+    @property
+    def _sample_ratio(self) -> float:
+        policy = self._groups.policy
+        return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
