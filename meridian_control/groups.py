@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from meridian_control.policy import Policy, Who
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
     from meridian_control.requests import RequestTable
+
+# Policies in use, before those that are not are looked for.
+ROOM = 64
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
@@ -30,6 +34,7 @@ class Groups:
         self.policy: Policy | None = None
         self.revision = 0
         self._policies: list[Policy] = []
+        self._room = ROOM
 
     def apply(self, revision: int, policy: Policy) -> None:
         """A policy comes into force."""
@@ -45,8 +50,18 @@ class Groups:
             return
         own = self.policy.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels))
         if own not in self._policies:
+            if len(self._policies) >= self._room:
+                self._forget_unused()
             self._policies.append(own)
         self._table.group[slot] = self._policies.index(own)
+
+    def _forget_unused(self) -> None:
+        """Combinations of overrides that no live request has any more: clients choose what overrides match."""
+        table = self._table
+        used = sorted({0, *table.group[table.live].tolist()})
+        table.group[:] = np.where(table.live, np.searchsorted(used, table.group), 0)
+        self._policies = [self._policies[index] for index in used]
+        self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:
         """What holds for a request, once a policy is in force."""

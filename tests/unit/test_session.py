@@ -20,6 +20,7 @@ from meridian_control.decision_log import DecisionLog, Journal
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.endings import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.errors import InvalidRequest
+from meridian_control.groups import ROOM
 from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT, MAX_SLOTS, THINK
 from meridian_control.session import ACK_INTERVAL_S, Session
@@ -945,3 +946,38 @@ def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int)
                 made.session.on_message(message, NOW)
         tables.append([r.SerializeToString() for r in request_views(made.session)])
     assert tables[0] == tables[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- overrides
+
+
+def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
+    """Clients choose what overrides match: eight of them make 256 policies."""
+    values: dict[str, dict[str, float]] = {
+        "scheduler": {
+            "min_think_tokens": 1,
+            "max_think_tokens": 50,
+            "soft_think_tokens": 9,
+            "soft_close_rank": 2,
+            "empty_answer_extension_tokens": 3,
+        },
+        "entropy": {"ema_alpha": 0.9, "eat_probe_interval_tokens": 7, "rpdi_threshold": 3.0},
+    }
+    fields = [(section, name, value) for section, given in values.items() for name, value in given.items()]
+    overrides = [
+        {"tenant": f"*{letter}*", section: {name: value}}
+        for letter, (section, name, value) in zip("abcdefgh", fields, strict=True)
+    ]
+    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 99}, override=overrides))
+    kept = made.open("kept", tenant="b")
+    for number in range(256):
+        tenant = "".join(letter for bit, letter in enumerate("abcdefgh") if number >> bit & 1)
+        slot = made.open(f"r{number}", tenant=tenant)
+        made.step()
+        groups = made.session._groups
+        assert groups.of(slot).scheduler.max_think_tokens == (50 if "b" in tenant else 99)
+        assert groups.of(kept).scheduler.max_think_tokens == 50
+        assert len(groups._policies) <= ROOM
+        made.agent.abort(f"r{number}")
+        made.step()
+    assert made.session.policy is groups.policy
