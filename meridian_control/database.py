@@ -38,6 +38,9 @@ class Database:
     def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
         self._engine = engine
         self._postgres_url = postgres_url
+        # Hears of changes for all that follow, while anybody does.
+        self._listening: asyncio.Task[None] | None = None
+        self._followers: set[asyncio.Event] = set()
 
     @classmethod
     async def open(cls, url: str) -> Self:
@@ -94,24 +97,61 @@ class Database:
         """Call `look` now and whenever another replica may have changed something, until cancelled.
 
         Returns at once on SQLite, which is for one replica. Where `look` raises StoreUnavailable it is called again.
+        All that follow share a connection.
         """
-        url = self._postgres_url
-        while url is not None:
+        if not self.shared:
+            return
+        async with self._hearing() as changed:
+            while True:
+                await changed.wait()
+                changed.clear()
+                try:
+                    await look()
+                except StoreUnavailable as error:
+                    _complain(error)
+                    await asyncio.sleep(RETRY_S)
+                    changed.set()
+
+    @asynccontextmanager
+    async def _hearing(self) -> AsyncIterator[asyncio.Event]:
+        """Set from the beginning, and whenever something may have changed."""
+        changed = asyncio.Event()
+        changed.set()
+        self._followers.add(changed)
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen())
+        try:
+            yield changed
+        finally:
+            self._followers.discard(changed)
+            if not self._followers and (listening := self._listening) is not None:
+                self._listening = None
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        assert self._postgres_url is not None
+        while True:
             try:
                 with _unavailable():
-                    async with aclosing(postgres.changes(url)) as changes:
+                    async with aclosing(postgres.changes(self._postgres_url)) as changes:
                         async for _ in changes:
-                            await look()
+                            for follower in self._followers:
+                                follower.set()
             except StoreUnavailable as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    # The driver's complaint of being cancelled has taken the place of that.
-                    raise asyncio.CancelledError from error
-                logger.warning("%s: changes of other replicas are not seen", error)
+                _complain(error)
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
         await self._engine.dispose()
+
+
+def _complain(error: StoreUnavailable) -> None:
+    """Raises CancelledError where the driver's complaint of being cancelled has taken the place of that."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError from error
+    logger.warning("%s: changes of other replicas are not seen", error)
 
 
 def utc(stored: datetime) -> datetime:

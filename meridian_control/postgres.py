@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SCHEMES = ("postgresql://", "postgres://")
 CHANNEL = "meridian_policy"
 NOTIFY = f"SELECT pg_notify('{CHANNEL}', '')"
+# Of the connection that hears of changes, in pg_stat_activity.
+FOLLOWER = "meridian-control listens"
 CALL_TIMEOUT_S = 10.0
 # A change is looked for this often even if nothing is heard; it also finds out whether the server is there.
 POLL_S = 10.0
@@ -38,7 +40,10 @@ def create_engine(url: str) -> AsyncEngine:
 
 async def changes(url: str) -> AsyncGenerator[None, None]:
     """Yields now and whenever something may have changed; raises when the server is lost."""
-    connection = await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
+    name = {"application_name": FOLLOWER}
+    connection = await asyncpg.connect(
+        url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S, server_settings=name
+    )
     changed = asyncio.Event()
     try:
         await connection.add_listener(CHANNEL, lambda *_: changed.set())

@@ -17,6 +17,7 @@ from meridian_control import migrations
 from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.policy import Policy, parse_toml
+from meridian_control.postgres import FOLLOWER
 from meridian_control.store import PolicyStore, StoredRevision
 from tests.postgres import Postgres
 
@@ -261,6 +262,29 @@ async def test_other_replicas_hear_of_a_change(postgres_address: str) -> None:
             for policy in (Policy(), POLICY):
                 stored = await append(one, policy)
                 assert await here.get() == await there.get() == stored
+
+
+async def test_all_that_follow_hear_over_one_connection(postgres_address: str) -> None:
+    those = f"application_name = '{FOLLOWER}' AND datname = current_database()"
+
+    async def listeners() -> int:
+        async with store.database.reading() as connection:
+            found = await connection.exec_driver_sql(f"SELECT count(*) FROM pg_stat_activity WHERE {those}")
+            return int(found.scalar_one())
+
+    async with opened(postgres_address) as store, asyncio.timeout(10):
+        first = await append(store)
+        async with following(store) as one:
+            assert await one.get() == first
+            async with following(store) as two:
+                assert await two.get() == first
+                second = await append(store)
+                assert await one.get() == await two.get() == second
+                assert await listeners() == 1
+            third = await append(store)
+            assert await one.get() == third
+        while await listeners():
+            await asyncio.sleep(0.01)
 
 
 async def test_replicas_hear_again_after_postgresql_was_killed(
