@@ -45,9 +45,6 @@ FORGET_AFTER_S = 600.0
 QUEUE_MESSAGES = 1024
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(eq=False, slots=True)
 class Connection:
     """A session and what waits to be sent to its agent; None closes the stream."""

@@ -77,11 +77,7 @@ class Peers:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         for replica_id in live.keys() - self._known.keys():
-            address = live[replica_id].address
-            opened = (
-                grpc.aio.secure_channel(address, tls, OPTIONS) if tls else grpc.aio.insecure_channel(address, OPTIONS)
-            )
-            self._known[replica_id] = Peer(live[replica_id], opened)
+            self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
         return [self._known[replica_id] for replica_id in sorted(live)]
 
     async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
