@@ -39,7 +39,7 @@ PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "out
 
 async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
     """Everything on the page but the life of a request. Raises MeridianError."""
-    state, ends = await asyncio.gather(whole.state(), newest_ends(whole))
+    state, ends = await asyncio.gather(whole.watched(), newest_ends(whole))
     engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
     rows = [engine_row(engine, freezes, now) for engine in engines]

@@ -175,10 +175,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if request.interval_ms < 0:
             raise InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}")
         interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
+        clock = asyncio.get_running_loop().time
         while not self._stopped.is_set() and not context.cancelled():
-            yield await self._whole.state(local_only=request.local_only)
+            yield await (self._whole.state(local_only=True) if request.local_only else self._whole.watched())
+            # At times that are the same for all: they share a look.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), interval_s)
+                await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)
 
     async def ExplainRequest(  # noqa: N802
         self, request: fleet_pb2.ExplainRequestRequest, context: Context

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Between two looks at the others' engines while this replica leads.
 WATCH_S = 1.0
+# All who watch share what a look saw that began less than this long ago.
+SHARED_S = 0.05
 
 
 class WholeFleet:
@@ -40,6 +42,9 @@ class WholeFleet:
         # What the others said last, by replica, while this one leads.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._complete = peers is None
+        # The newest look for those who watch, and when it began in the event loop's time.
+        self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
+        self._looked_at = 0.0
 
     # -------------------------------------------------------------------------------------------------------- questions
 
@@ -87,6 +92,13 @@ class WholeFleet:
         ]
         requests.sort(key=lambda live: (live.engine_id, live.request_id))
         return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
+
+    async def watched(self) -> fleet_pb2.WatchFleetResponse:
+        """All engines and live requests, by one look for all who ask at about the same time. Not to be changed."""
+        now = asyncio.get_running_loop().time()
+        if self._look is None or now - self._looked_at >= SHARED_S:
+            self._look, self._looked_at = asyncio.create_task(self.state()), now
+        return await asyncio.shield(self._look)
 
     async def explain(
         self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound

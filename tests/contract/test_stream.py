@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
@@ -721,6 +721,29 @@ async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away
         away = False
         await until(lambda: engine.settings and other.link.revision == 3)
         assert [settings.revision for settings in engine.settings] == [3]
+
+
+async def test_all_who_watch_share_a_look(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = 0, WholeFleet.state
+
+    async def counted(whole: WholeFleet, engine_id: str = "", local_only: bool = False) -> Any:
+        nonlocal looks
+        looks += 1
+        return await look(whole, engine_id, local_only)
+
+    monkeypatch.setattr(WholeFleet, "state", counted)
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        watches: list[Any] = [stub.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=200)) for _ in range(8)]
+        for watch in watches:
+            await watch.read()
+        looks = 0
+        for _ in range(4):
+            await asyncio.gather(*(watch.read() for watch in watches))
+        # One for each tick; some more where the machine is slow.
+        assert 3 <= looks <= 12, "32 messages were sent"
+        for watch in watches:
+            watch.cancel()
 
 
 async def test_an_agent_that_steps_aside_says_hello_anew(control: Control) -> None:
