@@ -60,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tls-cert", type=Path, help="PEM certificate chain of the server; read again when it changes")
     p.add_argument("--tls-key", type=Path, help="its PEM key")
-    p.add_argument("--client-ca", type=Path, help="PEM certificates of the CA that every client's must be signed by")
+    p.add_argument(
+        "--client-ca",
+        type=Path,
+        help="PEM certificates of the CA that every client's must be signed by, one with a token included",
+    )
     p.add_argument("--access", type=Path, help="file that says who may do what; read again when it changes")
     p.add_argument("--insecure", action="store_true", help="allow what strangers on the network could use")
     p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
