@@ -1,21 +1,21 @@
 """PolicyService over the policy store.
 
 Owns the order of checks and the hand-over of an accepted policy. Knows nothing of engines or of how a policy reaches
-them. Runs on the event loop of the gRPC server.
+them. Served behind `gate`, which tells callers of failures, and sees to it that a caller who hangs up does not stop a
+change half-way. Runs on the event loop of the gRPC server.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
-from functools import wraps
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
 from meridian_control.audit import changed
-from meridian_control.errors import InvalidRequest, MeridianError, NotFound, StoredPolicyUnreadable, abort_with
+from meridian_control.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.fields import Change, Subject, diff, explain
 from meridian_control.paging import checked
 from meridian_control.policy import Policy, Who, from_proto, to_proto
@@ -23,26 +23,9 @@ from meridian_control.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHe
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Writing: TypeAlias = policy_pb2.UpdatePolicyRequest | policy_pb2.RollbackPolicyRequest
-Request = TypeVar("Request")
-Response = TypeVar("Response")
 Elsewhere: TypeAlias = Callable[
     [policy_pb2.ExplainPolicyRequest, NotFound], Awaitable[policy_pb2.ExplainPolicyResponse]
 ]
-
-
-def _rpc(
-    method: Callable[["PolicyService", Request], Awaitable[Response]],
-) -> Callable[["PolicyService", Request, Context], Coroutine[Any, Any, Response]]:
-    """The servicer's method for `method`, whose errors reach the caller as statuses."""
-
-    @wraps(method)
-    async def call(self: "PolicyService", request: Request, context: Context) -> Response:
-        try:
-            return await method(self, request)
-        except MeridianError as error:
-            await abort_with(context, error)
-
-    return call
 
 
 class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
@@ -67,24 +50,22 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         self._subject = subject
         self._elsewhere = elsewhere
         self._one_at_a_time = asyncio.Lock()
-        self._commits: set[asyncio.Task[StoredRevision]] = set()
 
-    @_rpc
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest) -> policy_pb2.GetPolicyResponse:  # noqa: N802
+    async def GetPolicy(  # noqa: N802
+        self, request: policy_pb2.GetPolicyRequest, context: Context
+    ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(revision=_to_message(await self._stored(request.revision)))
 
-    @_rpc
     async def UpdatePolicy(  # noqa: N802
-        self, request: policy_pb2.UpdatePolicyRequest
+        self, request: policy_pb2.UpdatePolicyRequest, context: Context
     ) -> policy_pb2.UpdatePolicyResponse:
         if not request.HasField("policy"):
             raise InvalidRequest("policy", "must be set")
         stored, changes = await self._put(from_proto(request.policy), request, request.reason)
         return policy_pb2.UpdatePolicyResponse(revision=_to_message(stored), changes=_changes(changes))
 
-    @_rpc
     async def RollbackPolicy(  # noqa: N802
-        self, request: policy_pb2.RollbackPolicyRequest
+        self, request: policy_pb2.RollbackPolicyRequest, context: Context
     ) -> policy_pb2.RollbackPolicyResponse:
         if not request.revision:
             raise InvalidRequest("revision", "must be at least 1; got 0")
@@ -93,9 +74,8 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         stored, changes = await self._put(wanted.policy, request, reason)
         return policy_pb2.RollbackPolicyResponse(revision=_to_message(stored), changes=_changes(changes))
 
-    @_rpc
     async def ListRevisions(  # noqa: N802
-        self, request: policy_pb2.ListRevisionsRequest
+        self, request: policy_pb2.ListRevisionsRequest, context: Context
     ) -> policy_pb2.ListRevisionsResponse:
         limit, before = checked(request.page_size, request.page_token)
         found = await self._store.history(limit + 1, before)
@@ -103,16 +83,18 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         token = str(page[-1].revision) if len(found) > limit else ""
         return policy_pb2.ListRevisionsResponse(revisions=map(_header, page), next_page_token=token)
 
-    @_rpc
-    async def DiffPolicies(self, request: policy_pb2.DiffPoliciesRequest) -> policy_pb2.DiffPoliciesResponse:  # noqa: N802
+    async def DiffPolicies(  # noqa: N802
+        self, request: policy_pb2.DiffPoliciesRequest, context: Context
+    ) -> policy_pb2.DiffPoliciesResponse:
         after = await self._stored(request.after)
         number = request.before or after.revision - 1
         before = (await self._store.get(number)).policy if number else Policy()
         changes = diff(before, after.policy)
         return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=_changes(changes))
 
-    @_rpc
-    async def ExplainPolicy(self, request: policy_pb2.ExplainPolicyRequest) -> policy_pb2.ExplainPolicyResponse:  # noqa: N802
+    async def ExplainPolicy(  # noqa: N802
+        self, request: policy_pb2.ExplainPolicyRequest, context: Context
+    ) -> policy_pb2.ExplainPolicyResponse:
         stored = await self._stored(request.revision)
         found = None
         if request.engine_id or request.request_id:
@@ -143,11 +125,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 newest = await self._store.check(request.etag)
                 stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
         else:
-            # A caller that hangs up does not undo the commit, so it must not prevent on_change either.
-            commit = asyncio.create_task(self._commit(policy, request, reason))
-            self._commits.add(commit)
-            commit.add_done_callback(self._commits.discard)
-            stored = await asyncio.shield(commit)
+            stored = await self._commit(policy, request, reason)
         before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
             changed.get({})["etag"] = before.etag

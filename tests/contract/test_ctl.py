@@ -26,6 +26,7 @@ from meridian_control.fields import Subject
 from meridian_control.policy import Who, parse_toml
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore
+from tests.contract.gated import gated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
@@ -115,14 +116,12 @@ def subject(engine_id: str, request_id: str) -> Subject:
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
     store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     fleet = FakeFleet()
-    server = grpc.aio.server()
-    service = PolicyService(store, lambda: NOW, lambda _: None, subject)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield Control(f"127.0.0.1:{port}", fleet)
-    await server.stop(0)
+    async with gated(store.database) as (server, target):
+        service = PolicyService(store, lambda: NOW, lambda _: None, subject)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
+        await server.start()
+        yield Control(target, fleet)
     await store.database.close()
 
 

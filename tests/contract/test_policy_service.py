@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from meridian_control.fields import Subject
 from meridian_control.policy import Policy, Who, parse_toml, to_proto
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore, StoredRevision
+from tests.contract.gated import gated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
@@ -58,17 +59,23 @@ def subject(engine_id: str, request_id: str) -> Subject:
 async def serving(path: Path) -> AsyncIterator[Service]:
     store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
     changes: list[StoredRevision] = []
-    server = grpc.aio.server()
-    servicer = PolicyService(store, lambda: NOW, changes.append, subject)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(policy_pb2_grpc.PolicyServiceStub(channel), changes)
+        async with stub(store, changes.append) as served:
+            yield Service(served, changes)
     finally:
-        await server.stop(0)
         await store.database.close()
+
+
+@asynccontextmanager
+async def stub(
+    store: PolicyStore, on_change: Callable[[StoredRevision], None]
+) -> AsyncIterator["policy_pb2_grpc.PolicyServiceAsyncStub"]:
+    async with gated(store.database) as (server, target):
+        servicer = PolicyService(store, lambda: NOW, on_change, subject)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(servicer, server)
+        await server.start()
+        async with grpc.aio.insecure_channel(target) as channel:
+            yield policy_pb2_grpc.PolicyServiceStub(channel)
 
 
 @pytest.fixture
@@ -376,16 +383,13 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
     store = PausingStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     store.committed, store.go_on = asyncio.Event(), asyncio.Event()
     changed: asyncio.Future[StoredRevision] = asyncio.Future()
-    service = PolicyService(store, lambda: NOW, changed.set_result, subject)
-    request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy())
-    # grpc.aio cancels the handler when the caller hangs up.
-    handler = asyncio.create_task(service._put(Policy(), request, ""))
-    await store.committed.wait()
-    handler.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await handler
-    store.go_on.set()
-    async with asyncio.timeout(10):
+    async with stub(store, changed.set_result) as served, asyncio.timeout(10):
+        call = served.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+        await store.committed.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        store.go_on.set()
         assert await changed == await store.current()
     await store.database.close()
 

@@ -1,0 +1,32 @@
+"""A gRPC server behind the gate, open to everybody: services are served in tests as they are served."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import grpc
+
+from meridian_control.access import Access
+from meridian_control.audit import AuditLog
+from meridian_control.gate import Gate
+from meridian_control.limits import Limiter, Limits
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from meridian_control.database import Database
+
+
+@asynccontextmanager
+async def gated(database: Database) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
+    """A server to add services to and start, and its address; stopped in the end."""
+    gate = Gate(Access(), Limiter(Limits()), AuditLog(database, lambda: datetime.now(UTC)))
+    server = grpc.aio.server(interceptors=[gate])
+    port = server.add_insecure_port("127.0.0.1:0")
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+        await gate.settle()
