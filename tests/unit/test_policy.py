@@ -1,6 +1,7 @@
 """The policy schema: what it accepts, the exact text of every refusal, and the three forms it converts between."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,9 +19,15 @@ from meridian_control.policy import (
     INT32_MAX,
     MAX_LEASE_MS,
     MIN_LEASE_MS,
+    EntropyPolicy,
+    FallbackPolicy,
+    KvMemoryPolicy,
+    ModelPolicy,
     Override,
     Policy,
     RankCondition,
+    SchedulerPolicy,
+    TelemetryPolicy,
     Who,
     find,
     from_proto,
@@ -320,3 +327,22 @@ def test_load(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(PolicyError, match=r"cannot be read: Is a directory"):
         load(tmp_path)
+
+
+def test_the_message_says_of_each_field_what_the_schema_says() -> None:
+    text = (Path(__file__).parents[2] / "proto/meridian/v1/policy.proto").read_text()
+    models: list[type[BaseModel]] = [
+        SchedulerPolicy,
+        EntropyPolicy,
+        KvMemoryPolicy,
+        TelemetryPolicy,
+        FallbackPolicy,
+        ModelPolicy,
+    ]
+    for model in models:
+        body = re.search(rf"^message {model.__name__} {{\n(.*?)^}}", text, re.DOTALL | re.MULTILINE)
+        assert body is not None
+        said = dict[str, str]()
+        for comment, field in re.findall(r"((?: *//[^\n]*\n)+) *[\w. ]+ (\w+) = \d+;", body[1]):
+            said[field] = " ".join(line.strip(" /") for line in comment.splitlines())
+        assert said == {field: info.description for field, info in model.model_fields.items()}

@@ -33,6 +33,7 @@ class _AgentState:
 class _AgentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AgentState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     AGENT_STATE_UNSPECIFIED: _AgentState.ValueType  # 0
+    """Not said: an agent of the first version, or one that has not been up."""
     AGENT_STATE_READY: _AgentState.ValueType  # 1
     """A stream is up: everything."""
     AGENT_STATE_STALE: _AgentState.ValueType  # 2
@@ -46,6 +47,7 @@ class AgentState(_AgentState, metaclass=_AgentStateEnumTypeWrapper):
     """How much of what was decided holds on an engine."""
 
 AGENT_STATE_UNSPECIFIED: AgentState.ValueType  # 0
+"""Not said: an agent of the first version, or one that has not been up."""
 AGENT_STATE_READY: AgentState.ValueType  # 1
 """A stream is up: everything."""
 AGENT_STATE_STALE: AgentState.ValueType  # 2
@@ -63,18 +65,25 @@ class _Phase:
 class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
+    """Not known."""
     PHASE_PROMPT: _Phase.ValueType  # 1
     """No token generated yet and the prompt does not decide."""
     PHASE_THINK: _Phase.ValueType  # 2
+    """Between the start and the end marker: nobody reads it."""
     PHASE_OUTPUT: _Phase.ValueType  # 3
+    """The answer."""
 
-class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
+class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
+    """What a request is at."""
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
+"""Not known."""
 PHASE_PROMPT: Phase.ValueType  # 1
 """No token generated yet and the prompt does not decide."""
 PHASE_THINK: Phase.ValueType  # 2
+"""Between the start and the end marker: nobody reads it."""
 PHASE_OUTPUT: Phase.ValueType  # 3
+"""The answer."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _FinishReason:
@@ -84,18 +93,29 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Not known."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
+    """The model, or a stop string, ended it."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    """It reached its most tokens."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
+    """The client went away."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
+    """The engine could not go on with it."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a request ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Not known."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
+"""The model, or a stop string, ended it."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+"""It reached its most tokens."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
+"""The client went away."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
+"""The engine could not go on with it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Outcome:
@@ -105,7 +125,9 @@ class _Outcome:
 class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
+    """Not known yet."""
     OUTCOME_APPLIED: _Outcome.ValueType  # 1
+    """It was carried out."""
     OUTCOME_SHADOWED: _Outcome.ValueType  # 2
     """Would have been applied, but the decision was marked shadow."""
     OUTCOME_SUPERSEDED: _Outcome.ValueType  # 3
@@ -119,10 +141,13 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_AGENT_OFF: _Outcome.ValueType  # 7
     """The agent was off or frozen, or the stream was lost."""
 
-class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+    """What became of a decision."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
+"""Not known yet."""
 OUTCOME_APPLIED: Outcome.ValueType  # 1
+"""It was carried out."""
 OUTCOME_SHADOWED: Outcome.ValueType  # 2
 """Would have been applied, but the decision was marked shadow."""
 OUTCOME_SUPERSEDED: Outcome.ValueType  # 3
@@ -144,20 +169,33 @@ class _ForceReason:
 class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FORCE_REASON_UNSPECIFIED: _ForceReason.ValueType  # 0
+    """None."""
     FORCE_REASON_HARD_CAP: _ForceReason.ValueType  # 1
+    """The cap. A ThinkCap keeps it; no ForceEnd carries this."""
     FORCE_REASON_EAT: _ForceReason.ValueType  # 2
+    """The answer counts as decided: EAT is low and has settled."""
     FORCE_REASON_RPDI: _ForceReason.ValueType  # 3
+    """The entropy of the newest thinking lies well above that of all of it."""
     FORCE_REASON_RANK: _ForceReason.ValueType  # 4
+    """The end marker has ranked high at sentence ends."""
     FORCE_REASON_SOFT_CLOSE: _ForceReason.ValueType  # 5
+    """Past the soft limit, the end marker ranks high enough."""
 
-class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper): ...
+class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
+    """The rule that ends thinking."""
 
 FORCE_REASON_UNSPECIFIED: ForceReason.ValueType  # 0
+"""None."""
 FORCE_REASON_HARD_CAP: ForceReason.ValueType  # 1
+"""The cap. A ThinkCap keeps it; no ForceEnd carries this."""
 FORCE_REASON_EAT: ForceReason.ValueType  # 2
+"""The answer counts as decided: EAT is low and has settled."""
 FORCE_REASON_RPDI: ForceReason.ValueType  # 3
+"""The entropy of the newest thinking lies well above that of all of it."""
 FORCE_REASON_RANK: ForceReason.ValueType  # 4
+"""The end marker has ranked high at sentence ends."""
 FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
+"""Past the soft limit, the end marker ranks high enough."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _EvictionTier:
@@ -167,14 +205,17 @@ class _EvictionTier:
 class _EvictionTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EvictionTier.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVICTION_TIER_UNSPECIFIED: _EvictionTier.ValueType  # 0
+    """Not said."""
     EVICTION_TIER_REUSABLE: _EvictionTier.ValueType  # 1
     """As stock vLLM: least recently used first."""
     EVICTION_TIER_UNREACHABLE: _EvictionTier.ValueType  # 2
     """Once finished, blocks past the prompt cannot be hit again: reuse them first."""
 
-class EvictionTier(_EvictionTier, metaclass=_EvictionTierEnumTypeWrapper): ...
+class EvictionTier(_EvictionTier, metaclass=_EvictionTierEnumTypeWrapper):
+    """How soon a request's KV blocks are used anew."""
 
 EVICTION_TIER_UNSPECIFIED: EvictionTier.ValueType  # 0
+"""Not said."""
 EVICTION_TIER_REUSABLE: EvictionTier.ValueType  # 1
 """As stock vLLM: least recently used first."""
 EVICTION_TIER_UNREACHABLE: EvictionTier.ValueType  # 2
@@ -188,24 +229,31 @@ class _Placement:
 class _PlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Placement.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PLACEMENT_UNSPECIFIED: _Placement.ValueType  # 0
+    """As PLACEMENT_ANYWHERE."""
     PLACEMENT_ANYWHERE: _Placement.ValueType  # 1
     """At once."""
     PLACEMENT_SENTENCE: _Placement.ValueType  # 2
     """Once the newest token ends a sentence, or a paragraph."""
     PLACEMENT_PARAGRAPH: _Placement.ValueType  # 3
+    """Once the newest token ends a paragraph."""
 
-class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper): ...
+class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper):
+    """When a probe is placed."""
 
 PLACEMENT_UNSPECIFIED: Placement.ValueType  # 0
+"""As PLACEMENT_ANYWHERE."""
 PLACEMENT_ANYWHERE: Placement.ValueType  # 1
 """At once."""
 PLACEMENT_SENTENCE: Placement.ValueType  # 2
 """Once the newest token ends a sentence, or a paragraph."""
 PLACEMENT_PARAGRAPH: Placement.ValueType  # 3
+"""Once the newest token ends a paragraph."""
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
+    """What an agent says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -222,11 +270,17 @@ class ConnectRequest(_message.Message):
         """Every live request; sent after Hello and whenever reports were lost."""
 
     @_builtins.property
-    def step(self) -> Global___StepReport: ...
+    def step(self) -> Global___StepReport:
+        """One engine step, or several merged."""
+
     @_builtins.property
-    def settings_status(self) -> Global___SettingsStatus: ...
+    def settings_status(self) -> Global___SettingsStatus:
+        """Answers Settings."""
+
     @_builtins.property
-    def freeze_status(self) -> Global___FreezeStatus: ...
+    def freeze_status(self) -> Global___FreezeStatus:
+        """Answers Freeze."""
+
     def __init__(
         self,
         *,
@@ -248,6 +302,8 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
+    """What the control plane says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
@@ -260,15 +316,21 @@ class ConnectResponse(_message.Message):
         """First message of every stream."""
 
     @_builtins.property
-    def settings(self) -> Global___Settings: ...
+    def settings(self) -> Global___Settings:
+        """A policy for the engine; answered by SettingsStatus."""
+
     @_builtins.property
-    def directives(self) -> Global___Directives: ...
+    def directives(self) -> Global___Directives:
+        """Answers a StepReport, where something was decided or nothing was said for a second."""
+
     @_builtins.property
     def going_away(self) -> Global___GoingAway:
         """The server is about to close this stream: connect again, to another replica if there is one."""
 
     @_builtins.property
-    def freeze(self) -> Global___Freeze: ...
+    def freeze(self) -> Global___Freeze:
+        """Back to stock vLLM, or the end of that; answered by FreezeStatus."""
+
     def __init__(
         self,
         *,
@@ -290,7 +352,10 @@ Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """---------------------------------------------------------------------------------------------- agent to control"""
+    """---------------------------------------------------------------------------------------------- agent to control
+
+    Who connects, and what it can do.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -355,13 +420,19 @@ class Hello(_message.Message):
     incarnation: _builtins.str
     """Different for every start of the engine process."""
     agent_version: _builtins.str
+    """Of Meridian's agent, as `meridian_agent.__version__` has it."""
     vllm_version: _builtins.str
+    """Of vLLM, as `vllm.__version__` has it."""
     model: _builtins.str
     """The name the engine serves the model under."""
     block_size_tokens: _builtins.int
+    """Tokens in one block of the KV cache."""
     num_blocks: _builtins.int
+    """Blocks of the KV cache."""
     max_num_seqs: _builtins.int
+    """Requests that run at once, at most."""
     vocab_size: _builtins.int
+    """Of the model; entropies lie between 0 and its logarithm."""
     revision: _builtins.int
     """Revision the agent has in force from an earlier stream; 0 for none."""
     fault: _builtins.str
@@ -369,11 +440,17 @@ class Hello(_message.Message):
     state: Global___AgentState.ValueType
     """What it was in until this stream."""
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What operators call the engine by: MERIDIAN_LABELS in its environment."""
+
     @_builtins.property
-    def capabilities(self) -> Global___Capabilities: ...
+    def capabilities(self) -> Global___Capabilities:
+        """What can be asked of this engine."""
+
     @_builtins.property
-    def freeze(self) -> Global___FreezeStatus: ...
+    def freeze(self) -> Global___FreezeStatus:
+        """How it stands with freezes."""
+
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
         """The newest revisions that this incarnation has refused, with its error: not sent again."""
@@ -419,10 +496,15 @@ class Capabilities(_message.Message):
     RECLAIM_FIELD_NUMBER: _builtins.int
     TEMPLATE_STRIPS_THINK_FIELD_NUMBER: _builtins.int
     token_entropy: _builtins.bool
+    """Measure every token's entropy and the end marker's rank."""
     force_end: _builtins.bool
+    """End thinking: ForceEnd and ThinkCap."""
     eat_probe: _builtins.bool
+    """Measure EAT: EatProbe."""
     dispatch: _builtins.bool
+    """Keep an order and a share of steps: DispatchPlan."""
     reclaim: _builtins.bool
+    """Keep eviction tiers: TierChange."""
     template_strips_think: _builtins.bool
     """The chat template removes thinking from earlier turns, so a finished request's blocks past its prompt are
     unreachable for the next turn.
@@ -447,13 +529,18 @@ Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
+    """Where everything stands: all live requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    """Newest engine step that it takes in."""
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
+        """The live requests."""
+
     def __init__(
         self,
         *,
@@ -470,6 +557,8 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class RequestOpened(_message.Message):
+    """A request that the engine has taken on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
@@ -491,16 +580,23 @@ class RequestOpened(_message.Message):
     slot: _builtins.int
     """Small integer, unique among the live requests of one engine, reused after RequestClosed."""
     request_id: _builtins.str
+    """As the engine has it: the client's, with what vLLM puts around it."""
     model: _builtins.str
     """Model or LoRA adapter name."""
     tenant: _builtins.str
+    """meridian_tenant of vllm_xargs; empty when it has none."""
     slo_class: _builtins.str
+    """meridian_slo_class of vllm_xargs; empty when it has none."""
     prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     max_tokens: _builtins.int
+    """Tokens that it may generate, at most."""
     phase: Global___Phase.ValueType
+    """As the prompt leaves it, in a Snapshot as it is."""
     think_tokens: _builtins.int
     """Generated so far; non-zero only in a Snapshot."""
     output_tokens: _builtins.int
+    """As think_tokens."""
     max_think_tokens: _builtins.int
     """The request's own cap from vllm_xargs; absent when it has none."""
     forced: _builtins.bool
@@ -550,12 +646,16 @@ Global___RequestOpened: _TypeAlias = RequestOpened  # noqa: Y015
 
 @_typing.final
 class RequestClosed(_message.Message):
+    """A request that has ended; its slot is free again."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
+    """Its slot until now."""
     reason: Global___FinishReason.ValueType
+    """Why."""
     def __init__(
         self,
         *,
@@ -583,7 +683,9 @@ class TokenColumns(_message.Message):
     END_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
     FLAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The request that the token belongs to."""
+
     @_builtins.property
     def phase(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """The phase of the token itself: an end marker belongs to PHASE_THINK, the token after it to PHASE_OUTPUT."""
@@ -640,15 +742,21 @@ class ProbeColumns(_message.Message):
     SAME_ANSWER_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the EatProbe."""
+
     @_builtins.property
-    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The request that was probed."""
+
     @_builtins.property
     def think_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Thinking tokens of the request when the probe was placed."""
 
     @_builtins.property
-    def eat_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def eat_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The entropy that was measured."""
+
     @_builtins.property
     def cost_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens the engine computed for the probe."""
@@ -682,6 +790,8 @@ Global___ProbeColumns: _TypeAlias = ProbeColumns  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
+    """What happened since the report before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
@@ -705,30 +815,47 @@ class StepReport(_message.Message):
     idle engine and carries outcomes only.
     """
     steps: _builtins.int
+    """See `step`."""
     step_time_ms: _builtins.float
     """Duration of the last step, from its schedule to its update."""
     kv_used: _builtins.float
     """Fraction of the KV cache in use, 0 to 1."""
     running: _builtins.int
+    """Requests that vLLM runs, EAT probes among them."""
     waiting: _builtins.int
+    """Requests in vLLM's waiting queue, preempted ones among them."""
     prefill_tokens: _builtins.int
     """Prompt tokens that the last step computed."""
     state: Global___AgentState.ValueType
     """The agent's own view when the step began."""
     @_builtins.property
-    def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]: ...
+    def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
+        """Requests that were taken on."""
+
     @_builtins.property
-    def tokens(self) -> Global___TokenColumns: ...
+    def tokens(self) -> Global___TokenColumns:
+        """Tokens that were generated."""
+
     @_builtins.property
-    def probes(self) -> Global___ProbeColumns: ...
+    def probes(self) -> Global___ProbeColumns:
+        """EAT that was measured."""
+
     @_builtins.property
-    def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of requests that were preempted."""
+
     @_builtins.property
-    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of requests that go on after a preemption."""
+
     @_builtins.property
-    def closed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestClosed]: ...
+    def closed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestClosed]:
+        """Requests that have ended; what they generated at last is in `tokens`."""
+
     @_builtins.property
-    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionOutcome]: ...
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionOutcome]:
+        """What became of decisions."""
+
     @_builtins.property
     def counters(self) -> Global___AgentCounters:
         """Counters since the engine started."""
@@ -763,6 +890,8 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class AgentCounters(_message.Message):
+    """What the agent counts on the engine."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREEMPTED_THINK_FIELD_NUMBER: _builtins.int
@@ -775,12 +904,17 @@ class AgentCounters(_message.Message):
     SCHEDULER_SECONDS_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
+    """Requests chosen as preemption victims that were not answering."""
     output_critical: _builtins.int
     """Answering requests chosen as preemption victims; the target is zero."""
     blocks_reclaimed: _builtins.int
+    """KV blocks freed because no later turn can reach them."""
     think_skips: _builtins.int
+    """Times that a thinking request was left out of a step for the plan's sake."""
     reports_dropped: _builtins.int
+    """Step reports for which there was no room; a Snapshot followed."""
     probe_tokens: _builtins.int
+    """Tokens the engine computed for EAT probes."""
     agent_seconds: _builtins.float
     """Time the agent spent in the engine-core thread."""
     scheduler_seconds: _builtins.float
@@ -819,7 +953,9 @@ class DecisionOutcome(_message.Message):
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """The decision."""
     outcome: Global___Outcome.ValueType
+    """What became of it."""
     think_tokens: _builtins.int
     """Thinking tokens of the request at that moment, for decisions about thinking."""
     detail: _builtins.str
@@ -850,9 +986,11 @@ class SettingsStatus(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
+    """Of the Settings it answers."""
     revision: _builtins.int
     """The revision now in force on the engine: the new one, or after an error the last good one."""
     error: _builtins.str
+    """Why they do not hold; empty when they do."""
     def __init__(
         self,
         *,
@@ -900,14 +1038,19 @@ Global___FreezeStatus: _TypeAlias = FreezeStatus  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """---------------------------------------------------------------------------------------------- control to agent"""
+    """---------------------------------------------------------------------------------------------- control to agent
+
+    Begins a stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    """Of this stream, in logs and traces."""
     server_version: _builtins.str
+    """Of the control plane, as `meridian_control.__version__` has it."""
     def __init__(
         self,
         *,
@@ -924,10 +1067,13 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class GoingAway(_message.Message):
+    """Ends a stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """For the engine's log."""
     def __init__(
         self,
         *,
@@ -963,12 +1109,17 @@ class Settings(_message.Message):
     ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    """Of the policy they come from."""
     nonce: _builtins.int
     """Belongs to the stream, as the revision outlives it."""
     reasoning_parser: _builtins.str
+    """Name of the vLLM reasoning parser that tells markers; empty takes the engine's own."""
     supports_think_disable: _builtins.bool
+    """A closed think block at the end of the prompt means the request does not think."""
     observe_entropy: _builtins.bool
+    """Measure every token's entropy and the end marker's rank."""
     report_interval_steps: _builtins.int
+    """Engine steps merged into one report, at least."""
     lease_ms: _builtins.int
     """Without a stream for this long the agent drops all decisions except caps."""
     max_think_tokens: _builtins.int
@@ -982,13 +1133,17 @@ class Settings(_message.Message):
     its own.
     """
     entropy_lease_ms: _builtins.int
+    """As scheduler_lease_ms."""
     kv_memory_lease_ms: _builtins.int
+    """As scheduler_lease_ms."""
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replace what the tokenizer and the reasoning parser say; empty keeps it."""
 
     @_builtins.property
-    def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As think_start_token_ids."""
+
     def __init__(
         self,
         *,
@@ -1050,6 +1205,8 @@ Global___Freeze: _TypeAlias = Freeze  # noqa: Y015
 
 @_typing.final
 class Directives(_message.Message):
+    """What was decided."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
@@ -1063,15 +1220,25 @@ class Directives(_message.Message):
     with probe results is always answered.
     """
     @_builtins.property
-    def forces(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForceEnd]: ...
+    def forces(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForceEnd]:
+        """Ends of thinking."""
+
     @_builtins.property
-    def caps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThinkCap]: ...
+    def caps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThinkCap]:
+        """Caps of thinking."""
+
     @_builtins.property
-    def plan(self) -> Global___DispatchPlan: ...
+    def plan(self) -> Global___DispatchPlan:
+        """Order and share of steps; absent for no change."""
+
     @_builtins.property
-    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierChange]: ...
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierChange]:
+        """Eviction tiers."""
+
     @_builtins.property
-    def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatProbe]: ...
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatProbe]:
+        """Probes to place."""
+
     def __init__(
         self,
         *,
@@ -1101,9 +1268,13 @@ class ForceEnd(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """Unique within the stream; its outcome is reported once."""
     slot: _builtins.int
+    """The request meant."""
     reason: Global___ForceReason.ValueType
+    """The rule behind it."""
     shadow: _builtins.bool
+    """To be decided and counted, not carried out."""
     def __init__(
         self,
         *,
@@ -1131,10 +1302,13 @@ class ThinkCap(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """Unique within the stream; its outcome is reported once."""
     slot: _builtins.int
+    """The request meant."""
     max_think_tokens: _builtins.int
     """Absent lifts the cap."""
     shadow: _builtins.bool
+    """To be decided and counted, not carried out."""
     def __init__(
         self,
         *,
@@ -1155,6 +1329,8 @@ Global___ThinkCap: _TypeAlias = ThinkCap  # noqa: Y015
 
 @_typing.final
 class DispatchPlan(_message.Message):
+    """In which order requests join a step, and how many; holds until the next one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
@@ -1168,6 +1344,7 @@ class DispatchPlan(_message.Message):
     OUTPUT_PER_STEP_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """Unique within the stream; its outcome is reported once."""
     think_per_step: _builtins.int
     """Thinking sequences that may join a step while answers stream; absent for no limit."""
     max_skip_steps: _builtins.int
@@ -1175,6 +1352,7 @@ class DispatchPlan(_message.Message):
     hold_admission: _builtins.bool
     """Admit nothing new except preempted answers: thinking holds more KV than its share while answers wait."""
     shadow: _builtins.bool
+    """To be decided and counted, not carried out."""
     stock: _builtins.bool
     """Obey vLLM's own order; of the plan only hold_admission counts."""
     output_per_step: _builtins.int
@@ -1186,7 +1364,9 @@ class DispatchPlan(_message.Message):
         """Slots whose rank changed. Lower is more urgent and preempted later; equal ranks keep arrival order."""
 
     @_builtins.property
-    def rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The slots' ranks, in the same order."""
+
     def __init__(
         self,
         *,
@@ -1222,6 +1402,8 @@ Global___DispatchPlan: _TypeAlias = DispatchPlan  # noqa: Y015
 
 @_typing.final
 class TierChange(_message.Message):
+    """A request's tier from now on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
@@ -1229,9 +1411,13 @@ class TierChange(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """Unique within the stream; its outcome is reported once."""
     slot: _builtins.int
+    """The request meant."""
     tier: Global___EvictionTier.ValueType
+    """The tier."""
     shadow: _builtins.bool
+    """To be decided and counted, not carried out."""
     def __init__(
         self,
         *,
@@ -1259,8 +1445,11 @@ class EatProbe(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """Unique within the stream; its outcome is reported once."""
     slot: _builtins.int
+    """The request meant."""
     placement: Global___Placement.ValueType
+    """When."""
     hold_ms: _builtins.int
     """The request makes no step until an answer to the report with the result is there, this long at most, so that a
     decision taken from it applies where it was measured; 0 for not at all.

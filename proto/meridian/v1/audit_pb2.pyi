@@ -71,9 +71,11 @@ class AuditRecord(_message.Message):
     request_id: _builtins.str
     """What the caller chose as request id and reason."""
     reason: _builtins.str
+    """As request_id."""
     before_etag: _builtins.str
     """Of what the call was to change, and of what it became; empty where there is none."""
     after_etag: _builtins.str
+    """As before_etag."""
     outcome: _builtins.str
     """Status code by name: OK, ABORTED, PERMISSION_DENIED. Empty while the call goes on, or where its end could not be
     recorded: then what it changed says what came of it.
@@ -81,7 +83,9 @@ class AuditRecord(_message.Message):
     error: _builtins.str
     """The error's text."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the call began."""
+
     @_builtins.property
     def details(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The other plain fields of the request: revision, validate_only, engine_id and so on."""
@@ -113,6 +117,8 @@ Global___AuditRecord: _TypeAlias = AuditRecord  # noqa: Y015
 
 @_typing.final
 class ListAuditRequest(_message.Message):
+    """Which records."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
@@ -124,19 +130,25 @@ class ListAuditRequest(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     principal: _builtins.str
     """Only records that equal these, where they are not empty."""
     method: _builtins.str
     """With or without the package: PolicyService/UpdatePolicy."""
     outcome: _builtins.str
+    """As principal."""
     request_id: _builtins.str
+    """As principal."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Only records from this time on, and before that one."""
 
     @_builtins.property
-    def until(self) -> _timestamp_pb2.Timestamp: ...
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """See since."""
+
     def __init__(
         self,
         *,
@@ -159,13 +171,18 @@ Global___ListAuditRequest: _TypeAlias = ListAuditRequest  # noqa: Y015
 
 @_typing.final
 class ListAuditResponse(_message.Message):
+    """A page of records."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
-    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]: ...
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]:
+        """Newest first."""
+
     def __init__(
         self,
         *,

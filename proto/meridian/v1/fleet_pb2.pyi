@@ -29,18 +29,27 @@ class _ConnectionState:
 class _ConnectionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConnectionState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CONNECTION_STATE_UNSPECIFIED: _ConnectionState.ValueType  # 0
+    """Not said."""
     CONNECTION_STATE_CONNECTED: _ConnectionState.ValueType  # 1
+    """It has."""
     CONNECTION_STATE_DISCONNECTED: _ConnectionState.ValueType  # 2
+    """It had one in the last 10 minutes."""
 
-class ConnectionState(_ConnectionState, metaclass=_ConnectionStateEnumTypeWrapper): ...
+class ConnectionState(_ConnectionState, metaclass=_ConnectionStateEnumTypeWrapper):
+    """Whether an engine has a stream."""
 
 CONNECTION_STATE_UNSPECIFIED: ConnectionState.ValueType  # 0
+"""Not said."""
 CONNECTION_STATE_CONNECTED: ConnectionState.ValueType  # 1
+"""It has."""
 CONNECTION_STATE_DISCONNECTED: ConnectionState.ValueType  # 2
+"""It had one in the last 10 minutes."""
 Global___ConnectionState: _TypeAlias = ConnectionState  # noqa: Y015
 
 @_typing.final
 class Engine(_message.Message):
+    """One engine, as its control plane sees it; counters are since it connected."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -158,25 +167,41 @@ class Engine(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    """As in Hello."""
     incarnation: _builtins.str
+    """As in Hello."""
     model: _builtins.str
+    """The name the engine serves the model under."""
     vllm_version: _builtins.str
+    """As in Hello."""
     agent_version: _builtins.str
+    """As in Hello."""
     state: Global___ConnectionState.ValueType
+    """Whether it has a stream."""
     revision: _builtins.int
     """Revision the control plane wants and the one the agent has acknowledged as applied."""
     acked_revision: _builtins.int
+    """See revision."""
     nack_error: _builtins.str
     """Why the newest revision is not in force: the agent's error, or what the engine cannot do; empty when it took it."""
     fault: _builtins.str
+    """Why the agent has switched itself off; empty when it has not."""
     step: _builtins.int
+    """Number of its newest step."""
     step_time_ms: _builtins.float
+    """Duration of that step, from its schedule to its update."""
     kv_used: _builtins.float
+    """Fraction of the KV cache in use, 0 to 1."""
     running: _builtins.int
+    """Requests that vLLM runs, as of the newest report."""
     waiting: _builtins.int
+    """Requests that wait in vLLM's queue, as of the newest report."""
     thinking: _builtins.int
+    """Live requests that think and are not preempted."""
     answering: _builtins.int
+    """Live requests that answer and are not preempted."""
     token_events: _builtins.int
+    """Tokens reported."""
     open_decisions: _builtins.int
     """Decisions whose outcome is still to come."""
     agent_state: _agent_pb2.AgentState.ValueType
@@ -184,9 +209,13 @@ class Engine(_message.Message):
     replica: _builtins.str
     """Id of the replica of the control plane that it is, or was last, connected to."""
     @_builtins.property
-    def connect_time(self) -> _timestamp_pb2.Timestamp: ...
+    def connect_time(self) -> _timestamp_pb2.Timestamp:
+        """When its stream began."""
+
     @_builtins.property
-    def report_time(self) -> _timestamp_pb2.Timestamp: ...
+    def report_time(self) -> _timestamp_pb2.Timestamp:
+        """When its newest report came; absent before the first."""
+
     @_builtins.property
     def decisions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Decisions made since the engine connected, by kind, forces as "force/<reason>"."""
@@ -197,16 +226,23 @@ class Engine(_message.Message):
 
     @_builtins.property
     def ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Ends of thinking by reason: natural, hard_cap, eat, rpdi; with _shadowed where one was only decided."""
+        """Ends of thinking by reason: natural, hard_cap, eat, rpdi, rank, soft_close; with _shadowed where one was only
+        decided.
+        """
 
     @_builtins.property
-    def counters(self) -> _agent_pb2.AgentCounters: ...
+    def counters(self) -> _agent_pb2.AgentCounters:
+        """What the agent counts, since the engine started."""
+
     @_builtins.property
-    def capabilities(self) -> _agent_pb2.Capabilities: ...
+    def capabilities(self) -> _agent_pb2.Capabilities:
+        """What can be asked of it."""
+
     @_builtins.property
     def answers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What came after an end of thinking, by how it ended: reentry_after_<natural or forced>, empty_after_<…> (an answer
-        of at most one token), answered_after_<…> (all others), and unended (finished while thinking).
+        of at most one token), long_after_<…> (more than four times the tokens that are usual), answered_after_<…> (all
+        others), and unended (finished while thinking).
         """
 
     @_builtins.property
@@ -289,6 +325,7 @@ class Histogram(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     SUM_FIELD_NUMBER: _builtins.int
     sum: _builtins.float
+    """Of all observations."""
     @_builtins.property
     def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Upper bounds of the buckets, included in them, ascending; what is above the last one is in a bucket of its own."""
@@ -314,6 +351,8 @@ Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
 
 @_typing.final
 class EngineFreeze(_message.Message):
+    """How an engine stands with freezes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREEZE_IDS_FIELD_NUMBER: _builtins.int
@@ -371,9 +410,11 @@ class ShadowComparison(_message.Message):
     requests: _builtins.int
     """Requests whose thinking has ended while the section was in shadow for them, and their thinking tokens."""
     think_tokens: _builtins.int
+    """See requests."""
     would_end: _builtins.int
     """Those that would have been ended earlier, and their thinking tokens there."""
     would_end_think_tokens: _builtins.int
+    """See would_end."""
     saved_tokens: _builtins.int
     """Thinking tokens from there to where they really ended."""
     def __init__(
@@ -398,6 +439,8 @@ Global___ShadowComparison: _TypeAlias = ShadowComparison  # noqa: Y015
 
 @_typing.final
 class LastDecision(_message.Message):
+    """The newest decision about a request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
@@ -405,10 +448,13 @@ class LastDecision(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
+    """0 where there is none."""
     kind: _builtins.str
     """cap, force or tier: the newest made, or the newest that was carried out."""
     reason: _builtins.str
+    """As in LoggedDecision."""
     outcome: _agent_pb2.Outcome.ValueType
+    """Unspecified until it is known."""
     def __init__(
         self,
         *,
@@ -427,6 +473,8 @@ Global___LastDecision: _TypeAlias = LastDecision  # noqa: Y015
 
 @_typing.final
 class LiveRequest(_message.Message):
+    """A request that an engine has taken on, as of the newest report."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -452,29 +500,51 @@ class LiveRequest(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_DECISION_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    """Its engine."""
     slot: _builtins.int
+    """Its slot there."""
     request_id: _builtins.str
+    """As in RequestOpened."""
     model: _builtins.str
+    """Model or LoRA adapter name."""
     tenant: _builtins.str
+    """As in RequestOpened."""
     slo_class: _builtins.str
+    """As in RequestOpened."""
     phase: _agent_pb2.Phase.ValueType
+    """What it is at."""
     prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
     think_tokens: _builtins.int
+    """Thinking tokens generated so far."""
     output_tokens: _builtins.int
+    """Answer tokens generated so far."""
     preempted: _builtins.bool
+    """It waits after a preemption."""
     entropy_nats: _builtins.float
     """Signals, newest values; NaN when not measured."""
     end_rank: _builtins.int
+    """Rank of the end marker, 1 for the likeliest token; 0 when not measured."""
     end_logprob_nats: _builtins.float
+    """Log-probability of the end marker."""
     rpdi: _builtins.float
+    """Local over global mean of the thinking's token entropy, a ratio."""
     eat_nats: _builtins.float
+    """Newest EAT sample."""
     eat_ema_nats: _builtins.float
+    """Moving mean of the EAT samples."""
     eat_ema_variance: _builtins.float
+    """Moving variance of the EAT samples, in nats squared; 0 before the second."""
     rank: _builtins.int
+    """Its place in the engine's order; lower is more urgent."""
     tier: _agent_pb2.EvictionTier.ValueType
+    """The eviction tier it was given."""
     max_think_tokens: _builtins.int
+    """The cap told to the agent; 0 for none."""
     @_builtins.property
-    def last_decision(self) -> Global___LastDecision: ...
+    def last_decision(self) -> Global___LastDecision:
+        """The newest decision about it; probes do not count."""
+
     def __init__(
         self,
         *,
@@ -511,14 +581,19 @@ Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
 
 @_typing.final
 class ListEnginesRequest(_message.Message):
+    """Which part of the list."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -536,16 +611,23 @@ Global___ListEnginesRequest: _TypeAlias = ListEnginesRequest  # noqa: Y015
 
 @_typing.final
 class ListEnginesResponse(_message.Message):
+    """A page of engines."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
+        """By engine id."""
+
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,
@@ -563,6 +645,8 @@ Global___ListEnginesResponse: _TypeAlias = ListEnginesResponse  # noqa: Y015
 
 @_typing.final
 class ListRequestsRequest(_message.Message):
+    """Whose requests, and which part of the list."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -572,8 +656,11 @@ class ListRequestsRequest(_message.Message):
     engine_id: _builtins.str
     """Empty for all engines."""
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -592,16 +679,23 @@ Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
 
 @_typing.final
 class ListRequestsResponse(_message.Message):
+    """A page of live requests."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """By engine id and request id."""
+
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,
@@ -619,6 +713,8 @@ Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
 
 @_typing.final
 class WatchFleetRequest(_message.Message):
+    """How often."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
@@ -626,6 +722,7 @@ class WatchFleetRequest(_message.Message):
     interval_ms: _builtins.int
     """0 for the default of 1,000."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -642,17 +739,25 @@ Global___WatchFleetRequest: _TypeAlias = WatchFleetRequest  # noqa: Y015
 
 @_typing.final
 class WatchFleetResponse(_message.Message):
+    """The fleet at one moment."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
+        """By engine id."""
+
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]: ...
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """By engine id and request id."""
+
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,
@@ -670,6 +775,8 @@ Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
 
 @_typing.final
 class RecordTraceRequest(_message.Message):
+    """Whose streams."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -677,6 +784,7 @@ class RecordTraceRequest(_message.Message):
     engine_id: _builtins.str
     """Empty for all engines."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -693,14 +801,20 @@ Global___RecordTraceRequest: _TypeAlias = RecordTraceRequest  # noqa: Y015
 
 @_typing.final
 class RecordTraceResponse(_message.Message):
+    """One record, as it happens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORD_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def record(self) -> Global___TraceRecord: ...
+    def record(self) -> Global___TraceRecord:
+        """What happened."""
+
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,
@@ -731,19 +845,25 @@ class TraceRecord(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     JOINED_LATE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    """Whose session it is."""
     session_id: _builtins.str
+    """As in Welcome."""
     joined_late: _builtins.bool
-    """With a Hello: the session was under way when the recording began. What was in force follows, a freeze and the agent's
-    answer to it included; requests that lived already are not told of.
+    """With a Hello: the session was under way when the recording began. What was in force follows, a freeze and the
+    agent's answer to it included; requests that lived already are not told of.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """The very time that the session was given."""
 
     @_builtins.property
-    def up(self) -> _agent_pb2.ConnectRequest: ...
+    def up(self) -> _agent_pb2.ConnectRequest:
+        """Heard from the agent."""
+
     @_builtins.property
-    def down(self) -> _agent_pb2.ConnectResponse: ...
+    def down(self) -> _agent_pb2.ConnectResponse:
+        """Said to the agent."""
+
     @_builtins.property
     def policy(self) -> Global___TracedPolicy:
         """Given to the session here; the settings it made of it follow."""
@@ -771,13 +891,18 @@ Global___TraceRecord: _TypeAlias = TraceRecord  # noqa: Y015
 
 @_typing.final
 class TracedPolicy(_message.Message):
+    """A policy that a session was given."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    """Its revision."""
     @_builtins.property
-    def policy(self) -> _policy_pb2.Policy: ...
+    def policy(self) -> _policy_pb2.Policy:
+        """With every field set."""
+
     def __init__(
         self,
         *,
@@ -794,6 +919,8 @@ Global___TracedPolicy: _TypeAlias = TracedPolicy  # noqa: Y015
 
 @_typing.final
 class ExplainRequestRequest(_message.Message):
+    """Which request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -806,6 +933,7 @@ class ExplainRequestRequest(_message.Message):
     engine_id: _builtins.str
     """Empty for all engines."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -823,19 +951,25 @@ Global___ExplainRequestRequest: _TypeAlias = ExplainRequestRequest  # noqa: Y015
 
 @_typing.final
 class ExplainRequestResponse(_message.Message):
+    """What is known of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIFE_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def life(self) -> Global___RequestLife: ...
+    def life(self) -> Global___RequestLife:
+        """What happened to it."""
+
     @_builtins.property
     def live(self) -> Global___LiveRequest:
         """As it is now; absent for a finished request."""
 
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,
@@ -876,31 +1010,47 @@ class RequestLife(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    """Its engine."""
     incarnation: _builtins.str
+    """As in Hello."""
     request_id: _builtins.str
+    """As in RequestOpened."""
     model: _builtins.str
+    """Model or LoRA adapter name."""
     tenant: _builtins.str
+    """As in RequestOpened."""
     slo_class: _builtins.str
+    """As in RequestOpened."""
     effort: _builtins.str
+    """As in RequestOpened."""
     prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
     max_tokens: _builtins.int
+    """Tokens that it may generate, at most."""
     min_think_tokens: _builtins.int
     """The request's own; absent when it has none."""
     max_think_tokens: _builtins.int
+    """As min_think_tokens."""
     joined_late: _builtins.bool
     """It was under way when the control plane first heard of it; what was before is not known."""
     think_tokens: _builtins.int
+    """Thinking tokens generated."""
     output_tokens: _builtins.int
+    """Answer tokens generated."""
     events_left_out: _builtins.int
     """Events that there was no room for: the oldest ones."""
     @_builtins.property
-    def open_time(self) -> _timestamp_pb2.Timestamp: ...
+    def open_time(self) -> _timestamp_pb2.Timestamp:
+        """When the control plane heard of it."""
+
     @_builtins.property
     def close_time(self) -> _timestamp_pb2.Timestamp:
         """Absent while it lives."""
 
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:
+        """Oldest first."""
+
     def __init__(
         self,
         *,
@@ -940,6 +1090,8 @@ Global___RequestLife: _TypeAlias = RequestLife  # noqa: Y015
 
 @_typing.final
 class RequestEvent(_message.Message):
+    """One thing that happened to a request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TIME_FIELD_NUMBER: _builtins.int
@@ -956,10 +1108,13 @@ class RequestEvent(_message.Message):
     think_tokens: _builtins.int
     """When the control plane heard of it."""
     output_tokens: _builtins.int
+    """As think_tokens."""
     detail: _builtins.str
     """think_end: natural, hard_cap or a force's reason. closed: stop, length, abort, error or unknown."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the control plane heard of it."""
+
     @_builtins.property
     def decision(self) -> Global___LoggedDecision:
         """Of kind decision."""
@@ -1011,34 +1166,51 @@ class LoggedDecision(_message.Message):
     decision_id: _builtins.int
     """Unique within the session."""
     session_id: _builtins.str
+    """The stream it was made on."""
     engine_id: _builtins.str
+    """The engine it was made for."""
     incarnation: _builtins.str
+    """As in Hello."""
     request_id: _builtins.str
+    """The request it is about."""
     tenant: _builtins.str
+    """Of that request."""
     slo_class: _builtins.str
+    """Of that request."""
     revision: _builtins.int
     """In force when it was made."""
     kind: _builtins.str
     """cap, force, probe or tier."""
     reason: _builtins.str
+    """Of a force: hard_cap, eat, rpdi, rank or soft_close. Of a cap: hard_cap, empty_answer or lifted. Of a probe: eat or
+    empty_answer. Of a tier: unreachable or reusable.
+    """
     shadow: _builtins.bool
+    """To be counted, not carried out."""
     outcome: _agent_pb2.Outcome.ValueType
     """Unspecified until it is known."""
     outcome_think_tokens: _builtins.int
     """The agent's count at that moment, for decisions about thinking."""
     detail: _builtins.str
+    """Of the outcome, as in DecisionOutcome."""
     measured_eat_nats: _builtins.float
     """Of a probe that was measured."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was made."""
+
     @_builtins.property
-    def signals(self) -> Global___Signals: ...
+    def signals(self) -> Global___Signals:
+        """The request as the rule saw it."""
+
     @_builtins.property
     def comparisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Comparison]:
         """What the rule compared, all of it true."""
 
     @_builtins.property
-    def outcome_time(self) -> _timestamp_pb2.Timestamp: ...
+    def outcome_time(self) -> _timestamp_pb2.Timestamp:
+        """When the outcome was heard of; absent until then."""
+
     def __init__(
         self,
         *,
@@ -1091,15 +1263,25 @@ class Signals(_message.Message):
     BOUNDARY_RANKS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     phase: _agent_pb2.Phase.ValueType
+    """What it was at."""
     think_tokens: _builtins.int
+    """Thinking tokens until then."""
     output_tokens: _builtins.int
+    """Answer tokens until then."""
     entropy_nats: _builtins.float
+    """Entropy of the newest token's distribution."""
     end_rank: _builtins.int
+    """As in LiveRequest."""
     rpdi: _builtins.float
+    """As in LiveRequest."""
     eat_nats: _builtins.float
+    """As in LiveRequest."""
     eat_ema_nats: _builtins.float
+    """As in LiveRequest."""
     eat_ema_variance: _builtins.float
+    """As in LiveRequest."""
     eat_samples: _builtins.int
+    """EAT samples until then."""
     max_think_tokens: _builtins.int
     """The cap told to the agent; absent for none."""
     @_builtins.property
@@ -1144,12 +1326,15 @@ class Comparison(_message.Message):
     LIMIT_NAME_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     signal: _builtins.str
+    """What was compared, a field of Signals as a rule."""
     value: _builtins.float
+    """Its value then."""
     operator: _builtins.str
     """One of <, <=, >, >= and =."""
     limit_name: _builtins.str
     """The policy field, or the request's own, and its value."""
     limit: _builtins.float
+    """See limit_name."""
     def __init__(
         self,
         *,
@@ -1169,6 +1354,8 @@ Global___Comparison: _TypeAlias = Comparison  # noqa: Y015
 
 @_typing.final
 class ListDecisionsRequest(_message.Message):
+    """Which decisions."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -1183,10 +1370,15 @@ class ListDecisionsRequest(_message.Message):
     request_id: _builtins.str
     """As in ExplainRequestRequest."""
     kind: _builtins.str
+    """As in LoggedDecision."""
     reason: _builtins.str
+    """As in LoggedDecision."""
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     local_only: _builtins.bool
+    """Only what the replica that is asked knows itself."""
     def __init__(
         self,
         *,
@@ -1208,18 +1400,23 @@ Global___ListDecisionsRequest: _TypeAlias = ListDecisionsRequest  # noqa: Y015
 
 @_typing.final
 class ListDecisionsResponse(_message.Message):
+    """A page of decisions, newest first."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoggedDecision]:
         """Decisions of one moment stay on one page: it may be longer than asked for."""
 
     @_builtins.property
-    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of replicas that were not heard: what they know is missing."""
+
     def __init__(
         self,
         *,

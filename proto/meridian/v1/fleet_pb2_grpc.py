@@ -76,19 +76,22 @@ class FleetServiceServicer(object):
     """
 
     def ListEngines(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the engines: those that are connected, and those that went away in the last 10 minutes.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the live requests.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchFleet(self, request, context):
-        """Sends the state of all engines and live requests at once, then again at every interval.
+        """Sends the state of all engines and live requests at once, then again at every multiple of the interval, so that all
+        who watch are sent the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +112,8 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
-        not kept.
+        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are
+        counted, not kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,16 +37,20 @@ class FleetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     ListEngines: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListEnginesRequest, _fleet_pb2.ListEnginesResponse]
+    """Lists the engines: those that are connected, and those that went away in the last 10 minutes."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListRequestsRequest, _fleet_pb2.ListRequestsResponse]
+    """Lists the live requests."""
     WatchFleet: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchFleetRequest, _fleet_pb2.WatchFleetResponse]
-    """Sends the state of all engines and live requests at once, then again at every interval."""
+    """Sends the state of all engines and live requests at once, then again at every multiple of the interval, so that all
+    who watch are sent the same.
+    """
     RecordTrace: _grpc.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]
     """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
     ExplainRequest: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequestRequest, _fleet_pb2.ExplainRequestResponse]
     """Tells the life of a request, live or finished not long ago, from the replicas' decision logs."""
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]
-    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
-    not kept.
+    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are
+    counted, not kept.
     """
 
 @_typing.type_check_only
@@ -58,16 +62,20 @@ class FleetServiceAsyncStub(FleetServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListEngines: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListEnginesRequest, _fleet_pb2.ListEnginesResponse]  # type: ignore[assignment]
+    """Lists the engines: those that are connected, and those that went away in the last 10 minutes."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListRequestsRequest, _fleet_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists the live requests."""
     WatchFleet: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchFleetRequest, _fleet_pb2.WatchFleetResponse]  # type: ignore[assignment]
-    """Sends the state of all engines and live requests at once, then again at every interval."""
+    """Sends the state of all engines and live requests at once, then again at every multiple of the interval, so that all
+    who watch are sent the same.
+    """
     RecordTrace: _aio.UnaryStreamMultiCallable[_fleet_pb2.RecordTraceRequest, _fleet_pb2.RecordTraceResponse]  # type: ignore[assignment]
     """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED."""
     ExplainRequest: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequestRequest, _fleet_pb2.ExplainRequestResponse]  # type: ignore[assignment]
     """Tells the life of a request, live or finished not long ago, from the replicas' decision logs."""
     ListDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]  # type: ignore[assignment]
-    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
-    not kept.
+    """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are
+    counted, not kept.
     """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -81,14 +89,16 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _fleet_pb2.ListEnginesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.ListEnginesResponse, _abc.Awaitable[_fleet_pb2.ListEnginesResponse]]: ...
+    ) -> _typing.Union[_fleet_pb2.ListEnginesResponse, _abc.Awaitable[_fleet_pb2.ListEnginesResponse]]:
+        """Lists the engines: those that are connected, and those that went away in the last 10 minutes."""
 
     @_abc_1.abstractmethod
     def ListRequests(
         self,
         request: _fleet_pb2.ListRequestsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.ListRequestsResponse, _abc.Awaitable[_fleet_pb2.ListRequestsResponse]]: ...
+    ) -> _typing.Union[_fleet_pb2.ListRequestsResponse, _abc.Awaitable[_fleet_pb2.ListRequestsResponse]]:
+        """Lists the live requests."""
 
     @_abc_1.abstractmethod
     def WatchFleet(
@@ -96,7 +106,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.WatchFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchFleetResponse], _abc.AsyncIterator[_fleet_pb2.WatchFleetResponse]]:
-        """Sends the state of all engines and live requests at once, then again at every interval."""
+        """Sends the state of all engines and live requests at once, then again at every multiple of the interval, so that all
+        who watch are sent the same.
+        """
 
     @_abc_1.abstractmethod
     def RecordTrace(
@@ -120,8 +132,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListDecisionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListDecisionsResponse, _abc.Awaitable[_fleet_pb2.ListDecisionsResponse]]:
-        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are counted,
-        not kept.
+        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are
+        counted, not kept.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -87,12 +87,19 @@ class StoredFreeze(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     freeze_id: _builtins.int
+    """Given by the control plane, never used again."""
     author: _builtins.str
+    """Who froze them."""
     reason: _builtins.str
+    """Why, as the author said."""
     @_builtins.property
-    def match(self) -> Global___FreezeMatch: ...
+    def match(self) -> Global___FreezeMatch:
+        """The engines it holds for."""
+
     @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it began."""
+
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends, by the time limit or because it was thawed."""
@@ -117,6 +124,8 @@ Global___StoredFreeze: _TypeAlias = StoredFreeze  # noqa: Y015
 
 @_typing.final
 class FreezeRequest(_message.Message):
+    """Whom to freeze, and for how long."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MATCH_FIELD_NUMBER: _builtins.int
@@ -124,9 +133,13 @@ class FreezeRequest(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     author: _builtins.str
+    """Who does it; where callers are asked who they are, their principal, whatever they write here."""
     reason: _builtins.str
+    """Why: kept with the freeze, and said in the engines' logs."""
     @_builtins.property
-    def match(self) -> Global___FreezeMatch: ...
+    def match(self) -> Global___FreezeMatch:
+        """The engines; absent for all."""
+
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """The time limit, from 1 s to 7 days."""
@@ -149,11 +162,15 @@ Global___FreezeRequest: _TypeAlias = FreezeRequest  # noqa: Y015
 
 @_typing.final
 class FreezeResponse(_message.Message):
+    """What was begun."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREEZE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def freeze(self) -> Global___StoredFreeze: ...
+    def freeze(self) -> Global___StoredFreeze:
+        """As it is stored."""
+
     def __init__(
         self,
         *,
@@ -169,6 +186,8 @@ Global___FreezeResponse: _TypeAlias = FreezeResponse  # noqa: Y015
 
 @_typing.final
 class ThawRequest(_message.Message):
+    """What to end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREEZE_ID_FIELD_NUMBER: _builtins.int
@@ -189,6 +208,8 @@ Global___ThawRequest: _TypeAlias = ThawRequest  # noqa: Y015
 
 @_typing.final
 class ThawResponse(_message.Message):
+    """What was ended."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREEZES_FIELD_NUMBER: _builtins.int
@@ -211,12 +232,16 @@ Global___ThawResponse: _TypeAlias = ThawResponse  # noqa: Y015
 
 @_typing.final
 class ListFreezesRequest(_message.Message):
+    """Which part of the list."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     def __init__(
         self,
         *,
@@ -233,13 +258,18 @@ Global___ListFreezesRequest: _TypeAlias = ListFreezesRequest  # noqa: Y015
 
 @_typing.final
 class ListFreezesResponse(_message.Message):
+    """A page of freezes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREEZES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
-    def freezes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFreeze]: ...
+    def freezes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFreeze]:
+        """Those in force, newest first."""
+
     def __init__(
         self,
         *,

@@ -23,6 +23,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Policy(_message.Message):
+    """One complete policy."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -54,15 +56,25 @@ class Policy(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     OVERRIDE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def scheduler(self) -> Global___SchedulerPolicy: ...
+    def scheduler(self) -> Global___SchedulerPolicy:
+        """Order, share and caps."""
+
     @_builtins.property
-    def entropy(self) -> Global___EntropyPolicy: ...
+    def entropy(self) -> Global___EntropyPolicy:
+        """The rules that end thinking."""
+
     @_builtins.property
-    def kv_memory(self) -> Global___KvMemoryPolicy: ...
+    def kv_memory(self) -> Global___KvMemoryPolicy:
+        """Eviction and admission."""
+
     @_builtins.property
-    def telemetry(self) -> Global___TelemetryPolicy: ...
+    def telemetry(self) -> Global___TelemetryPolicy:
+        """What is reported and kept."""
+
     @_builtins.property
-    def fallback(self) -> Global___FallbackPolicy: ...
+    def fallback(self) -> Global___FallbackPolicy:
+        """What holds without a stream."""
+
     @_builtins.property
     def model(self) -> _containers.MessageMap[_builtins.str, Global___ModelPolicy]:
         """By model name as the engine serves it."""
@@ -126,17 +138,25 @@ class Override(_message.Message):
     SCHEDULER_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Over the model or LoRA adapter name."""
     tenant: _builtins.str
+    """Over the request's meridian_tenant."""
     slo_class: _builtins.str
+    """Over the request's meridian_slo_class."""
     effort: _builtins.str
+    """Over the request's meridian_effort."""
     @_builtins.property
     def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels that the engine must have, by name."""
 
     @_builtins.property
-    def scheduler(self) -> Global___SchedulerOverride: ...
+    def scheduler(self) -> Global___SchedulerOverride:
+        """Other values of SchedulerPolicy."""
+
     @_builtins.property
-    def entropy(self) -> Global___EntropyOverride: ...
+    def entropy(self) -> Global___EntropyOverride:
+        """Other values of EntropyPolicy."""
+
     def __init__(
         self,
         *,
@@ -168,10 +188,15 @@ class SchedulerOverride(_message.Message):
     SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
     min_think_tokens: _builtins.int
+    """As in SchedulerPolicy."""
     max_think_tokens: _builtins.int
+    """As in SchedulerPolicy."""
     soft_think_tokens: _builtins.int
+    """As in SchedulerPolicy."""
     soft_close_rank: _builtins.int
+    """As in SchedulerPolicy."""
     empty_answer_extension_tokens: _builtins.int
+    """As in SchedulerPolicy."""
     def __init__(
         self,
         *,
@@ -227,18 +252,31 @@ class EntropyOverride(_message.Message):
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
+    """As in EntropyPolicy."""
     shadow: _builtins.bool
+    """As in EntropyPolicy."""
     ema_alpha: _builtins.float
+    """As in EntropyPolicy."""
     eat_ema_variance_threshold: _builtins.float
+    """As in EntropyPolicy."""
     eat_level_threshold_nats: _builtins.float
+    """As in EntropyPolicy."""
     eat_probe_interval_tokens: _builtins.int
+    """As in EntropyPolicy."""
     rpdi_threshold: _builtins.float
+    """As in EntropyPolicy."""
     eat_probe_placement: _builtins.str
+    """As in EntropyPolicy."""
     eat_warmup_samples: _builtins.int
+    """As in EntropyPolicy."""
     eat_probe_max_rank: _builtins.int
+    """As in EntropyPolicy."""
     eat_hold_ms: _builtins.int
+    """As in EntropyPolicy."""
     @_builtins.property
-    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
+    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
+        """As in EntropyPolicy."""
+
     def __init__(
         self,
         *,
@@ -308,6 +346,8 @@ Global___EntropyOverride: _TypeAlias = EntropyOverride  # noqa: Y015
 
 @_typing.final
 class SchedulerPolicy(_message.Message):
+    """Which sequences join a step, and how much thinking a request may do."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLED_FIELD_NUMBER: _builtins.int
@@ -325,19 +365,49 @@ class SchedulerPolicy(_message.Message):
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
+    """Order and share steps by phase; false leaves the engine's own order."""
     shadow: _builtins.bool
+    """Decide and count, but do not apply."""
     think_tpot_budget_ms: _builtins.float
+    """Milliseconds a thinking sequence may go without a token while it is left out of steps; 0 is four times the output
+    budget.
+    """
     output_tpot_budget_ms: _builtins.float
+    """Step-time target in milliseconds while answers stream; only when it is exceeded are thinking sequences left out. 0
+    follows the engine: 1.75 times what a step of all running sequences takes, so that prompts alone are held back.
+    """
     think_batch_multiplier: _builtins.float
+    """Thinking sequences per answering one that may join a step while answers stream and the output budget is exceeded."""
     min_think_tokens: _builtins.int
+    """Thinking tokens before which no entropy rule ends thinking; not above the hard cap, which also lowers it where only
+    the cap is given.
+    """
     max_think_tokens: _builtins.int
+    """Hard cap on a request's thinking, in tokens, kept by the agent itself."""
     soft_think_tokens: _builtins.int
+    """Soft close: thinking tokens from which on thinking ends at the first sentence end where the end marker ranks at
+    most soft_close_rank; 0 switches the rule off.
+    """
     soft_close_rank: _builtins.int
+    """Soft close: highest rank of the end marker."""
     empty_answer_extension_tokens: _builtins.int
+    """Thinking tokens added, once, to the cap of a request whose answer would be empty if it were ended; no rule ends it
+    meanwhile; 0 switches this off.
+    """
     strategy: _builtins.str
+    """Who is most urgent: answers, whoever is nearest to missing its budget, or thinking with answers paced at their
+    budget; stock leaves vLLM's own order.
+    """
     min_prefill_tokens: _builtins.int
+    """Prompt tokens that may join a step while answers stream, whatever the output budget leaves; 0 is twice what steps
+    had of late.
+    """
     long_think_tokens: _builtins.int
+    """reasoning_first: thinking tokens from which on a request is the least urgent."""
     lease_ms: _builtins.int
+    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
+    with the control plane; 0 for fallback.lease_ms alone.
+    """
     def __init__(
         self,
         *,
@@ -421,6 +491,8 @@ Global___SchedulerPolicy: _TypeAlias = SchedulerPolicy  # noqa: Y015
 
 @_typing.final
 class EntropyPolicy(_message.Message):
+    """When thinking that no longer helps is ended. Shadowed by default, until calibrated for the model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLED_FIELD_NUMBER: _builtins.int
@@ -438,20 +510,45 @@ class EntropyPolicy(_message.Message):
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
+    """Evaluate the EAT and RPDI rules; false measures no entropy."""
     shadow: _builtins.bool
+    """Decide and count, but do not end thinking."""
     ema_alpha: _builtins.float
+    """Weight of the newest EAT sample, a fraction."""
     eat_ema_variance_threshold: _builtins.float
+    """EAT rule: the EMA variance, in nats squared, below which EAT counts as settled; the level threshold must be met
+    too.
+    """
     eat_level_threshold_nats: _builtins.float
+    """EAT rule: the EMA level, in nats, below which the answer counts as decided; the variance threshold must be met too."""
     eat_probe_interval_tokens: _builtins.int
+    """Thinking tokens between two EAT probes of a request."""
     rpdi_threshold: _builtins.float
+    """RPDI rule: ratio of local to global mean token entropy above which thinking ends; 0 switches the rule off."""
     rpdi_window_tokens: _builtins.int
+    """RPDI rule: newest thinking tokens that make up the local mean."""
     eat_probe_placement: _builtins.str
+    """Where a probe that is due is placed: at once, or when a sentence or paragraph ends."""
     eat_warmup_samples: _builtins.int
+    """EAT rule: samples before it may fire; the variance starts at 0 without bias correction, so about 4/ema_alpha make
+    it mean something.
+    """
     eat_probe_max_rank: _builtins.int
+    """Gate: a probe is asked for only after a sentence end where the end marker ranks at most this, and then placed at
+    once; 0 switches the gate off.
+    """
     eat_hold_ms: _builtins.int
+    """A probed request waits this long at most, in milliseconds, for what is decided from its probe, so that thinking
+    ends where it was measured; 0 lets it think on meanwhile. Not in shadow.
+    """
     lease_ms: _builtins.int
+    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
+    with the control plane; 0 for fallback.lease_ms alone.
+    """
     @_builtins.property
-    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]: ...
+    def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
+        """Rank rule: thinking ends at a sentence end where any of these holds."""
+
     def __init__(
         self,
         *,
@@ -537,7 +634,9 @@ class RankCondition(_message.Message):
 
     MAX_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def max_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def max_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """From the newest sentence end back."""
+
     def __init__(
         self,
         *,
@@ -553,6 +652,8 @@ Global___RankCondition: _TypeAlias = RankCondition  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):
+    """Who holds the KV cache when it runs short."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLED_FIELD_NUMBER: _builtins.int
@@ -560,9 +661,17 @@ class KvMemoryPolicy(_message.Message):
     THINK_PHASE_MEMORY_FRACTION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
+    """Act on KV pressure; false leaves eviction and admission to the engine."""
     shadow: _builtins.bool
+    """Decide and count, but do not apply."""
     think_phase_memory_fraction: _builtins.float
+    """Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above it nothing new is
+    admitted.
+    """
     lease_ms: _builtins.int
+    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
+    with the control plane; 0 for fallback.lease_ms alone.
+    """
     def __init__(
         self,
         *,
@@ -596,12 +705,16 @@ Global___KvMemoryPolicy: _TypeAlias = KvMemoryPolicy  # noqa: Y015
 
 @_typing.final
 class TelemetryPolicy(_message.Message):
+    """What engines report, how often, and what of it is kept."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
+    """Engine steps merged into one report."""
     decision_log_sample_ratio: _builtins.float
+    """Share of requests, a fraction, whose life the decision log keeps; chosen by a hash of their ids."""
     def __init__(
         self,
         *,
@@ -625,10 +738,13 @@ Global___TelemetryPolicy: _TypeAlias = TelemetryPolicy  # noqa: Y015
 
 @_typing.final
 class FallbackPolicy(_message.Message):
+    """What an engine does without a stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
+    """Milliseconds decisions stay in force without a stream; caps stay."""
     def __init__(
         self,
         *,
@@ -646,6 +762,8 @@ Global___FallbackPolicy: _TypeAlias = FallbackPolicy  # noqa: Y015
 
 @_typing.final
 class ModelPolicy(_message.Message):
+    """What the engine cannot find out about one model by itself."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     THINK_START_TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -655,13 +773,21 @@ class ModelPolicy(_message.Message):
     CLOSING_TEXT_FIELD_NUMBER: _builtins.int
     EAT_ANSWER_PREFIX_FIELD_NUMBER: _builtins.int
     reasoning_parser: _builtins.str
+    """Name of the vLLM reasoning parser; empty takes the engine's own."""
     supports_think_disable: _builtins.bool
+    """A closed think block at the end of the prompt means the request does not think."""
     closing_text: _builtins.str
+    """Text that a forced end writes before the marker; it counts as thinking."""
     eat_answer_prefix: _builtins.str
+    """Text that an EAT probe appends after the marker, to stand before the answer."""
     @_builtins.property
-    def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that open thinking; empty takes the reasoning parser's."""
+
     @_builtins.property
-    def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end thinking; empty takes the reasoning parser's."""
+
     def __init__(
         self,
         *,
@@ -708,13 +834,21 @@ class PolicyRevision(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    """Its number; every one is higher than those before."""
     etag: _builtins.str
+    """Of the revision; what UpdatePolicyRequest.etag must equal."""
     author: _builtins.str
+    """Who stored it."""
     reason: _builtins.str
+    """Why, as the author said."""
     @_builtins.property
-    def policy(self) -> Global___Policy: ...
+    def policy(self) -> Global___Policy:
+        """Its content."""
+
     @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was accepted."""
+
     def __init__(
         self,
         *,
@@ -745,7 +879,9 @@ class PolicyChange(_message.Message):
     path: _builtins.str
     """Dotted, as complaints name it: scheduler.max_think_tokens, model."Qwen/Qwen3-8B".closing_text."""
     before: _builtins.str
+    """The value before."""
     after: _builtins.str
+    """The value after."""
     def __init__(
         self,
         *,
@@ -763,6 +899,8 @@ Global___PolicyChange: _TypeAlias = PolicyChange  # noqa: Y015
 
 @_typing.final
 class GetPolicyRequest(_message.Message):
+    """Which revision."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
@@ -783,11 +921,15 @@ Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
 
 @_typing.final
 class GetPolicyResponse(_message.Message):
+    """One revision."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def revision(self) -> Global___PolicyRevision: ...
+    def revision(self) -> Global___PolicyRevision:
+        """With its policy."""
+
     def __init__(
         self,
         *,
@@ -803,6 +945,8 @@ Global___GetPolicyResponse: _TypeAlias = GetPolicyResponse  # noqa: Y015
 
 @_typing.final
 class UpdatePolicyRequest(_message.Message):
+    """The policy that is to be in force."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
@@ -816,13 +960,17 @@ class UpdatePolicyRequest(_message.Message):
     validate_only: _builtins.bool
     """Check everything and store nothing."""
     author: _builtins.str
+    """Who does it; where callers are asked who they are, their principal, whatever they write here."""
     reason: _builtins.str
+    """Why: kept with the revision."""
     request_id: _builtins.str
     """Chosen by the caller: a call with the id of one that was stored gets that one's answer, and stores nothing. The
     same id with another policy is refused. Empty for none.
     """
     @_builtins.property
-    def policy(self) -> Global___Policy: ...
+    def policy(self) -> Global___Policy:
+        """All of it: fields that are absent get their defaults, not the values of before."""
+
     def __init__(
         self,
         *,
@@ -843,6 +991,8 @@ Global___UpdatePolicyRequest: _TypeAlias = UpdatePolicyRequest  # noqa: Y015
 
 @_typing.final
 class UpdatePolicyResponse(_message.Message):
+    """What was stored."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
@@ -871,12 +1021,16 @@ Global___UpdatePolicyResponse: _TypeAlias = UpdatePolicyResponse  # noqa: Y015
 
 @_typing.final
 class ListRevisionsRequest(_message.Message):
+    """Which part of the list."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     def __init__(
         self,
         *,
@@ -893,11 +1047,14 @@ Global___ListRevisionsRequest: _TypeAlias = ListRevisionsRequest  # noqa: Y015
 
 @_typing.final
 class ListRevisionsResponse(_message.Message):
+    """A page of revisions, newest first."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
     def revisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyRevision]:
         """Without their policies: GetPolicy returns those."""
@@ -918,6 +1075,8 @@ Global___ListRevisionsResponse: _TypeAlias = ListRevisionsResponse  # noqa: Y015
 
 @_typing.final
 class DiffPoliciesRequest(_message.Message):
+    """Two revisions."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BEFORE_FIELD_NUMBER: _builtins.int
@@ -942,6 +1101,8 @@ Global___DiffPoliciesRequest: _TypeAlias = DiffPoliciesRequest  # noqa: Y015
 
 @_typing.final
 class DiffPoliciesResponse(_message.Message):
+    """How they differ."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BEFORE_FIELD_NUMBER: _builtins.int
@@ -950,8 +1111,11 @@ class DiffPoliciesResponse(_message.Message):
     before: _builtins.int
     """The revisions compared; 0 for the defaults."""
     after: _builtins.int
+    """See before."""
     @_builtins.property
-    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]: ...
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
+        """Fields that differ."""
+
     def __init__(
         self,
         *,
@@ -969,6 +1133,8 @@ Global___DiffPoliciesResponse: _TypeAlias = DiffPoliciesResponse  # noqa: Y015
 
 @_typing.final
 class RollbackPolicyRequest(_message.Message):
+    """What is to be in force again."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
@@ -982,9 +1148,13 @@ class RollbackPolicyRequest(_message.Message):
     etag: _builtins.str
     """These as in UpdatePolicyRequest."""
     validate_only: _builtins.bool
+    """As etag."""
     author: _builtins.str
+    """As etag."""
     reason: _builtins.str
+    """As etag; by default that it is a rollback."""
     request_id: _builtins.str
+    """As etag."""
     def __init__(
         self,
         *,
@@ -1005,6 +1175,8 @@ Global___RollbackPolicyRequest: _TypeAlias = RollbackPolicyRequest  # noqa: Y015
 
 @_typing.final
 class RollbackPolicyResponse(_message.Message):
+    """What was stored."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
@@ -1014,7 +1186,9 @@ class RollbackPolicyResponse(_message.Message):
         """These as in UpdatePolicyResponse."""
 
     @_builtins.property
-    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]: ...
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyChange]:
+        """As revision."""
+
     def __init__(
         self,
         *,
@@ -1031,6 +1205,8 @@ Global___RollbackPolicyResponse: _TypeAlias = RollbackPolicyResponse  # noqa: Y0
 
 @_typing.final
 class ExplainPolicyRequest(_message.Message):
+    """Which policy, and for whom."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1067,15 +1243,21 @@ class ExplainPolicyRequest(_message.Message):
     model: _builtins.str
     """Whom to explain it for. What is empty here is taken from the engine and the request, where they are named."""
     tenant: _builtins.str
+    """As model."""
     slo_class: _builtins.str
+    """As model."""
     effort: _builtins.str
+    """As model."""
     engine_id: _builtins.str
     """An engine that is connected, a live request, or both."""
     request_id: _builtins.str
+    """See engine_id."""
     local_only: _builtins.bool
     """As in FleetService."""
     @_builtins.property
-    def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As model."""
+
     def __init__(
         self,
         *,
@@ -1099,13 +1281,18 @@ Global___ExplainPolicyRequest: _TypeAlias = ExplainPolicyRequest  # noqa: Y015
 
 @_typing.final
 class ExplainPolicyResponse(_message.Message):
+    """What holds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    """The revision that was explained."""
     @_builtins.property
-    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainedValue]: ...
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainedValue]:
+        """Every field that concerns them."""
+
     def __init__(
         self,
         *,
@@ -1122,12 +1309,15 @@ Global___ExplainPolicyResponse: _TypeAlias = ExplainPolicyResponse  # noqa: Y015
 
 @_typing.final
 class ExplainedValue(_message.Message):
+    """One field."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    """As in PolicyChange."""
     value: _builtins.str
     """As TOML spells it."""
     origin: _builtins.str

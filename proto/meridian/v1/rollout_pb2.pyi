@@ -28,8 +28,11 @@ class _RolloutState:
 class _RolloutStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLLOUT_STATE_UNSPECIFIED: _RolloutState.ValueType  # 0
+    """Not said."""
     ROLLOUT_STATE_RUNNING: _RolloutState.ValueType  # 1
+    """The clock of its step runs."""
     ROLLOUT_STATE_PAUSED: _RolloutState.ValueType  # 2
+    """Somebody stopped the clock of its step."""
     ROLLOUT_STATE_HALTED: _RolloutState.ValueType  # 3
     """A guardrail was violated: somebody has to resume or abort it."""
     ROLLOUT_STATE_COMPLETED: _RolloutState.ValueType  # 4
@@ -37,12 +40,17 @@ class _RolloutStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutS
     ROLLOUT_STATE_ROLLED_BACK: _RolloutState.ValueType  # 5
     """A guardrail was violated, and the policy from before is in force again everywhere."""
     ROLLOUT_STATE_ABORTED: _RolloutState.ValueType  # 6
+    """Somebody ended it, and the policy from before is in force again everywhere."""
 
-class RolloutState(_RolloutState, metaclass=_RolloutStateEnumTypeWrapper): ...
+class RolloutState(_RolloutState, metaclass=_RolloutStateEnumTypeWrapper):
+    """How a rollout stands."""
 
 ROLLOUT_STATE_UNSPECIFIED: RolloutState.ValueType  # 0
+"""Not said."""
 ROLLOUT_STATE_RUNNING: RolloutState.ValueType  # 1
+"""The clock of its step runs."""
 ROLLOUT_STATE_PAUSED: RolloutState.ValueType  # 2
+"""Somebody stopped the clock of its step."""
 ROLLOUT_STATE_HALTED: RolloutState.ValueType  # 3
 """A guardrail was violated: somebody has to resume or abort it."""
 ROLLOUT_STATE_COMPLETED: RolloutState.ValueType  # 4
@@ -50,6 +58,7 @@ ROLLOUT_STATE_COMPLETED: RolloutState.ValueType  # 4
 ROLLOUT_STATE_ROLLED_BACK: RolloutState.ValueType  # 5
 """A guardrail was violated, and the policy from before is in force again everywhere."""
 ROLLOUT_STATE_ABORTED: RolloutState.ValueType  # 6
+"""Somebody ended it, and the policy from before is in force again everywhere."""
 Global___RolloutState: _TypeAlias = RolloutState  # noqa: Y015
 
 @_typing.final
@@ -66,9 +75,13 @@ class RolloutPlan(_message.Message):
     on_violation: _builtins.str
     """What is done when a guardrail is violated: "rollback" or "halt"."""
     @_builtins.property
-    def step(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutStep]: ...
+    def step(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutStep]:
+        """In this order, 32 at most; after the last one the candidate is in force everywhere."""
+
     @_builtins.property
-    def guardrails(self) -> Global___Guardrails: ...
+    def guardrails(self) -> Global___Guardrails:
+        """What is watched in every step."""
+
     def __init__(
         self,
         *,
@@ -167,15 +180,21 @@ class Guardrails(_message.Message):
     DEGRADED_ENGINES_FIELD_NUMBER: _builtins.int
     MIN_OBSERVATIONS_FIELD_NUMBER: _builtins.int
     output_itl_p99_ms: _builtins.float
+    """P99 of the time from answer token to answer token, in milliseconds."""
     output_itl_p99_ratio: _builtins.float
+    """The same, over that of the other engines."""
     ttot_p99_ms: _builtins.float
+    """P99 of the time from the end of thinking to the answer, in milliseconds."""
     ttot_p99_ratio: _builtins.float
+    """The same, over that of the other engines."""
     reentry_rate: _builtins.float
     """Thinking taken up again, per finished answer."""
     reentry_rate_increase: _builtins.float
+    """The same, less that of the other engines."""
     empty_answer_rate: _builtins.float
     """Answers of at most one token, per finished answer."""
     empty_answer_rate_increase: _builtins.float
+    """The same, less that of the other engines."""
     nacks: _builtins.int
     """Engines that refuse the candidate."""
     degraded_engines: _builtins.int
@@ -266,10 +285,13 @@ class GuardrailReading(_message.Message):
     value: _builtins.float
     """In its own unit; absent where nothing was observed."""
     limit: _builtins.float
+    """The plan's, in the same unit."""
     observations: _builtins.int
     """On the candidate's engines, and for a comparison on the others: answer tokens, answers begun, answers, or engines."""
     stable_observations: _builtins.int
+    """See observations."""
     violated: _builtins.bool
+    """The value is above the limit, and enough was observed."""
     waiting: _builtins.bool
     """Too little was observed to judge it yet."""
     def __init__(
@@ -295,6 +317,8 @@ Global___GuardrailReading: _TypeAlias = GuardrailReading  # noqa: Y015
 
 @_typing.final
 class RolloutEvent(_message.Message):
+    """One thing that happened to a rollout."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TIME_FIELD_NUMBER: _builtins.int
@@ -306,12 +330,17 @@ class RolloutEvent(_message.Message):
     event: _builtins.str
     """started, advanced, paused, resumed, halted, rolled_back, aborted or completed."""
     step: _builtins.int
+    """The step it was in, counted from 1."""
     author: _builtins.str
     """The caller's, or "meridian-control"."""
     reason: _builtins.str
+    """Why, as the author said, or which guardrail."""
     request_id: _builtins.str
+    """The caller's; empty for none."""
     @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
     def __init__(
         self,
         *,
@@ -332,6 +361,8 @@ Global___RolloutEvent: _TypeAlias = RolloutEvent  # noqa: Y015
 
 @_typing.final
 class Rollout(_message.Message):
+    """A rollout, under way or over."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
@@ -353,12 +384,17 @@ class Rollout(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.int
+    """Given by the control plane, counted from 1."""
     etag: _builtins.str
+    """What the calls that steer it may be held to."""
     state: Global___RolloutState.ValueType
+    """How it stands."""
     stable_revision: _builtins.int
     """In force before, brought to the engines, and with the content of the first after a rollback; 0 for none."""
     candidate_revision: _builtins.int
+    """See stable_revision."""
     rollback_revision: _builtins.int
+    """See stable_revision."""
     step: _builtins.int
     """The current or last step, counted from 1."""
     baked_s: _builtins.float
@@ -368,12 +404,19 @@ class Rollout(_message.Message):
     candidate_engines: _builtins.int
     """Connected engines that have applied the candidate, and all others."""
     other_engines: _builtins.int
+    """See candidate_engines."""
     author: _builtins.str
+    """Who started it."""
     reason: _builtins.str
+    """Why, as the author said."""
     @_builtins.property
-    def plan(self) -> Global___RolloutPlan: ...
+    def plan(self) -> Global___RolloutPlan:
+        """As it was started with, defaults included."""
+
     @_builtins.property
-    def guardrails(self) -> _containers.RepeatedCompositeFieldContainer[Global___GuardrailReading]: ...
+    def guardrails(self) -> _containers.RepeatedCompositeFieldContainer[Global___GuardrailReading]:
+        """As they were judged last in this step."""
+
     @_builtins.property
     def violation(self) -> Global___GuardrailReading:
         """What halted the rollout or rolled it back last."""
@@ -383,7 +426,9 @@ class Rollout(_message.Message):
         """What happened to it, oldest first."""
 
     @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was started."""
+
     def __init__(
         self,
         *,
@@ -416,6 +461,8 @@ Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
 class StartRolloutRequest(_message.Message):
+    """What to bring, and how."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
@@ -428,13 +475,21 @@ class StartRolloutRequest(_message.Message):
     etag: _builtins.str
     """The policy's etag, and the others, as in UpdatePolicyRequest."""
     validate_only: _builtins.bool
+    """As etag."""
     author: _builtins.str
+    """As etag."""
     reason: _builtins.str
+    """As etag."""
     request_id: _builtins.str
+    """As etag."""
     @_builtins.property
-    def policy(self) -> _policy_pb2.Policy: ...
+    def policy(self) -> _policy_pb2.Policy:
+        """The candidate, all of it."""
+
     @_builtins.property
-    def plan(self) -> Global___RolloutPlan: ...
+    def plan(self) -> Global___RolloutPlan:
+        """Its steps and guardrails."""
+
     def __init__(
         self,
         *,
@@ -456,6 +511,8 @@ Global___StartRolloutRequest: _TypeAlias = StartRolloutRequest  # noqa: Y015
 
 @_typing.final
 class StartRolloutResponse(_message.Message):
+    """What was started."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
@@ -484,6 +541,8 @@ Global___StartRolloutResponse: _TypeAlias = StartRolloutResponse  # noqa: Y015
 
 @_typing.final
 class GetRolloutRequest(_message.Message):
+    """Which rollout."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
@@ -504,11 +563,15 @@ Global___GetRolloutRequest: _TypeAlias = GetRolloutRequest  # noqa: Y015
 
 @_typing.final
 class GetRolloutResponse(_message.Message):
+    """One rollout."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rollout(self) -> Global___Rollout: ...
+    def rollout(self) -> Global___Rollout:
+        """As it stands."""
+
     def __init__(
         self,
         *,
@@ -524,12 +587,16 @@ Global___GetRolloutResponse: _TypeAlias = GetRolloutResponse  # noqa: Y015
 
 @_typing.final
 class ListRolloutsRequest(_message.Message):
+    """Which part of the list."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """Entries wanted; 0 for the server's default. There may be fewer."""
     page_token: _builtins.str
+    """Empty for the first page, else `next_page_token` of the one before."""
     def __init__(
         self,
         *,
@@ -546,13 +613,18 @@ Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
 
 @_typing.final
 class ListRolloutsResponse(_message.Message):
+    """A page of rollouts."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    """Of the next page; empty on the last one."""
     @_builtins.property
-    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]: ...
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]:
+        """Newest first."""
+
     def __init__(
         self,
         *,
@@ -569,6 +641,8 @@ Global___ListRolloutsResponse: _TypeAlias = ListRolloutsResponse  # noqa: Y015
 
 @_typing.final
 class PauseRolloutRequest(_message.Message):
+    """Which rollout to pause."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
@@ -581,7 +655,9 @@ class PauseRolloutRequest(_message.Message):
     etag: _builtins.str
     """Must be the rollout's; empty skips the check. Every state, step and violation has its own."""
     author: _builtins.str
+    """Who does it; where callers are asked who they are, their principal, whatever they write here."""
     reason: _builtins.str
+    """Why: kept with the event."""
     request_id: _builtins.str
     """Chosen by the caller: a call with the id of one that was carried out changes nothing more."""
     def __init__(
@@ -603,11 +679,15 @@ Global___PauseRolloutRequest: _TypeAlias = PauseRolloutRequest  # noqa: Y015
 
 @_typing.final
 class PauseRolloutResponse(_message.Message):
+    """What became of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rollout(self) -> Global___Rollout: ...
+    def rollout(self) -> Global___Rollout:
+        """As it stands now."""
+
     def __init__(
         self,
         *,
@@ -623,6 +703,8 @@ Global___PauseRolloutResponse: _TypeAlias = PauseRolloutResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRolloutRequest(_message.Message):
+    """Which rollout to go on with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
@@ -633,9 +715,13 @@ class ResumeRolloutRequest(_message.Message):
     rollout_id: _builtins.int
     """These as in PauseRolloutRequest."""
     etag: _builtins.str
+    """As in PauseRolloutRequest."""
     author: _builtins.str
+    """As in PauseRolloutRequest."""
     reason: _builtins.str
+    """As in PauseRolloutRequest."""
     request_id: _builtins.str
+    """As in PauseRolloutRequest."""
     def __init__(
         self,
         *,
@@ -655,11 +741,15 @@ Global___ResumeRolloutRequest: _TypeAlias = ResumeRolloutRequest  # noqa: Y015
 
 @_typing.final
 class ResumeRolloutResponse(_message.Message):
+    """What became of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rollout(self) -> Global___Rollout: ...
+    def rollout(self) -> Global___Rollout:
+        """As it stands now."""
+
     def __init__(
         self,
         *,
@@ -675,6 +765,8 @@ Global___ResumeRolloutResponse: _TypeAlias = ResumeRolloutResponse  # noqa: Y015
 
 @_typing.final
 class AbortRolloutRequest(_message.Message):
+    """Which rollout to end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
@@ -685,9 +777,13 @@ class AbortRolloutRequest(_message.Message):
     rollout_id: _builtins.int
     """These as in PauseRolloutRequest."""
     etag: _builtins.str
+    """As in PauseRolloutRequest."""
     author: _builtins.str
+    """As in PauseRolloutRequest."""
     reason: _builtins.str
+    """As in PauseRolloutRequest."""
     request_id: _builtins.str
+    """As in PauseRolloutRequest."""
     def __init__(
         self,
         *,
@@ -707,11 +803,15 @@ Global___AbortRolloutRequest: _TypeAlias = AbortRolloutRequest  # noqa: Y015
 
 @_typing.final
 class AbortRolloutResponse(_message.Message):
+    """What became of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rollout(self) -> Global___Rollout: ...
+    def rollout(self) -> Global___Rollout:
+        """As it stands now."""
+
     def __init__(
         self,
         *,
