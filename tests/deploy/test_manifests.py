@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from deploy.generate import ADDONS, HERE
-from meridian_control.__main__ import parser
 from meridian_control.access import Identities
+from meridian_control.options import parser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
