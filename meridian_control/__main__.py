@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
 
 from meridian_control import policy
+from meridian_control import policy_forms as forms
 from meridian_control.access import Access
 from meridian_control.credentials import Credentials
 from meridian_control.database import Database
@@ -56,8 +57,8 @@ def clock() -> datetime:
 
 async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
     """What the store holds; an empty store begins with the policy file, or the defaults where there is none."""
-    found = policy.find(path)
-    wanted = policy.load(found) if found is not None else policy.Policy()
+    found = forms.find(path)
+    wanted = forms.load(found) if found is not None else policy.Policy()
     source = str(found) if found is not None else "defaults"
     current = await store.current()
     while current is None:

@@ -15,8 +15,9 @@ import numpy as np
 from meridian_control.candidates import GROUPS, loosened, paired, single_rules
 from meridian_control.evidence import Area, Interval, harmful_bound, percentiles, resampled
 from meridian_control.labels import RIGHT
-from meridian_control.policy import INT32_MAX, Policy
+from meridian_control.policy import Policy
 from meridian_control.replay import CAP, EAT_SENTENCE, RANK, RPDI, SIGNALS, SOFT, Replay, Rule, Stops
+from meridian_control.sections import INT32_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from meridian_control.policy import RankCondition
 from meridian_control.replay import (
     CAP,
     EAT_GATED,
@@ -25,6 +24,7 @@ from meridian_control.replay import (
     Rule,
     either,
 )
+from meridian_control.sections import RankCondition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

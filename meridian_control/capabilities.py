@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.policy import EntropyPolicy, KvMemoryPolicy, Policy, SchedulerPolicy
+    from meridian_control.policy import Policy
+    from meridian_control.sections import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
 
 NEEDS = {
     "scheduler": {

@@ -14,6 +14,7 @@ from meridian.v1 import policy_pb2
 from rich.table import Table
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.console import (
     CALL_TIMEOUT_S,
     INVALID,
@@ -55,14 +56,14 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: InAnyForm
     if output is Output.json:
         typer.echo(json.dumps(as_dict(stored), indent=2))
         return
-    policy = schema.from_proto(stored.policy)
+    policy = forms.from_proto(stored.policy)
     if output is Output.table:
         rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
         console().print(_rows(("field", "value", "default"), rows))
         return
     note = {key: getattr(stored, key) for key in ("revision", "etag", "author", "reason")}
     typer.echo(f"# {json.dumps(note, ensure_ascii=False)}")
-    typer.echo(schema.to_toml(policy), nl=False)
+    typer.echo(forms.to_toml(policy), nl=False)
 
 
 @policy_app.command("apply")
@@ -80,7 +81,7 @@ def policy_apply(
     """Replace the policy in force by the one in FILE."""
     with connect(context) as client:
         request = policy_pb2.UpdatePolicyRequest(
-            policy=schema.to_proto(schema.load(file)),
+            policy=forms.to_proto(forms.load(file)),
             etag=_current_etag(client) if etag is None else etag,
             validate_only=dry_run,
             author=author,
@@ -121,7 +122,7 @@ def policy_rollback(
 def policy_validate(file: File) -> None:
     """Check FILE against the schema, without a server."""
     with reported():
-        schema.load(file)
+        forms.load(file)
     typer.echo(f"{file}: valid")
 
 

@@ -16,7 +16,7 @@ from meridian.v1 import rollout_pb2
 from rich.console import Group
 from rich.table import Table
 
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.console import (
     CALL_TIMEOUT_S,
     FAILED,
@@ -66,9 +66,9 @@ def rollout_start(
 ) -> None:
     """Bring the policy in FILE to the engines, step by step."""
     with connect(context) as client:
-        plan = schema.load_as(Plan, steps)
+        plan = forms.load_as(Plan, steps)
         request = rollout_pb2.StartRolloutRequest(
-            policy=schema.to_proto(schema.load(file)),
+            policy=forms.to_proto(forms.load(file)),
             plan=json_format.ParseDict(plan.model_dump(mode="json", exclude_none=True), rollout_pb2.RolloutPlan()),
             etag=etag,
             validate_only=dry_run,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.console import FAILED, Output, connect, console, fail, reported, show_value, warn_unreachable
 from meridian_control.recorder import Limits, Recorder
 from meridian_control.trace import TraceWriter
@@ -88,7 +89,7 @@ def calibrate(
     for sentence in frontier.sentences(found, replay, goal):
         terminal.print("\n" + escape(sentence), highlight=False)
     figures = json.dumps(frontier.report(found, replay, goal), indent=2) + "\n"
-    _write(out, lambda path: path.write_text(schema.to_toml(found.policy), encoding="utf-8"))
+    _write(out, lambda path: path.write_text(forms.to_toml(found.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
     _write(plot, lambda path: frontier.plot(found, replay, path))
     if not found.confirmed:
@@ -103,8 +104,8 @@ def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: s
 
     episodes = collect(traces, model)
     judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
-    recorded = schema.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
-    return Replay(episodes, judge, schema.load(base) if base is not None else recorded, delay_tokens)
+    recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
+    return Replay(episodes, judge, forms.load(base) if base is not None else recorded, delay_tokens)
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
@@ -125,7 +126,7 @@ def replay(
     from meridian_control.difference_report import figures, tables
 
     with reported():
-        wanted = schema.load(policy)
+        wanted = forms.load(policy)
         found = Difference(wanted)
         found.add(traces)
     if output is not Output.table:

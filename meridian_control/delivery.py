@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control import capabilities, termination
-from meridian_control.policy import ModelPolicy, Policy
+from meridian_control.sections import ModelPolicy
 
 if TYPE_CHECKING:
+    from meridian_control.policy import Policy
     from meridian_control.totals import Totals
 
 
@@ -25,9 +26,9 @@ class Delivery:
         self.revision, self.agent_revision = 0, hello.revision
         self.nack_error = ""
         self.refused = dict(hello.refused)
-        # Under way to the agent.
+        # Under way to the agent, and the nonce of what was sent last.
         self.pending: tuple[int, Policy] | None = None
-        self._nonce = 0
+        self.nonce = 0
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
         """What to send for it; None where the engine has refused it before, or cannot honour it."""
@@ -37,13 +38,13 @@ class Delivery:
         return None if self.nack_error else self.send(revision, policy)
 
     def send(self, revision: int, policy: Policy) -> agent_pb2.Settings:
-        self._nonce += 1
+        self.nonce += 1
         self.pending = (revision, policy)
-        return settings(revision, self._nonce, policy, self._hello)
+        return settings(revision, self.nonce, policy, self._hello)
 
     def answered(self, status: agent_pb2.SettingsStatus) -> tuple[int, Policy] | None:
         """Take in what the agent says; the revision that has come into force, if one has."""
-        if self.pending is None or status.nonce != self._nonce:
+        if self.pending is None or status.nonce != self.nonce:
             return None
         taken, self.pending = self.pending, None
         self.agent_revision = status.revision
@@ -56,9 +57,14 @@ class Delivery:
         self.nack_error = self.refused[revision] = error
 
 
+def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
+    """What the policy says of the model that an engine serves."""
+    return policy.model.get(hello.model) or ModelPolicy()
+
+
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """The part of a policy that the agent itself must know."""
-    model = policy.model.get(hello.model) or ModelPolicy()
+    model = model_of(policy, hello)
     made = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,

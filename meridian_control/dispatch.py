@@ -17,8 +17,8 @@ from meridian_control.requests import OUTPUT, THINK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.policy import SchedulerPolicy
     from meridian_control.requests import RequestTable
+    from meridian_control.sections import SchedulerPolicy
 
 # Ranks by phase; within thinking, the more a request has computed the later it is preempted, a rank for each doubling.
 OUTPUT_RANK, PROMPT_RANK, THINK_RANK, SUNK_RANKS = 0, 256, 512, 32

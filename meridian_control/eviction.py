@@ -12,8 +12,8 @@ from meridian_control.requests import OUTPUT, THINK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.policy import KvMemoryPolicy
     from meridian_control.requests import RequestTable
+    from meridian_control.sections import KvMemoryPolicy
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meridian_control.policy import PER_REQUEST, ModelPolicy, Policy, Who, dotted, quoted
+from meridian_control.complaints import dotted, quoted
+from meridian_control.policy import PER_REQUEST, Policy, Who
+from meridian_control.sections import ModelPolicy
 
 DEFAULT, POLICY, REQUEST = "default", "policy", "request"
 FLOOR, CAP = "scheduler.min_think_tokens", "scheduler.max_think_tokens"

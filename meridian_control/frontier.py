@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from meridian_control import policy as schema
-from meridian_control.policy import ModelPolicy
+from meridian_control import policy_forms as forms
 from meridian_control.replay import CAP
+from meridian_control.sections import ModelPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
             f"EAT was measured at {percent(covered)} of the sentence ends only: record with "
             "entropy.eat_probe_interval_tokens = 1, scheduler.min_think_tokens = 0 and every rule off."
         )
-    recorded = schema.from_proto(episodes.policy) if episodes.policy is not None else replay.base
+    recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else replay.base
     for model in {*recorded.model, *replay.base.model}:
         was, now = (p.model.get(model, ModelPolicy()).eat_answer_prefix for p in (recorded, replay.base))
         if was != now:

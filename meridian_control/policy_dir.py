@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from watchfiles import awatch
 
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.errors import (
     EtagMismatch,
     MeridianError,
@@ -47,7 +47,7 @@ class PolicyDirectory:
         on_change: Callable[[StoredRevision], None],
         clock: Callable[[], datetime],
     ) -> None:
-        self.file = folder / schema.FILE_NAME
+        self.file = folder / forms.FILE_NAME
         self._store, self._on_change, self._clock = store, on_change, clock
         # The file as it was put in force last, and the complaint about it that was logged last.
         self._done: Policy | None = None
@@ -73,7 +73,7 @@ class PolicyDirectory:
 
     async def read(self) -> None:
         """Put the file's policy in force, unless it is or that was done before. Raises MeridianError."""
-        wanted = schema.load(self.file)
+        wanted = forms.load(self.file)
         while wanted != self._done:
             try:
                 current = await self._store.current()

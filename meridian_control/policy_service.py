@@ -18,7 +18,8 @@ from meridian_control.audit import changed
 from meridian_control.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.fields import Change, Subject, diff, explain
 from meridian_control.paging import checked
-from meridian_control.policy import Policy, Who, from_proto, to_proto
+from meridian_control.policy import Policy, Who
+from meridian_control.policy_forms import from_proto, to_proto
 from meridian_control.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

@@ -15,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.errors import RecordingTooSlow
 from meridian_control.freezes import Freeze, Match
 
@@ -102,7 +103,7 @@ def down_record(session: Session, now: datetime, message: agent_pb2.ConnectRespo
 def policy_record(session: Session, now: datetime, revision: int, policy: schema.Policy) -> fleet_pb2.TraceRecord:
     record = _record(session, now)
     record.policy.revision = revision
-    record.policy.policy.CopyFrom(schema.to_proto(policy))
+    record.policy.policy.CopyFrom(forms.to_proto(policy))
     return record
 
 

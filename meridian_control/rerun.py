@@ -17,6 +17,7 @@ import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.recording import given_freezes
 from meridian_control.requests import FLAG_BOUNDARY, FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, THINK
 from meridian_control.session import Session
@@ -146,7 +147,7 @@ class Run:
     def _give(
         self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]
     ) -> list[agent_pb2.ConnectResponse]:
-        self.given = self._policy or schema.from_proto(event.policy.policy)
+        self.given = self._policy or forms.from_proto(event.policy.policy)
         sent = self.session.on_policy(event.policy.revision, self.given)
         if not sent:
             # The engine cannot honour it: `session.nack_error` says why.

@@ -11,7 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy import INT32_MAX, Glob, Section
+from meridian_control.policy import Glob
+from meridian_control.sections import INT32_MAX, Section
 
 # Times are measured up to here.
 MAX_MS = 10_000.0

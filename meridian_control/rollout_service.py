@@ -14,7 +14,7 @@ from meridian_control.audit import changed
 from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.fields import diff
 from meridian_control.paging import checked
-from meridian_control.policy import from_proto, from_proto_as
+from meridian_control.policy_forms import from_proto, from_proto_as
 from meridian_control.policy_service import check_texts
 from meridian_control.rollout import By, Rollout
 from meridian_control.rollout_plan import Plan

@@ -42,7 +42,8 @@ from meridian_control.errors import (
     RolloutActive,
     StoredPolicyUnreadable,
 )
-from meridian_control.policy import Policy, parse_toml, to_toml
+from meridian_control.policy import Policy
+from meridian_control.policy_forms import parse_toml, to_toml
 
 logger = logging.getLogger(__name__)
 

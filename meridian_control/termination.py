@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.policy import EntropyPolicy, Policy, SchedulerPolicy
+    from meridian_control.policy import Policy
     from meridian_control.requests import RequestTable
+    from meridian_control.sections import EntropyPolicy, SchedulerPolicy
 
 # Thinking tokens before the cap at which a probe finds out whether the answer would be empty.
 EXTENSION_LEAD_TOKENS = 64

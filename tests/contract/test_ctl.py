@@ -23,7 +23,8 @@ from meridian_control.ctl import app
 from meridian_control.database import Database
 from meridian_control.errors import NotFound
 from meridian_control.fields import Subject
-from meridian_control.policy import Who, parse_toml
+from meridian_control.policy import Who
+from meridian_control.policy_forms import parse_toml
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore
 from tests.contract.gated import gated

@@ -12,8 +12,9 @@ import pytest
 
 from meridian_control.database import Database
 from meridian_control.errors import PolicyError
-from meridian_control.policy import Policy, parse_toml
+from meridian_control.policy import Policy
 from meridian_control.policy_dir import AUTHOR, PolicyDirectory
+from meridian_control.policy_forms import parse_toml
 from meridian_control.store import PolicyStore, StoredRevision
 from tests.fakes.linked import until
 

@@ -18,7 +18,8 @@ from meridian.v1 import policy_pb2, policy_pb2_grpc
 from meridian_control.database import Database
 from meridian_control.errors import MAX_MESSAGE_CHARS, NotFound
 from meridian_control.fields import Subject
-from meridian_control.policy import Policy, Who, parse_toml, to_proto
+from meridian_control.policy import Policy, Who
+from meridian_control.policy_forms import parse_toml, to_proto
 from meridian_control.policy_service import PolicyService
 from meridian_control.store import PolicyStore, StoredRevision
 from tests.contract.gated import gated

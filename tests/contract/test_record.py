@@ -16,7 +16,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control import recording
 from meridian_control.episodes import collect
 from meridian_control.session import Session
@@ -101,7 +101,7 @@ def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResp
     said: list[agent_pb2.ConnectResponse] = []
     for record in records[1:]:
         if record.HasField("policy"):
-            said += session.on_policy(record.policy.revision, schema.from_proto(record.policy.policy))
+            said += session.on_policy(record.policy.revision, forms.from_proto(record.policy.policy))
         elif record.HasField("up"):
             said += session.on_message(record.up, record.time.ToDatetime(UTC))
     return said
@@ -139,7 +139,7 @@ async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
             first, given = await recorder.read(2)
             assert (first.up.hello.engine_id, first.joined_late) == ("e", True)
             assert given.policy.revision == 1
-            assert schema.from_proto(given.policy.policy).scheduler.max_think_tokens == 600
+            assert forms.from_proto(given.policy.policy).scheduler.max_think_tokens == 600
             engine.open("after")
             await engine.steps_until(lambda: len(engine.caps()) == 2)
             control.fleet.going_away("enough")

@@ -16,7 +16,7 @@ from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_gr
 from meridian_control import policy_dir
 from meridian_control.database import Database
 from meridian_control.fleet import Fleet
-from meridian_control.policy import parse_toml, to_proto
+from meridian_control.policy_forms import parse_toml, to_proto
 from meridian_control.rollout_driver import Rollouts
 from meridian_control.rollout_store import RolloutStore
 from meridian_control.server import ControlServer

@@ -20,7 +20,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control import decision_file as files
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.decision_log import DecisionLog, Logged
 from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, heeds_interrupts, run
 from tests.contract.test_ctl import Control as FakeControl
@@ -154,7 +154,7 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
     given = policy(scheduler={"max_think_tokens": 15})
     await control.set_policy(given)
     trace, same, other = tmp_path / "a.trace", tmp_path / "same.toml", tmp_path / "other.toml"
-    same.write_text(schema.to_toml(given))
+    same.write_text(forms.to_toml(given))
     other.write_text("scheduler.max_think_tokens = 6")
     recording = asyncio.create_task(ctl(control, "record", trace, "--requests", 3))
     await until(lambda: control.fleet.recordings)

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.requests import FLAG_END, FLAG_FORCED, FLAG_MARKER, OUTPUT, THINK
 from meridian_control.trace import TraceWriter
 from tests.fakes.agent import hello
@@ -100,7 +101,7 @@ def records(
         return made[-1]
 
     add(up=agent_pb2.ConnectRequest(hello=hello()))
-    given = schema.to_proto(policy or schema.Policy())
+    given = forms.to_proto(policy or schema.Policy())
     add(policy=fleet_pb2.TracedPolicy(revision=1, policy=given))
     add(up=agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1)))
     waiting, live, free = list(requests), dict[int, tuple[MadeUp, int, int]](), list(range(at_once))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.dispatch import WARM_STEPS
 from meridian_control.errors import MeridianError, PolicyError
 from meridian_control.fleet import Fleet
@@ -69,7 +70,7 @@ def _message(rng: random.Random, hostile: Hostile) -> agent_pb2.ConnectRequest:
 def _policy(rng: random.Random, extreme: float = 0.1) -> fleet_pb2.TraceRecord:
     calibrated = {"shadow": False, "eat_warmup_samples": 1} if rng.random() < 0.5 else {}
     return fleet_pb2.TraceRecord(
-        policy=fleet_pb2.TracedPolicy(revision=1, policy=schema.to_proto(draw(rng, extreme, entropy=calibrated)))
+        policy=fleet_pb2.TracedPolicy(revision=1, policy=forms.to_proto(draw(rng, extreme, entropy=calibrated)))
     )
 
 
@@ -117,7 +118,7 @@ class World:
     def _play(self, record: fleet_pb2.TraceRecord) -> None:
         if record.HasField("policy"):
             try:
-                self.put_in_force(schema.from_proto(record.policy.policy))
+                self.put_in_force(forms.from_proto(record.policy.policy))
             except PolicyError:
                 return
             return

@@ -17,7 +17,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_agent import overrides
 from meridian_control import contexts, trace
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.errors import PolicyError
 from meridian_control.policy import Policy, Who
 from tests.fuzz.hostile import DOUBLES, LONG, TEXTS, Hostile
@@ -67,7 +67,7 @@ def _mutated(rng: random.Random, text: bytes) -> bytes:
 
 def _in_file(content: bytes, read: Callable[[Path], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / schema.FILE_NAME
+        path = Path(folder) / forms.FILE_NAME
         path.write_bytes(content)
         return read(path)
 
@@ -77,7 +77,7 @@ def _names(complaints: object) -> None:
 
 
 def _check_policy(policy: Policy) -> None:
-    assert schema.parse_toml(schema.to_toml(policy)) == policy == schema.from_proto(schema.to_proto(policy))
+    assert forms.parse_toml(forms.to_toml(policy)) == policy == forms.from_proto(forms.to_proto(policy))
     for who in WHO:
         own = policy.of(who)
         assert own.scheduler.min_think_tokens <= own.scheduler.max_think_tokens
@@ -89,13 +89,13 @@ def _check_policy(policy: Policy) -> None:
 def make_toml(rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         return _mutated(rng, rng.choice(POLICIES).read_bytes())
-    return _mutated(rng, schema.to_toml(draw(rng, 0.3)).encode())
+    return _mutated(rng, forms.to_toml(draw(rng, 0.3)).encode())
 
 
 def run_toml(content: bytes) -> None:
     """As from `--policy`, `--policy-dir` and `meridianctl policy apply`."""
     try:
-        policy = _in_file(content, schema.load)
+        policy = _in_file(content, forms.load)
     except PolicyError as error:
         _names(error.violations())
         return
@@ -103,7 +103,7 @@ def run_toml(content: bytes) -> None:
 
 
 def make_message(rng: random.Random) -> bytes:
-    message = schema.to_proto(draw(rng, 0.3)) if rng.random() < 0.5 else policy_pb2.Policy()
+    message = forms.to_proto(draw(rng, 0.3)) if rng.random() < 0.5 else policy_pb2.Policy()
     Hostile(rng, rng.choice((0.3, 0.8))).fill(message)
     return _mutated(rng, message.SerializeToString()) if rng.random() < 0.2 else message.SerializeToString()
 
@@ -115,7 +115,7 @@ def run_message(content: bytes) -> None:
     except DecodeError:
         return
     try:
-        policy = schema.from_proto(message)
+        policy = forms.from_proto(message)
     except PolicyError as error:
         _names(error.violations())
         return

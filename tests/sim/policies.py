@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from meridian_control.policy import INT32_MAX, PER_REQUEST, EntropyPolicy, FallbackPolicy, Policy, SchedulerPolicy
+from meridian_control.policy import PER_REQUEST, Policy
+from meridian_control.sections import INT32_MAX, EntropyPolicy, FallbackPolicy, SchedulerPolicy
 
 if TYPE_CHECKING:
     import random
 
     from pydantic.fields import FieldInfo
 
-    from meridian_control.policy import Section
+    from meridian_control.sections import Section
 
 LARGEST = 1e308
 # Values at which something happens within a few hundred tokens.

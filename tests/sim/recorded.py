@@ -9,7 +9,7 @@ from collections import deque
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.recording import given_freezes
 from meridian_control.session import Session
 
@@ -63,7 +63,7 @@ class Replayed:
         return left
 
     def _policy(self, given: fleet_pb2.TracedPolicy) -> list[agent_pb2.ConnectResponse]:
-        policy = schema.from_proto(given.policy)
+        policy = forms.from_proto(given.policy)
         # An older one than what was given before is what the agent has in force, where it refuses the newest.
         give = self.session.on_last_good if given.revision < self.session.revision else self.session.on_policy
         return give(given.revision, policy)

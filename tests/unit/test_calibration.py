@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from meridian_control import calibration, frontier
+from meridian_control import calibration, frontier, sections
 from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.calibration import Calibration, Goal, calibrate, first_half
 from meridian_control.ctl import app
 from meridian_control.episodes import collect
 from meridian_control.evidence import Area, harmful_bound
 from meridian_control.labels import Judge, from_labels, from_probes
-from meridian_control.policy import RankCondition
 from meridian_control.replay import CAP, EAT_GATED, EAT_PARAGRAPH, EAT_SENTENCE, EAT_SETTLED, RANK, Replay, Rule, either
 from meridian_control.requests import RequestTable
+from meridian_control.sections import RankCondition
 from meridian_control.signals import add_eat_sample
 from meridian_control.trace import FileError
 from tests.fakes import traces
@@ -82,7 +83,7 @@ def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
         family for family, points in found.fronts.items() if points and points[0].rule.either and "EAT" in family
     ]
     entropy = found.policy.entropy
-    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, schema.INT32_MAX)
+    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, sections.INT32_MAX)
 
 
 def test_eat_alone(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> Non
 def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any], hold_ms: int) -> None:
     """As a live table does that is given one sample after the other; where it was measured, if requests are held."""
     requests = made(30)
-    base = schema.Policy(entropy=schema.EntropyPolicy(eat_hold_ms=hold_ms))
+    base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
     replayed = replay(tmp_path, requests, base=base)
     rule = eat(family, **fields)
     stops = replayed.stops(rule)
@@ -405,7 +406,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "RPDI does not separate right from wrong stops on this model and is left out" in told
     assert "Best: " in told
     assert "proxy" not in told
-    policy = schema.load(out)
+    policy = forms.load(out)
     assert not policy.entropy.shadow
     found = json.loads(report.read_text())
     assert found["policy"] == tomllib.loads(out.read_text())
@@ -421,7 +422,7 @@ def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) ->
     told = " ".join(result.stdout.split())
     assert "This is a proxy for accuracy" in told
     assert "Nothing is recommended" in told
-    assert schema.load(out).entropy.shadow
+    assert forms.load(out).entropy.shadow
 
 
 def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
@@ -432,10 +433,10 @@ def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
     ]
     out, base = tmp_path / "policy.toml", tmp_path / "base.toml"
     assert run(*paths, "--out", out).exit_code == OK
-    assert schema.load(out).model["m"].eat_answer_prefix == "so "
+    assert forms.load(out).model["m"].eat_answer_prefix == "so "
     base.write_text("[fallback]\nlease_ms = 700\n")
     result = run(*paths, "--out", out, "--base", base)
-    assert schema.load(out).fallback.lease_ms == 700
+    assert forms.load(out).fallback.lease_ms == 700
     assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in " ".join(result.stdout.split())
 
 

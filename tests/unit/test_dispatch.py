@@ -28,8 +28,8 @@ from meridian_control.dispatch import (
     ranks,
     share,
 )
-from meridian_control.policy import SchedulerPolicy
 from meridian_control.requests import OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.sections import SchedulerPolicy
 from tests.fakes.tables import answering, table, thinking
 
 # Budgets of the step times below.

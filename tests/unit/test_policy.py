@@ -15,7 +15,9 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 from meridian_control.errors import PolicyError
-from meridian_control.policy import (
+from meridian_control.policy import Override, Policy, Who
+from meridian_control.policy_forms import find, from_proto, load, parse_toml, to_proto, to_toml
+from meridian_control.sections import (
     INT32_MAX,
     MAX_LEASE_MS,
     MIN_LEASE_MS,
@@ -23,18 +25,9 @@ from meridian_control.policy import (
     FallbackPolicy,
     KvMemoryPolicy,
     ModelPolicy,
-    Override,
-    Policy,
     RankCondition,
     SchedulerPolicy,
     TelemetryPolicy,
-    Who,
-    find,
-    from_proto,
-    load,
-    parse_toml,
-    to_proto,
-    to_toml,
 )
 
 CORPUS = Path(__file__).parent.parent / "data" / "policies"

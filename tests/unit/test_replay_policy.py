@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_control import policy as schema
+from meridian_control import policy_forms as forms
 from meridian_control.console import console
 from meridian_control.difference import Difference
 from meridian_control.difference_report import figures, tables
@@ -144,7 +144,7 @@ POLICIES = {
 def test_under_its_own_policy_a_trace_replays_exactly_and_nothing_changes(tmp_path: Path, name: str) -> None:
     """The part of the agent that the replay plays must not be noticed: every recorded decision comes out again."""
     made = recorded(POLICIES[name])
-    found = told(tmp_path, made.records, schema.parse_toml(schema.to_toml(POLICIES[name])))
+    found = told(tmp_path, made.records, forms.parse_toml(forms.to_toml(POLICIES[name])))
     changes_nothing(found)
     count = found["decisions_reproduced"]
     assert count["count"] == count["of"] == made.session._ledger.made > 20

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from meridian_control import rollout as rules
 from meridian_control.errors import PolicyError, RolloutEnded
 from meridian_control.histogram import TIME_BOUNDS_S
-from meridian_control.policy import from_proto_as, parse_toml_as
+from meridian_control.policy_forms import from_proto_as, parse_toml_as
 from meridian_control.rollout import By, Measured, Reading, Rollout, Sample, State, begin, p99, revision_of, tick
 from meridian_control.rollout_plan import Plan, position
 

@@ -16,7 +16,8 @@ from meridian_control import database as database_module
 from meridian_control import migrations
 from meridian_control.database import Database
 from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
-from meridian_control.policy import Policy, parse_toml
+from meridian_control.policy import Policy
+from meridian_control.policy_forms import parse_toml
 from meridian_control.postgres import FOLLOWER
 from meridian_control.store import PolicyStore, StoredRevision
 from tests.postgres import Postgres

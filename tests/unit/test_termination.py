@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.policy import SchedulerPolicy
 from meridian_control.requests import OUTPUT, PROMPT, RANK_HISTORY, THINK
+from meridian_control.sections import SchedulerPolicy
 from meridian_control.termination import cap, ends, needs_signals, probes_due
 from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 
