@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE, Outcome
 from meridian_agent.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.tracker import StepRecord
+from meridian_control.delivery import model_of
 from meridian_control.policy import Who
 from tests.sim.steps import Steps
 
@@ -93,11 +94,13 @@ class Invariants:
         """The control plane says something, while its table is still as it was when it decided."""
         if response.HasField("settings"):
             revision = response.settings.revision
-            assert revision not in session.refused, f"revision {revision}, which the agent refuses, is sent again"
+            assert revision not in session.delivery.refused, (
+                f"revision {revision}, which the agent refuses, is sent again"
+            )
             assert (session.session_id, revision) not in self.sent, f"revision {revision} is sent twice"
             self.sent.add((session.session_id, revision))
-            assert session._pending is not None
-            self.pending[session.session_id, response.settings.nonce] = session._pending[2]
+            assert session.delivery.pending is not None
+            self.pending[session.session_id, response.settings.nonce] = session.delivery.pending[1]
         if not response.HasField("directives"):
             return
         assert session.policy is self.acknowledged.get(session.session_id), "decided by a policy that is not in force"
@@ -167,7 +170,7 @@ class Invariants:
         if message.HasField("settings_status") and not status.error:
             given = self.pending.get((session.session_id, status.nonce))
             # Of several that were given only the newest counts.
-            if session._pending is not None and session._pending[0] == status.nonce:
+            if session.delivery.pending is not None and session.delivery.nonce == status.nonce:
                 self.acknowledged[session.session_id] = given
         if message.step.HasField("counters"):
             for counter, value in message.step.counters.ListFields():
@@ -181,7 +184,7 @@ class Invariants:
         Its first thinking is looked at, and only where what ends it is a marker alone.
         """
         table = session.table
-        models = [session._model(policy) for _, policy in session.given]
+        models = [model_of(policy, session.hello) for _, policy in session.given]
         if session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
             self.uncapped.add(session.session_id)
         for slot, info in table.requests() if session.session_id not in self.uncapped else ():
