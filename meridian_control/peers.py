@@ -87,6 +87,20 @@ class Peers:
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
         return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
 
+    async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
+        """What those answer that know what is asked for, where others answer NOT_FOUND, and the ids of the silent."""
+
+        async def asked(peer: Peer) -> list[Answer]:
+            try:
+                return [await call(peer)]
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return []
+                raise
+
+        heard, unreachable = await self.ask(asked)
+        return [answer for answers in heard.values() for answer in answers], unreachable
+
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
         replica_id = peer.replica.replica_id
         try:

@@ -10,7 +10,6 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import grpc
 from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.errors import NotFound
@@ -111,18 +110,12 @@ class WholeFleet:
         asked.CopyFrom(request)
         asked.local_only = True
 
-        async def ask(peer: Peer) -> policy_pb2.ExplainPolicyResponse | None:
-            try:
-                return await peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    return None
-                raise
+        async def ask(peer: Peer) -> policy_pb2.ExplainPolicyResponse:
+            return await peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
 
-        heard, unreachable = await self.peers.ask(ask) if self.peers is not None else ({}, [])
-        for answer in heard.values():
-            if answer is not None:
-                return answer
+        answers, unreachable = await self.peers.ask_who_knows(ask) if self.peers is not None else ([], [])
+        if answers:
+            return answers[0]
         if unreachable:
             raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}")
         raise unknown

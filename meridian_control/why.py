@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import grpc
 from meridian.v1 import fleet_pb2
 
 from meridian_control import paging
@@ -30,18 +29,13 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     asked.CopyFrom(request)
     asked.local_only = True
 
-    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse | None:
-        try:
-            return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise
+    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
+        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
 
     unreachable: list[str] = []
     if whole.peers is not None and not request.local_only:
-        heard, unreachable = await whole.peers.ask(ask)
-        answers += [answer for answer in heard.values() if answer is not None]
+        others, unreachable = await whole.peers.ask_who_knows(ask)
+        answers += others
     if not answers:
         assert unknown is not None
         raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}") if unreachable else unknown
