@@ -65,9 +65,8 @@ class Agent:
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
-        # Thinking requests that wait for what is decided from their probes; newest report that was answered.
+        # Thinking requests that wait for what is decided from their probes.
         self.held: set[Tracked] = set()
-        self._answered = 0
         self._probe_number = 0
         self._keep_places_until = 0
         # Begins a tool call in this model's output, where thinking stays in the chat until the tool has answered.
@@ -298,7 +297,7 @@ class Agent:
                     placed.decision_id = 0
             else:
                 self.directives.accept(message)
-                self._answered = message.step
+                self.link.answered_step = max(self.link.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
 
@@ -306,7 +305,7 @@ class Agent:
         """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
         now = time.monotonic()
         for tr in list(self.held):
-            answered = tr.asked_in and tr.asked_in <= self._answered
+            answered = tr.asked_in and tr.asked_in <= self.link.answered_step
             if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:
                 self.held.discard(tr)
             else:
@@ -461,6 +460,7 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
         """
+        self.link.wake()
         self._take_inbox()
         due = [*self.tracker.due, *self._drafted_to_think(output)]
         if self.frozen or not due or not (self._settled() or output.pending_structured_output_tokens):
@@ -518,7 +518,7 @@ class Agent:
             for out in group.outputs:
                 if tr := by_id.get(out.request_id):
                     self._account(tr, out, index, signals)
-        if not by_id:
+        if not (is_live := bool(by_id)):
             with self.link.handover:
                 self.link.idle = True
                 self.take_arrived(scheduler)
@@ -536,6 +536,8 @@ class Agent:
             if not tr.asked_in and any(probe[1] == tr.slot for probe in sent.probes):
                 tr.asked_in = sent.step
         self.link.send(sent, self.tracker.snapshot)
+        if not is_live:
+            self.link.wake()
 
     def _without_entropy(self, reason: str) -> None:
         """The worker says why it measures nothing: the next Hello no longer promises it."""

@@ -1,7 +1,7 @@
 """The stream to the control plane, on a thread of its own.
 
 Owns the channel, reconnection, the ring of records that wait to be sent and the inbox of messages that wait to be
-applied. The engine-core thread only appends to the one and pops from the other, and never waits. Knows no vLLM.
+applied. The engine-core thread only adds to the one and pops from the other, and never waits. Knows no vLLM.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 from meridian_agent.credentials import Credentials
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.messages import mergeable, opened_message, step_report
+from meridian_agent.ring import Ring
 from meridian_agent.tracker import StepRecord
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ INBOX_MESSAGES = 4096
 MERGE_RECORDS = 256
 # Longest a record waits for the others of its report interval; an engine that falls idle still reports.
 MERGE_WAIT_S = 0.05
+# Between two reports: steps faster than this share one. Longest that nobody is looked for while no request is live.
+REST_S, IDLE_WAIT_S = 0.002, 1.0
 # Refused revisions that are remembered.
 REFUSED = 16
 # Reports whose time of queueing is remembered.
@@ -63,14 +66,14 @@ class Arrived:
     """Settings or a freeze on their way into force, and what is said on which stream once they hold."""
 
     status: agent_pb2.ConnectRequest
-    ring: Ring
+    ring: RecordRing
     settings: agent_pb2.Settings | None = None
     markers: Any = None
     # Whoever takes it out says so: the engine's thread, or the link's for an engine that is idle.
     unsaid: list[bool] = field(default_factory=lambda: [True])
 
 
-Ring = queue.SimpleQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
+RecordRing = Ring[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
 
 
 class Link:
@@ -100,9 +103,11 @@ class Link:
         self._complaints: set[tuple[str, object]] = set()
         self._clock, self._jitter, self._shuffle = clock, jitter, shuffle
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
-        self._ring: Ring = queue.SimpleQueue()
+        self._ring: RecordRing = Ring()
         # Directives in order of arrival; None marks the start of a new stream.
         self.inbox: deque[agent_pb2.Directives | None] = deque()
+        # Newest report that was answered, with everything that was decided from it taken in.
+        self.answered_step = 0
         # What the engine takes in before it does anything else, oldest first; appended here, popped there.
         self.arrived: deque[Arrived] = deque()
         # Set on the link's thread, read and cleared on the engine's: records may flow, a snapshot is due first.
@@ -158,7 +163,10 @@ class Link:
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
-        """Queue a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot."""
+        """Lay down a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot.
+
+        It is sent when `wake` is called, and else a little later.
+        """
         if not self.connected or self._new_stream_waits():
             self._streaming = False
             return
@@ -173,7 +181,11 @@ class Link:
         if self._unheard_since is None:
             self._unheard_since = now
         self._queued[record.step % ROUND_TRIP_STEPS] = now
-        self._ring.put(record)
+        self._ring.lay(record)
+
+    def wake(self) -> None:
+        """Have what was laid down sent."""
+        self._ring.wake()
 
     def _new_stream_waits(self) -> bool:
         """Whether the engine has yet to take in that a new stream began: its record speaks of the old one."""
@@ -190,7 +202,7 @@ class Link:
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        self._ring.put(SnapshotRecord(record.step, snapshot()))
+        self._ring.lay(SnapshotRecord(record.step, snapshot()))
 
     def resync(self) -> None:
         """Send the whole state with the next record: what was told before is to be told again."""
@@ -292,7 +304,7 @@ class Link:
     def _stream(self, target: str) -> bool:
         """One stream from connect to its end; returns whether the server answered at all."""
         heard = False
-        self._ring = queue.SimpleQueue()
+        self._ring = Ring()
         try:
             opened = self._credentials.open(target, CHANNEL_OPTIONS)
         except (OSError, ValueError) as error:
@@ -342,7 +354,7 @@ class Link:
                 self.round_trip_ms = (self._clock() - queued) * 1e3
             with self.handover:
                 self._settle_if_idle(response.directives)
-                self.inbox.append(response.directives)
+                self._hand_over(response.directives)
             if len(self.inbox) > INBOX_MESSAGES:
                 logger.error("meridian: %d messages wait to be taken in; connecting anew", INBOX_MESSAGES)
                 self.restart()
@@ -360,6 +372,13 @@ class Link:
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
             self.restart()
+
+    def _hand_over(self, directives: agent_pb2.Directives) -> None:
+        """What decides nothing only says how far the control plane is, once all before it has been taken in."""
+        if self.inbox or len(directives.ListFields()) > (directives.step > 0):
+            self.inbox.append(directives)
+        else:
+            self.answered_step = directives.step
 
     def _settle_if_idle(self, directives: agent_pb2.Directives) -> None:
         """Answer for an engine without live requests: the requests are gone, a plan holds from the next step on."""
@@ -416,12 +435,15 @@ class Link:
             if self.idle:
                 self.taken_in(arrived)
 
-    def _requests(self, ring: Ring) -> Iterator[agent_pb2.ConnectRequest]:
+    def _requests(self, ring: RecordRing) -> Iterator[agent_pb2.ConnectRequest]:
         """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=self._hello())
         held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
         while True:
-            item = held if held is not None else ring.get()
+            try:
+                item = held if held is not None else ring.get(IDLE_WAIT_S if self.idle else MERGE_WAIT_S)
+            except queue.Empty:
+                continue
             held = None
             if item is None:
                 return
@@ -433,14 +455,15 @@ class Link:
             else:
                 batch, held = self._gather(ring, item)
                 yield agent_pb2.ConnectRequest(step=step_report(batch))
+                ring.rest(REST_S)
 
-    def _gather(self, ring: Ring, first: StepRecord) -> tuple[list[StepRecord], Any]:
+    def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """The records to merge into one report: what the interval asks for, and whatever else already waits."""
         batch = [first]
         while len(batch) < max(MERGE_RECORDS, self.report_interval_steps):
-            wait = len(batch) < self.report_interval_steps
+            missing = self.report_interval_steps - len(batch)
             try:
-                item = ring.get(timeout=MERGE_WAIT_S) if wait else ring.get_nowait()
+                item = ring.get(MERGE_WAIT_S, missing) if missing > 0 else ring.get_nowait()
             except queue.Empty:
                 return batch, None
             if item is None:

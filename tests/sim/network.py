@@ -84,9 +84,16 @@ class SteppedRing:
     def put(self, item: Any) -> None:
         self._items.append(item)
 
-    def get(self, timeout: float | None = None) -> Any:
+    lay = put
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def rest(self, seconds: float) -> None:
+        """Nobody waits."""
+
+    def get(self, timeout: float, wanted: int = 1) -> Any:
         if not self._items:
-            assert timeout is not None, "the link would wait for ever"
             raise queue.Empty
         return self._items.popleft()
 

@@ -1,0 +1,110 @@
+"""The ring between the engine's thread and the one that sends: who is woken when, and that nothing is lost."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from meridian_agent.ring import Ring
+
+LONG_S = 30.0
+
+
+def reader(ring: Ring[int], wanted: int = 1) -> tuple[threading.Thread, list[int]]:
+    """A thread that takes one item; it sleeps in the ring once this returns."""
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(ring.get(LONG_S, wanted)))
+    thread.start()
+    while not ring._wanted:
+        time.sleep(0.001)
+    return thread, got
+
+
+def test_first_in_first_out() -> None:
+    ring: Ring[int] = Ring()
+    ring.lay(1)
+    ring.put(2)
+    ring.lay(3)
+    assert ring.qsize() == 3
+    assert [ring.get(LONG_S), ring.get(LONG_S), ring.get_nowait()] == [1, 2, 3]
+    for get in (ring.get_nowait, lambda: ring.get(0.001)):
+        with pytest.raises(queue.Empty):
+            get()
+
+
+def test_what_is_laid_down_waits_for_the_wake() -> None:
+    ring: Ring[int] = Ring()
+    thread, got = reader(ring)
+    ring.lay(1)
+    thread.join(0.05)
+    assert thread.is_alive()
+    ring.wake()
+    thread.join(LONG_S)
+    assert got == [1]
+
+
+def test_it_is_taken_without_a_wake_when_the_time_is_up() -> None:
+    ring: Ring[int] = Ring()
+    ring.lay(1)
+    assert ring.get(0.001, wanted=2) == 1
+
+
+def test_what_cannot_wait_wakes_at_once() -> None:
+    ring: Ring[int] = Ring()
+    thread, got = reader(ring, wanted=5)
+    ring.put(1)
+    thread.join(LONG_S)
+    assert got == [1]
+
+
+def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
+    ring: Ring[int] = Ring()
+    thread, got = reader(ring, wanted=3)
+    for number in (1, 2):
+        ring.lay(number)
+        ring.wake()
+    thread.join(0.05)
+    assert thread.is_alive()
+    ring.lay(3)
+    ring.wake()
+    thread.join(LONG_S)
+    assert got == [1]
+
+
+def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> None:
+    ring: Ring[int] = Ring()
+    ring.lay(1)
+    ring.wake()
+    assert ring._bell.empty(), "waking costs more than anything else"
+    thread = threading.Thread(target=ring.rest, args=(LONG_S,))
+    thread.start()
+    ring.wake()
+    thread.join(0.05)
+    assert thread.is_alive()
+    ring.put(2)
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_no_wake_is_lost() -> None:
+    """Each item is laid down when the last one was taken, at whatever point of its way to sleep the reader is."""
+    ring: Ring[int] = Ring()
+    taken = threading.Semaphore(0)
+    got: list[int] = []
+
+    def read() -> None:
+        for _ in range(2000):
+            got.append(ring.get(LONG_S))
+            taken.release()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for number in range(2000):
+        ring.lay(number)
+        ring.wake()
+        assert taken.acquire(timeout=LONG_S)
+    thread.join(LONG_S)
+    assert got == list(range(2000))
