@@ -86,6 +86,7 @@ class Agent:
         self.tracker.supports_think_disable = settings.supports_think_disable
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
+        self.tracker.default_cap = None if self._lapsed & CAPS else self.default_cap
         self.observe_entropy = settings.observe_entropy
 
     def take_arrived(self, scheduler: Any) -> None:
@@ -96,17 +97,18 @@ class Agent:
         for one in taken:
             if one.settings is not None:
                 self.put_in_force(one.settings, one.markers)
-        self._suspend(scheduler)
+        lapsed, frozen = self.link.lapsed(), self.link.frozen()
+        if taken or lapsed != self._lapsed or frozen != self.frozen:
+            self._suspend(scheduler, lapsed, frozen)
         for one in taken:
             self.link.taken_in(one)
 
-    def _suspend(self, scheduler: Any) -> None:
+    def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
         """Drop what a freeze or a lease that is over puts out of force.
 
         A freeze puts out everything, a request's own cap included: it is there to rule out that anything of ours has a
         part in what is seen.
         """
-        lapsed, frozen = self.link.lapsed(), self.link.frozen()
         ended = lapsed & ~self._lapsed
         if frozen and not self.frozen:
             self.directives.freeze()
@@ -260,9 +262,8 @@ class Agent:
         placed = self._place_probes(scheduler) if self.directives.probes else 0
         if self.held:
             self._hold(scheduler)
-        hold = self.directives.hold_admission and self.tracker.answering > 0
         limits = {}
-        if (running := self._admission_limit(scheduler, hold, placed)) is not None:
+        if (running := self._admission_limit(scheduler, placed)) is not None:
             limits[hooks.admission_limit_name(scheduler)] = running
         if (tokens := self._token_limit(scheduler, plan, placed)) is not None:
             limits["max_num_scheduled_tokens"] = tokens
@@ -337,7 +338,7 @@ class Agent:
                 for request in running:
                     if tr := by_id.get(request.request_id):
                         request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
-        if not self.is_fcfs:
+        if not (tracker.preempted and self.is_fcfs):
             return
         answers = self._preempted_answers()
         if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
@@ -364,12 +365,13 @@ class Agent:
         if phase is Phase.THINK:
             self.think_skips += len(skipped)
 
-    def _admission_limit(self, scheduler: Any, hold: bool, placed: int) -> int | None:
+    def _admission_limit(self, scheduler: Any, placed: int) -> int | None:
         """Running requests to allow, None for vLLM's own limit.
 
         Places stay free for probes, of which `placed` are first in the queue now; while admission is on hold, nothing
         but them and preempted answers comes in.
         """
+        hold = self.directives.hold_admission and self.tracker.answering > 0
         if not hold and scheduler.current_step >= self._keep_places_until:
             return None
         stock = limit = int(getattr(scheduler, hooks.admission_limit_name(scheduler)))
@@ -429,13 +431,13 @@ class Agent:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
             setattr(output, REQUEST, self.tracker.markers.end[0])
-        scheduled = output.num_scheduled_tokens
-        drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # What is more than a token per sequence, and its drafts, is prompt.
-        prefill = output.total_num_scheduled_tokens - drafts - len(scheduled)
-        self._prefills.append(prefill)
+        prefill = output.total_num_scheduled_tokens - len(scheduled)
+        self._prefills.append(prefill - sum(map(len, drafted.values())) if drafted else prefill)
         # vLLM waits for the step before this one, and breaks where there is none.
-        if not (self.frozen or self._settled()) and any(tr.info.request_id in scheduled for tr in self.tracker.due):
+        due = self.tracker.due
+        if due and not (self.frozen or self._settled()) and any(tr.info.request_id in scheduled for tr in due):
             output.pending_structured_output_tokens = True
         for request_id, placed in list(self.placed.items()):
             if request_id in scheduled:
@@ -462,6 +464,8 @@ class Agent:
         """
         self.link.wake()
         self._take_inbox()
+        if not (self.tracker.due or output.scheduled_spec_decode_tokens):
+            return base
         due = [*self.tracker.due, *self._drafted_to_think(output)]
         if self.frozen or not due or not (self._settled() or output.pending_structured_output_tokens):
             return base
@@ -510,15 +514,9 @@ class Agent:
         if isinstance(signals, str):
             self._without_entropy(signals)
             signals = None
-        by_id = self.tracker.by_id
-        index = runner_output.req_id_to_index
-        for group in outputs.values():
-            if self.placed:
-                self._collect_probes(group, signals, index)
-            for out in group.outputs:
-                if tr := by_id.get(out.request_id):
-                    self._account(tr, out, index, signals)
-        if not (is_live := bool(by_id)):
+        if not self._all_text(runner_output, outputs, signals):
+            self._account_singly(runner_output, outputs, signals)
+        if not (is_live := bool(self.tracker.by_id)):
             with self.link.handover:
                 self.link.idle = True
                 self.take_arrived(scheduler)
@@ -538,6 +536,30 @@ class Agent:
         self.link.send(sent, self.tracker.snapshot)
         if not is_live:
             self.link.wake()
+
+    def _all_text(self, runner_output: Any, outputs: dict[int, Any], signals: Any) -> bool:
+        """Account a step that brought each of its requests one token of text and nothing else, as nearly all do."""
+        if self.placed or (signals is not None and signals.first_row is not None):
+            return False
+        told = 0
+        for group in outputs.values():
+            told += len(group.outputs)
+            for out in group.outputs:
+                if out.finish_reason is not None:
+                    return False
+        ids = runner_output.req_ids
+        # vLLM tells nothing of requests that were ended meanwhile.
+        return told == len(ids) and self.tracker.note(ids, runner_output.sampled_token_ids)
+
+    def _account_singly(self, runner_output: Any, outputs: dict[int, Any], signals: Any) -> None:
+        by_id, index = self.tracker.by_id, runner_output.req_id_to_index
+        for group in outputs.values():
+            if self.placed:
+                self._collect_probes(group, signals, index)
+            for out in group.outputs:
+                if tr := by_id.get(out.request_id):
+                    self._account(tr, out, index, signals)
+        self.tracker.noted_singly(runner_output.req_ids)
 
     def _without_entropy(self, reason: str) -> None:
         """The worker says why it measures nothing: the next Hello no longer promises it."""

@@ -229,6 +229,7 @@ class Directives:
                 return {}
             first, cap = reached, tr.cap
             counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
+            self._tracker.run.end()
             tr.ending = Ending(self._tracker.markers.ending, cap.decision_id if cap and counts else 0, by_cap=True)
         left = tr.ending.tokens[tr.ending.position :]
         tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}

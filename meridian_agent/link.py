@@ -200,6 +200,7 @@ class Link:
             self._kept_outcomes = []
         self.snapshot_due, self._streaming = False, True
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
+        record.text = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
         self._ring.lay(SnapshotRecord(record.step, snapshot()))

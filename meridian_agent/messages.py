@@ -94,7 +94,7 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
 def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
     columns.slot.extend(record.slots)
     columns.phase.extend(record.phases)  # type: ignore[arg-type]
-    columns.flags.extend(record.flags)
+    columns.flags.extend(record.row_flags())
     rows = len(record.slots)
     if record.signals is None:
         columns.entropy_nats.extend([float("nan")] * rows)

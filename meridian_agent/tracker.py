@@ -1,7 +1,7 @@
 """The live requests of one engine as the agent sees them, and the record of each engine step.
 
-Owns slots, phases, counts and the pending decisions of each request. Knows no vLLM type beyond opaque references, no
-policy and no network. Runs on the engine-core thread only.
+Owns slots, phases, counts and the pending decisions of each request; steps of nothing but text it leaves to `run`.
+Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.phases import FLAG_BY_CAP, FLAG_FORCED, Markers, Phase, PhaseState, begin
+from meridian_agent.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,8 @@ class Tracked:
 
     slot: int
     info: RequestInfo
-    state: PhaseState
+    # As of the last step that was worked out; `state` is as of the last step.
+    own_state: PhaseState
     opened_step: int
     ref: Any
     # Holds until the first cap decision comes.
@@ -92,8 +94,8 @@ class Tracked:
     skipped_steps: int = 0
     # Step the request last joined, for fair rotation of those left out.
     joined_step: int = 0
-    # Sentence and paragraph flags of the newest token, while thinking.
-    boundary: int = 0
+    # Sentence and paragraph flags of the newest token, while thinking; as of the last step that was worked out.
+    own_boundary: int = 0
     # Thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
     # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
@@ -104,6 +106,31 @@ class Tracked:
     asked_in: int = 0
     # KV blocks an answer had when it was preempted, each with its hash then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
+    run: Run | None = None
+
+    @property
+    def state(self) -> PhaseState:
+        if self.run is not None and self.run.steps:
+            self.run.spread()
+        return self.own_state
+
+    @property
+    def boundary(self) -> int:
+        """Sentence and paragraph flags of the newest token, while thinking."""
+        if self.run is not None and self.run.steps:
+            self.run.spread()
+        return self.own_boundary
+
+    def text_steps(self) -> int:
+        """Steps of a token of text each that concern nobody: until the one after which a cap is looked at, or one in
+        shadow is reached. 0 where the next may be such a step already."""
+        state, cap = self.state, self.cap
+        if state.phase is Phase.PROMPT or self.ending is not None:
+            return 0
+        if state.phase is Phase.OUTPUT:
+            return NEVER
+        shadow = cap.max_think_tokens if cap is not None and cap.shadow and not cap.reported else NEVER
+        return min(self.watch_from, shadow) - state.think_tokens - 1
 
     @property
     def effective_rank(self) -> int:
@@ -133,6 +160,9 @@ class StepRecord:
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
+    # In a step of a run: the tokens, instead of flags, and the sentence and paragraph flags by token id.
+    text: Sequence[int] = ()
+    boundaries: bytes = b""
     # Row of `signals` each token was drawn from.
     rows: list[int] = field(default_factory=list)
     signals: Any = None
@@ -152,6 +182,14 @@ class StepRecord:
         self.flags.append(flags)
         self.rows.append(row)
 
+    def row_flags(self) -> list[int]:
+        """Flags of each row; in a step of a run, where sentences and paragraphs of thinking end."""
+        if not self.text:
+            return self.flags
+        known, flags = len(self.boundaries), self.boundaries
+        rows = zip(self.text, self.phases, strict=True)
+        return [flags[token] if phase == Phase.THINK and token < known else 0 for token, phase in rows]
+
 
 def opened_row(tr: Tracked) -> tuple[Any, ...]:
     """The fields of RequestOpened, copied so that another thread may read them."""
@@ -164,8 +202,7 @@ class Tracker:
 
     def __init__(self, markers: Markers) -> None:
         self.markers = markers
-        # Sentence and paragraph flags by token id.
-        self.boundaries = b""
+        self.run = Run()
         self.supports_think_disable = True
         self.default_cap: int | None = None
         self.by_id: dict[str, Tracked] = {}
@@ -181,6 +218,8 @@ class Tracker:
         self.reorder = False
         # Tokens of a step that may come on top of the first one: a cap must be looked at this much earlier.
         self.lookahead = 0
+        # Of the last step that was no part of a run: a run begins when two such steps have the same requests.
+        self._last_ids: list[str] = []
         self._free: list[int] = []
         self._next_slot = 0
         self._last_step = 0
@@ -190,7 +229,7 @@ class Tracker:
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
         state = begin(self.markers, prompt, self.supports_think_disable)
         # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
-        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref, self.default_cap)
+        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref, self.default_cap, run=self.run)
         self.by_id[info.request_id] = self.by_slot[slot] = tr
         self._count(state.phase, 1)
         self.watch_limit(tr)
@@ -210,6 +249,7 @@ class Tracker:
 
     def watch_limit(self, tr: Tracked) -> None:
         """Put a thinking request among those looked at before the mask is built once its cap is near."""
+        self.run.end()
         limit = tr.limit
         tr.watch_from = NEVER if limit is None else limit - self.lookahead
         if tr.state.phase is Phase.THINK and (tr.ending or tr.state.think_tokens >= tr.watch_from):
@@ -217,8 +257,45 @@ class Tracker:
         else:
             self.due.discard(tr)
 
+    @property
+    def boundaries(self) -> bytes:
+        """Sentence and paragraph flags by token id."""
+        return self.run.boundaries
+
+    @boundaries.setter
+    def boundaries(self, flags: bytes) -> None:
+        self.run.boundaries = flags
+
+    def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> bool:
+        """Account a step as a whole; False, and nothing accounted, if it takes a look at each of its requests.
+
+        request_ids: of the runner's rows. sampled: the tokens of each. To be asked only when no request of the step has
+        ended in it.
+        """
+        run, record, markers = self.run, self.record, self.markers
+        if not request_ids or run.request_ids != request_ids or self.due or self.preempted or markers.longest > 1:
+            return False
+        try:
+            tokens = [token for (token,) in sampled]
+        except ValueError:
+            return False
+        if len(tokens) != len(request_ids) or not markers.by_last.keys().isdisjoint(tokens) or not run.note(tokens):
+            return False
+        record.slots, record.phases, record.rows = run.slots, run.phases, run.rows
+        record.text, record.boundaries = tokens, run.boundaries
+        return True
+
+    def noted_singly(self, request_ids: list[str]) -> None:
+        """The step's requests have been accounted one by one: the next steps may be a run."""
+        if request_ids == self._last_ids and self.markers.longest == 1 and not (self.due or self.preempted):
+            tracked = [tr for request_id in request_ids if (tr := self.by_id.get(request_id))]
+            if len(tracked) == len(request_ids):
+                self.run.begin(request_ids, tracked)
+        self._last_ids = request_ids
+
     def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
+        self.run.end()
         if len(tokens) == 1 and tr.ending is None and self.markers.is_text(tokens[0], tr.state.phase):
             return self._feed_text(tr, tokens[0], first_row)
         record, state, markers, ended = self.record, tr.state, self.markers, False
@@ -227,8 +304,8 @@ class Tracker:
             phase, flags = state.feed(token, markers)
             if tr.ending is not None and tr.expected.get(offset) == token:
                 flags |= tr.ending.advance()
-            tr.boundary = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
-            record.add_row(tr.slot, phase, flags | tr.boundary, first_row + offset)
+            tr.own_boundary = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
+            record.add_row(tr.slot, phase, flags | tr.own_boundary, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
@@ -244,17 +321,19 @@ class Tracker:
         state.text_run += 1
         if state.phase is Phase.THINK:
             state.think_tokens += 1
-            tr.boundary = self.boundaries[token] if token < len(self.boundaries) else 0
+            tr.own_boundary = self.boundaries[token] if token < len(self.boundaries) else 0
             if state.think_tokens >= tr.watch_from:
                 self.due.add(tr)
         else:
             state.output_tokens += 1
-            tr.boundary = 0
-        self.record.add_row(tr.slot, state.phase, tr.boundary, row)
+            tr.own_boundary = 0
+        self.record.add_row(tr.slot, state.phase, tr.own_boundary, row)
         return False
 
     def close(self, tr: Tracked, reason: int) -> None:
         """Forget a request; its slot is free again once the record that says so is taken."""
+        self.run.end()
+        self._last_ids = []
         del self.by_id[tr.info.request_id]
         del self.by_slot[tr.slot]
         self._count(tr.state.phase, -1)

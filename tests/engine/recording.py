@@ -47,13 +47,14 @@ def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]
     for record, opened, slots, closed in seen:
         for slot, info, *_ in opened:
             request_of[slot] = info.request_id
+        flags = record.row_flags()
         for i, slot in enumerate(slots):
             at = record.rows[i]
             s = record.signals
             measured = (float("nan"), 0, float("nan"))
             if s is not None:
                 measured = float(s.entropy_nats[at]), int(s.end_rank[at]), float(s.end_logprob_nats[at])
-            found.setdefault(request_of[slot], []).append((record.phases[i], record.flags[i], *measured))
+            found.setdefault(request_of[slot], []).append((record.phases[i], flags[i], *measured))
         for slot, _ in closed:
             request_of.pop(slot, None)
     return found

@@ -124,6 +124,7 @@ class LinkedEngine:
                 self.link.idle = True
                 self.take_inbox()
         self.link.send(record, self.engine.tracker.snapshot)
+        self.link.wake()
 
     async def steps_until(self, condition: Callable[[], Any]) -> Any:
         def step_and_check() -> Any:
