@@ -17,7 +17,7 @@ import numpy as np
 from meridian_agent import hooks, overrides, probes
 from meridian_agent.directives import CAPS, ORDER, RULES, Directives, Outcome, Plan, Tier
 from meridian_agent.dispatch import left_out
-from meridian_agent.observe import REQUEST, RESULT
+from meridian_agent.observe import REQUEST, RESULT, Wanted
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.reclaim import unreachable_blocks
 from meridian_agent.tracker import PHASE_RANK, RequestInfo, Tracked, Tracker
@@ -430,7 +430,7 @@ class Agent:
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
-            setattr(output, REQUEST, self.tracker.markers.end[0])
+            setattr(output, REQUEST, Wanted(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # What is more than a token per sequence, and its drafts, is prompt.
         prefill = output.total_num_scheduled_tokens - len(scheduled)

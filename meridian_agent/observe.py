@@ -1,5 +1,6 @@
-"""The worker role: measures every sampled logits row before any mask changes it, and hands the columns to the engine
-core on the model runner's own output. Runs on the worker's threads; knows nothing of requests' meaning or of policy.
+"""The worker role: measures the sampled logits rows that are asked for, before any mask changes them, and hands the
+columns to the engine core on the model runner's own output. Runs on the worker's threads; knows nothing of requests'
+meaning or of policy.
 
 On a GPU a measurement is begun here and read when the output is: under asynchronous scheduling, vLLM's default there,
 on the thread that waits for the sampled tokens, while the next step is under way.
@@ -11,7 +12,7 @@ import functools
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from meridian_kernels import EntropyProbe, KernelError
@@ -19,22 +20,29 @@ from meridian_kernels import EntropyProbe, KernelError
 from meridian_agent.guard import Guard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence, Set
 
     from meridian_kernels import Pending
     from numpy.typing import NDArray
 
 logger = logging.getLogger("vllm.meridian")
 
-# Attribute of SchedulerOutput (engine core to worker): id of the end marker's first token, absent when not observing.
-REQUEST = "meridian_end_token_id"
+# Attribute of SchedulerOutput (engine core to worker): Wanted, absent when not observing.
+REQUEST = "meridian_wanted"
 # Attribute of ModelRunnerOutput (worker to engine core): StepSignals, or why this worker measures nothing.
 RESULT = "meridian_signals"
 
 
+class Wanted(NamedTuple):
+    """What to measure: all rows but those of the requests named, with the id of the end marker's first token."""
+
+    end_token_id: int
+    not_of: Set[str] = frozenset()
+
+
 @dataclass(slots=True)
 class StepSignals:
-    """Signals of one step, rows in the order of the runner's `req_ids`.
+    """Signals of one step, rows in the order of the runner's `req_ids`; NaN, and rank 0, where nothing was measured.
 
     first_row: [requests] first row of each request, which has 1 + drafts rows; None when each has one.
     """
@@ -52,12 +60,38 @@ class StepSignals:
 class Measurement:
     """A step's rows, being measured."""
 
-    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None) -> None:
-        self._pending, self._first_row = pending, first_row
+    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None, rows: Rows | None) -> None:
+        self._pending, self._first_row, self._rows = pending, first_row, rows
 
     def signals(self) -> StepSignals:
-        s = self._pending.result()
-        return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
+        s, rows = self._pending.result(), self._rows
+        if rows is None:
+            return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
+        entropy, end_logprob = np.full((2, rows.count), np.nan, np.float32)
+        end_rank = np.zeros(rows.count, np.int32)
+        entropy[rows.chosen], end_rank[rows.chosen] = s.entropy_nats, s.end_rank
+        end_logprob[rows.chosen] = s.end_logprob_nats
+        return StepSignals(self._first_row, entropy, end_rank, end_logprob)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some of a step's `count` rows. chosen: their numbers, ascending."""
+
+    count: int
+    chosen: NDArray[np.int32]
+
+
+def rows_wanted(
+    req_ids: Sequence[str], not_of: Set[str], first_row: NDArray[np.int32] | None, count: int
+) -> Rows | None:
+    """The rows of the requests that are not named, of `count`; None for all."""
+    if not_of.isdisjoint(req_ids):
+        return None
+    wanted = np.fromiter((r not in not_of for r in req_ids), bool, len(req_ids))
+    if first_row is not None:
+        wanted = np.repeat(wanted, np.diff(first_row, append=count))
+    return Rows(count, np.flatnonzero(wanted).astype(np.int32))
 
 
 class Observer:
@@ -68,33 +102,34 @@ class Observer:
         # Of what measures, and of what hands over: that goes on when the first has failed, to say so.
         self.guard, self.delivery = Guard(), Guard()
         self._runner = runner
-        self._end_token_id: int | None = None
+        self._wanted: Wanted | None = None
         self._drafts: dict[str, list[int]] = {}
         self._measurement: Measurement | None = None
-        # Model Runner V2: first rows of the batch whose logits are about to be computed.
-        self._awaited: NDArray[np.int32] | None = None
+        # Model Runner V2: the batch whose logits are about to be computed.
+        self._awaited: Any = None
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
-        self._end_token_id = getattr(scheduler_output, REQUEST, None)
+        self._wanted = getattr(scheduler_output, REQUEST, None)
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
 
     def before_sampling(self) -> None:
         """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
         self._measurement = self._awaited = None
         state = self._runner.execute_model_state
-        if self._end_token_id is None or state is None:
+        if self._wanted is None or state is None:
             return
         if not hasattr(state, "logits"):
-            self._awaited = state.input_batch.cu_num_logits_np[:-1]
+            self._awaited = state.input_batch
         elif state.logits is not None:
-            self._measure(state.logits, self._first_rows(self._runner.input_batch.req_ids))
+            req_ids = self._runner.input_batch.req_ids
+            self._measure(state.logits, req_ids, self._first_rows(req_ids))
 
     def on_logits(self, logits: Any) -> None:
         """V2: the first logits computed inside `sample_tokens` are those it samples from, not masked yet."""
         if self._awaited is not None:
-            first_row, self._awaited = self._awaited, None
-            self._measure(logits, first_row)
+            batch, self._awaited = self._awaited, None
+            self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1])
 
     def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32] | None:
         if not self._drafts:
@@ -104,9 +139,12 @@ class Observer:
         rows[1:] += np.cumsum(drafts, dtype=np.int32)[:-1]
         return rows
 
-    def _measure(self, logits: Any, first_row: NDArray[np.int32] | None) -> None:
-        assert self._end_token_id is not None
-        self._measurement = Measurement(self.probe.begin(logits, self._end_token_id), first_row)
+    def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
+        assert self._wanted is not None
+        end, not_of = self._wanted
+        rows = rows_wanted(req_ids, not_of, first_row, len(logits)) if not_of else None
+        pending = self.probe.begin(logits, end, None if rows is None else rows.chosen)
+        self._measurement = Measurement(pending, first_row, rows)
 
     def take(self) -> Measurement | None:
         """The step's measurement, once."""

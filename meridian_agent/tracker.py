@@ -214,6 +214,7 @@ class Tracker:
         self.record = StepRecord()
         self.answering = 0
         self.thinking = 0
+        self._answering_ids: frozenset[str] | None = frozenset()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
         # Tokens of a step that may come on top of the first one: a cap must be looked at this much earlier.
@@ -241,7 +242,16 @@ class Tracker:
         self._next_slot += 1
         return self._next_slot - 1
 
+    @property
+    def answering_ids(self) -> frozenset[str]:
+        """Requests that answer; the same object until one begins or ends."""
+        if self._answering_ids is None:
+            answering = (r for r, tr in self.by_id.items() if tr.own_state.phase is Phase.OUTPUT)
+            self._answering_ids = frozenset(answering)
+        return self._answering_ids
+
     def _count(self, phase: Phase, by: int) -> None:
+        self._answering_ids = None
         if phase is Phase.THINK:
             self.thinking += by
         elif phase is Phase.OUTPUT:

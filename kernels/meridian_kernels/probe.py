@@ -72,7 +72,10 @@ class EntropyProbe:
         return self.compute_batch(logits[None], end_token_id)
 
     def compute_batch(
-        self, logits: torch.Tensor, end_token_id: int | Sequence[int], rows: Sequence[int] | None = None
+        self,
+        logits: torch.Tensor,
+        end_token_id: int | Sequence[int],
+        rows: Sequence[int] | NDArray[np.int32] | None = None,
     ) -> EntropySignal:
         """Signals of logits [rows, vocabulary] (float32, bfloat16 or float16), of all rows or those named, in that
         order.
@@ -84,7 +87,10 @@ class EntropyProbe:
         return self.begin(logits, end_token_id, rows).result()
 
     def begin(
-        self, logits: torch.Tensor, end_token_id: int | Sequence[int], rows: Sequence[int] | None = None
+        self,
+        logits: torch.Tensor,
+        end_token_id: int | Sequence[int],
+        rows: Sequence[int] | NDArray[np.int32] | None = None,
     ) -> Pending:
         """The same without waiting for a GPU. What torch does next on its current stream, also to these logits, comes
         after they were read. Raises KernelError."""
@@ -101,7 +107,7 @@ class EntropyProbe:
 
 
 def _checked(
-    logits: torch.Tensor, end_token_id: int | Sequence[int], rows: Sequence[int] | None
+    logits: torch.Tensor, end_token_id: int | Sequence[int], rows: Sequence[int] | NDArray[np.int32] | None
 ) -> tuple[tuple[int, ...], NDArray[np.int32] | None]:
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise KernelError(f"logits must be [rows, vocabulary]; got shape {tuple(logits.shape)}")

@@ -33,7 +33,7 @@ from meridian_agent.scheduler import governed
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Set
 
     from vllm.config import VllmConfig
 
@@ -299,8 +299,8 @@ class Engine:
                 continue
             sampled.append(self._tokens(request_id, drafts, masks.get(request_id, {})))
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
-        if getattr(output, REQUEST, None) is not None and ids:
-            setattr(result, RESULT, self._signals(output, ids))
+        if (wanted := getattr(output, REQUEST, None)) is not None and ids:
+            setattr(result, RESULT, self._signals(output, ids, wanted.not_of))
         return result
 
     def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:
@@ -328,12 +328,14 @@ class Engine:
                 break
         return tokens
 
-    def _signals(self, output: Any, ids: list[str]) -> StepSignals:
+    def _signals(self, output: Any, ids: list[str], not_of: Set[str]) -> StepSignals:
         counts = [1 + len(output.scheduled_spec_decode_tokens.get(r, ())) for r in ids]
         rows = sum(counts)
         x = [mix(len(self.schedule), row) for row in range(rows)]
         entropy = np.array([(v % 1000) / 250 for v in x], np.float32)
         rank = np.array([1 + v % 30 for v in x], np.int32)
+        unmeasured = np.repeat([r in not_of for r in ids], counts)
+        entropy[unmeasured], rank[unmeasured] = np.nan, 0
         first = None if rows == len(ids) else np.cumsum([0, *counts[:-1]], dtype=np.int32)
         return StepSignals(first, entropy, rank, -entropy)
 

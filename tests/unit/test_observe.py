@@ -11,7 +11,7 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe
 
-from meridian_agent.observe import REQUEST, RESULT, attach, possible
+from meridian_agent.observe import REQUEST, RESULT, Wanted, attach, possible
 
 
 class Runner:
@@ -42,8 +42,11 @@ def worker(later: bool, device: str) -> Any:
     )
 
 
-def step(runner: Runner, logits: torch.Tensor) -> Any:
-    runner.execute_model(SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens={}, **{REQUEST: 3}))
+def step(runner: Runner, logits: torch.Tensor, not_of: frozenset[str] = frozenset(), **drafts: list[int]) -> Any:
+    wanted = Wanted(3, not_of)
+    runner.execute_model(
+        SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **{REQUEST: wanted})
+    )
     return runner.sample_tokens()
 
 
@@ -59,6 +62,35 @@ def test_each_output_carries_its_own_step(later: bool) -> None:
         want = EntropyProbe().compute_batch(batch, 3)
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "not_of", "measured"),
+    [
+        ({}, "b", [True, False]),
+        ({}, "a", [False, True]),
+        ({}, "ab", [False, False]),
+        ({}, "x", [True, True]),
+        ({"a": [7, 7]}, "a", [False, False, False, True]),
+        ({"a": [7], "b": [7]}, "b", [True, True, False, False]),
+        ({"b": [7]}, "", [True, True, True]),
+    ],
+)
+def test_rows_that_nobody_asks_for_are_not_measured(
+    drafts: dict[str, list[int]], not_of: str, measured: list[bool]
+) -> None:
+    """Those of the others are where they would be."""
+    own = worker(False, "cpu")
+    attach(own, lambda v2_runner: "")
+    batch = torch.randn(len(measured), 50)
+    # Reading such a row would give NaN in all columns but the rank.
+    batch[~torch.tensor(measured)] = float("nan")
+    signals = getattr(step(own.model_runner, batch, frozenset(not_of), **drafts), RESULT)
+    want = EntropyProbe().compute_batch(batch, 3)
+    np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
+    np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
+    np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
+    assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -77,6 +77,19 @@ def test_counts_of_phases() -> None:
     assert not tracker.by_slot
 
 
+def test_who_answers() -> None:
+    tracker = Tracker(MARKERS)
+    a, b = opened(tracker, "a"), opened(tracker, "b", [START, END])
+    assert tracker.answering_ids == {"b"}
+    assert tracker.answering_ids is tracker.answering_ids, "it is made anew only when it changes"
+    tracker.feed(a, [END], 0)
+    assert tracker.answering_ids == {"a", "b"}
+    tracker.feed(b, [START], 0)
+    assert tracker.answering_ids == {"a"}
+    tracker.close(a, 1)
+    assert not tracker.answering_ids
+
+
 def test_the_record_of_a_step() -> None:
     tracker = Tracker(MARKERS)
     a, b = opened(tracker, "a"), opened(tracker, "b", [])
