@@ -76,6 +76,10 @@ bench-cache: $(VENV)/ready
 bench-delivery: $(VENV)/ready
 	$(BIN)/python -m tests.bench.delivery $(ARGS)
 
+.PHONY: bench-cost
+bench-cost: $(VENV)/ready
+	$(BIN)/python -m tests.bench.cost $(ARGS)
+
 # Needs a CUDA GPU, CuPy and a CUDA build of torch, so it runs in the Python that has them, for example that of a vLLM
 # image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)

@@ -1,0 +1,130 @@
+"""What the agent costs: `make bench-cost`, protocol in tests/bench/README.md.
+
+Owns the order of events and the report. The last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.bench import cost_throughput, program
+from tests.bench.cost_steps import SIZES, Row, Steps
+from tests.bench.machine import machine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.cost_throughput import Throughput
+
+RESULTS = Path(__file__).parent / "results"
+STEP_MS = 10.0
+PAIRS, THROUGHPUT_PAIRS = 3, 12
+
+
+def step_table(rows: Sequence[Row]) -> list[str]:
+    """Per batch size: the agent's time in the engine-core thread and in the worker, beside stock's."""
+    lines = [
+        "| running | stock schedule + update, us | agent, us | of stock | waited for, us | of stock "
+        "| processor time: agent, of stock | in the worker, us | of its step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cells = (
+            str(r.requests),
+            f"{r.stock_us:.0f}",
+            f"{r.agent_us:.1f}",
+            f"{r.ratio:.3f}",
+            f"{r.critical_us:.1f}",
+            f"{r.critical_us / r.stock_us:.3f}",
+            f"{r.agent_cpu_us:.1f}, {r.agent_cpu_us / r.stock_cpu_us:.3f}",
+            f"{r.observe_us:.0f}",
+            f"{r.observe_us / r.worker_us:.3f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def hook_table(rows: Sequence[Row]) -> list[str]:
+    """Where the agent's time goes, by hook."""
+    hooks = list(rows[0].hooks_us)
+    lines = [f"| running | {' | '.join(hooks)} | step, ms | round trip, ms |", "|---" * (len(hooks) + 3) + "|"]
+    for r in rows:
+        spent = " | ".join(f"{r.hooks_us[h]:.1f}" for h in hooks)
+        lines.append(f"| {r.requests} | {spent} | {r.step_ms:.1f} | {r.round_trip_ms:.1f} |")
+    return lines
+
+
+def throughput_table(found: Throughput) -> list[str]:
+    """Both arms: tokens per second, and who used how much of the processors."""
+    names = list(found.cpu_us["governed"])
+    head = "| | tokens per second | " + " | ".join(f"{name}, us per token" for name in names) + " |"
+    lines = [head, "|---" * (len(names) + 2) + "|"]
+    for arm, rate in (("stock", found.stock_tokens_per_s), ("governed", found.governed_tokens_per_s)):
+        used = " | ".join(f"{found.cpu_us[arm][name]:.0f}" for name in names)
+        lines.append(f"| {arm} | {rate:.0f} | {used} |")
+    return lines
+
+
+def report(rows: Sequence[Row], found: Throughput) -> str:
+    ratio = f"{found.ratio:.4f} (95 % interval {found.low:.4f} to {found.high:.4f}, {found.pairs} pairs of windows)"
+    return "\n".join(
+        [
+            "# What the agent costs",
+            "",
+            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../README.md#cost-make-bench-cost).",
+            "",
+            f"## Per step, steps of {STEP_MS:.0f} ms or more",
+            "",
+            *step_table(rows),
+            "",
+            "By hook, us per step; `mask` runs while the workers compute:",
+            "",
+            *hook_table(rows),
+            "",
+            "## Throughput",
+            "",
+            f"Governed over stock: {ratio}; steps of {found.step_ms:.1f} ms; other programs used "
+            f"{found.others_cores:.2f} cores.",
+            "",
+            *throughput_table(found),
+            "",
+        ]
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.bench.cost", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of windows per batch size")
+    parser.add_argument("--throughput-pairs", type=int, default=THROUGHPUT_PAIRS, help="pairs of windows of throughput")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="running requests")
+    parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
+    return parser.parse_args()
+
+
+def run() -> None:
+    """Raises BenchError."""
+    options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-cost-"))
+    found = cost_throughput.measure(folder / "throughput", options.throughput_pairs)
+    (folder / "steps").mkdir()
+    steps = Steps(folder / "steps", STEP_MS)
+    try:
+        rows = [steps.measure(size, options.pairs) for size in options.sizes]
+    finally:
+        steps.close()
+    text = report(rows, found)
+    plain = {"rows": [asdict(r) | {"ratio": r.ratio} for r in rows], "throughput": asdict(found), "machine": machine()}
+    if options.save:
+        (RESULTS / "cost.md").write_text(text)
+        (RESULTS / "cost.json").write_text(json.dumps(plain, indent=1) + "\n")
+    print(text)
+    print(json.dumps(plain))
+
+
+if __name__ == "__main__":
+    program.main(run)

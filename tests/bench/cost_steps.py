@@ -1,0 +1,212 @@
+"""The agent's time per engine step in the engine-core thread and in the worker, beside stock vLLM's in the same run.
+
+Owns one engine whose core runs in this process, so that its thread can be measured, the arms and the windows. The
+worker is a process of its own. Protocol: tests/bench/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.cost_clock import Clock
+from tests.bench.program import output_into
+from tests.demo.pace import STEP_MS
+from tests.engine import ENGINE_ARGS, prompt_ids
+from tests.processes import ENGINE_ENV, ROOT, Control
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SIZES = (1, 16, 64, 256)
+TOKENS = 200
+# Everything on as it comes, but that no rule ends thinking, and no probe is asked for.
+NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
+# Categories of the agent's time, by the hook it is spent in, and whether the engine's step waits for it.
+HOOKS = {"before schedule": True, "after schedule": True, "mask": False, "after update": True, "requests": True}
+STOCK = ("schedule", "update")
+
+
+@dataclass
+class Row:
+    """One batch size. All times are microseconds per step, medians over windows; hooks_us: wall time by hook.
+
+    critical_us: of the agent's, what the step waits for. stock_us: stock schedule and update_from_output without the
+    agent. with_us: the same calls with it. cpu: processor time of the thread instead of wall time.
+    """
+
+    requests: int
+    step_ms: float
+    agent_us: float
+    critical_us: float
+    stock_us: float
+    with_us: float
+    agent_cpu_us: float
+    stock_cpu_us: float
+    hooks_us: dict[str, float]
+    observe_us: float
+    worker_us: float
+    round_trip_ms: float
+    windows: int
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Of the whole agent's time to stock's, the median of the pairs of windows."""
+        return statistics.median(self.ratios)
+
+
+def instrument(clock: Clock, scheduler: Any) -> None:
+    """Book what happens in the scheduler's calls: stock vLLM's own, and what the agent adds."""
+    from meridian_agent.scheduler import GovernedScheduler
+
+    stock = next(cls for cls in type(scheduler).__mro__ if cls.__module__.startswith("vllm."))
+    for name, category in (("schedule", "schedule"), ("update_from_output", "update")):
+        clock.wrap(stock, name, category)
+    clock.wrap(stock, "get_grammar_bitmask", "stock mask")
+    for name in ("add_request", "finish_requests", "_preempt_request", "_free_request_blocks"):
+        clock.wrap(stock, name, "stock requests")
+        clock.wrap(GovernedScheduler, name, "requests")
+    clock.wrap(GovernedScheduler, "schedule", "before schedule")
+    clock.wrap(GovernedScheduler, "get_grammar_bitmask", "mask")
+    clock.wrap(GovernedScheduler, "update_from_output", "after update")
+    clock.wrap(scheduler._agent, "after_schedule", "after schedule")
+
+
+class Steps:
+    """The engine, its control plane, and windows of steps with and without the agent."""
+
+    def __init__(self, folder: Path, step_ms: float) -> None:
+        self._control = Control(folder)
+        self.clock = Clock()
+        try:
+            with output_into(folder / "engine.log"):
+                self._llm = self._start(step_ms)
+            self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+            self._agent = self._scheduler._agent
+            instrument(self.clock, self._scheduler)
+            self._control.apply(NEUTRAL)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, step_ms: float) -> Any:
+        os.environ.update(ENGINE_ENV)
+        os.environ.update(
+            MERIDIAN_CONTROL=self._control.target,
+            PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            # This process has gRPC threads, which a fork does not survive.
+            VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
+            VLLM_LOGGING_LEVEL="WARNING",
+        )
+        os.environ[STEP_MS] = str(step_ms)
+        import torch
+        import vllm
+
+        torch.set_num_threads(1)
+        places, blocks = max(SIZES), max(SIZES) * 12
+        worker = "tests.bench.cost_worker.CountingWorker"
+        args = {**ENGINE_ARGS, "max_num_seqs": places, "num_gpu_blocks_override": blocks, "worker_cls": worker}
+        return vllm.LLM(**args)
+
+    def close(self) -> None:
+        """Stop all processes."""
+        if (llm := self.__dict__.pop("_llm", None)) is not None:
+            llm.llm_engine.engine_core.shutdown()
+        self._control.process.stop()
+
+    def measure(self, requests: int, pairs: int) -> Row:
+        """Pairs of windows, one with and one without the agent, after one to warm up; which comes first changes with
+        every pair. The time of the first pair of each two is wall time, of the second processor time."""
+        wall: dict[bool, list[_Window]] = defaultdict(list)
+        cpu: dict[bool, list[_Window]] = defaultdict(list)
+        self._window(requests, True, time.perf_counter)
+        for pair in range(2 * pairs):
+            into, read = (wall, time.perf_counter) if pair % 2 == 0 else (cpu, time.thread_time)
+            for governed in (True, False) if pair // 2 % 2 == 0 else (False, True):
+                into[governed].append(self._window(requests, governed, read))
+        return _row(requests, wall, cpu)
+
+    def _window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
+        """One batch from its first step to its last. Without the agent the mixin does what it does when that is off."""
+        from vllm import SamplingParams
+
+        from tests.data import maze
+
+        end = self._agent.tracker.markers.end[0]
+        cases = [{"prompt": p, "template": {"open_think": True}} for p in maze.prompts(requests, seed=1)]
+        prompts = [{"prompt_token_ids": prompt_ids(self._llm, case)} for case in cases]
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logit_bias={end: -30.0})
+        self._scheduler._agent = self._agent if governed else None
+        busy_s, observe_s = self._worker()
+        first = self._scheduler.current_step
+        self.clock.reset(read)
+        began = time.perf_counter()
+        self._llm.generate(prompts, params, use_tqdm=False)
+        took, steps = time.perf_counter() - began, self._scheduler.current_step - first
+        seconds = {name: s / steps * 1e6 for name, s in self.clock.seconds.items()}
+        self._scheduler._agent = self._agent
+        now = self._worker()
+        return _Window(
+            step_ms=took / steps * 1e3,
+            us={name: seconds.get(name, 0.0) for name in (*HOOKS, *STOCK, "stock requests")},
+            worker_us=(now[0] - busy_s) / steps * 1e6,
+            observe_us=(now[1] - observe_s) / steps * 1e6,
+            round_trip_ms=self._agent.link.round_trip_ms,
+        )
+
+    def _worker(self) -> tuple[float, float]:
+        (counted,) = self._llm.collective_rpc("counted")
+        busy_s, observe_s = counted
+        return busy_s, observe_s
+
+
+@dataclass
+class _Window:
+    step_ms: float
+    us: dict[str, float]
+    worker_us: float
+    observe_us: float
+    round_trip_ms: float
+
+    @property
+    def agent_us(self) -> float:
+        return sum(self.us[name] for name in HOOKS)
+
+    @property
+    def critical_us(self) -> float:
+        return sum(self.us[name] for name, waits in HOOKS.items() if waits)
+
+    @property
+    def stock_us(self) -> float:
+        return sum(self.us[name] for name in (*STOCK, "stock requests"))
+
+
+def _row(requests: int, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_Window]]) -> Row:
+    def median(windows: list[_Window], of: Callable[[_Window], float]) -> float:
+        return statistics.median(map(of, windows))
+
+    on, off = wall[True], wall[False]
+    # Without the agent the mixin's own frames are booked as hooks: they are not stock's, and not there in stock vLLM.
+    return Row(
+        requests=requests,
+        step_ms=median(on, lambda w: w.step_ms),
+        agent_us=median(on, lambda w: w.agent_us),
+        critical_us=median(on, lambda w: w.critical_us),
+        stock_us=median(off, lambda w: w.stock_us),
+        with_us=median(on, lambda w: w.stock_us),
+        agent_cpu_us=median(cpu[True], lambda w: w.agent_us),
+        stock_cpu_us=median(cpu[False], lambda w: w.stock_us),
+        hooks_us={name: median(on, lambda w, name=name: w.us[name]) for name in HOOKS},  # type: ignore[misc]
+        observe_us=median(on + cpu[True], lambda w: w.observe_us),
+        worker_us=median(off + cpu[False], lambda w: w.worker_us),
+        round_trip_ms=median(on, lambda w: w.round_trip_ms),
+        windows=len(on) + len(off),
+        ratios=[a.agent_us / b.stock_us for a, b in zip(on, off, strict=True)],
+    )
