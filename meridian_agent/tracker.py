@@ -297,11 +297,13 @@ class Tracker:
 
     def noted_singly(self, request_ids: list[str]) -> None:
         """The step's requests have been accounted one by one: the next steps may be a run."""
-        if request_ids == self._last_ids and self.markers.longest == 1 and not (self.due or self.preempted):
+        if request_ids != self._last_ids:
+            # The runner's own list may be changed by it.
+            self._last_ids = list(request_ids)
+        elif self.markers.longest == 1 and not (self.due or self.preempted):
             tracked = [tr for request_id in request_ids if (tr := self.by_id.get(request_id))]
             if len(tracked) == len(request_ids):
-                self.run.begin(request_ids, tracked)
-        self._last_ids = request_ids
+                self.run.begin(self._last_ids, tracked)
 
     def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
