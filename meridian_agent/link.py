@@ -23,6 +23,7 @@ from meridian_agent.credentials import Credentials
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.messages import mergeable, opened_message, step_report
 from meridian_agent.ring import Ring
+from meridian_agent.settings import check
 from meridian_agent.tracker import StepRecord
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ REFUSED = 16
 # Reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
 BACKOFF_S = (0.2, 5.0)
+# A stream that ended sooner is no sign that the next one will hold: the waits go on growing.
+SETTLED_S = 1.0
+# How long a server may take until its first answer; doubled with each attempt in vain, for one that is merely slow.
+PATIENCE_S = (10.0, 60.0)
+# What part of the shortest lease a record waits at most: the answer to it must come within that lease.
+MERGE_LEASE_SHARE = 0.25
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -122,6 +129,7 @@ class Link:
         self.lease_s = 30.0
         # Leases with what ends past them.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
+        self._merge_s = MERGE_LEASE_SHARE * self.lease_s
         self.revision = 0
         # Revisions that were refused, with the error.
         self.refused: dict[int, str] = {}
@@ -255,6 +263,7 @@ class Link:
         own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
         self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]
+        self._merge_s = MERGE_LEASE_SHARE * min(lease_s for lease_s, _ in self._leases)
 
     # ------------------------------------------------------------------------------------------ called on any thread
 
@@ -290,19 +299,19 @@ class Link:
             if not order:
                 order = list(self._targets)
                 self._shuffle(order)
+            began_s = self._clock()
             try:
-                heard = self._stream(order.pop(0))
+                heard = self._stream(order.pop(0), _doubled(PATIENCE_S, attempt))
             except grpc.RpcError as error:
                 logger.debug("meridian: stream ended: %s", error)
             except Exception:
                 logger.exception("meridian: the stream failed")
-            attempt = 0 if heard else attempt + 1
+            attempt = 0 if heard and self._clock() - began_s > SETTLED_S else attempt + 1
             if heard:
                 order = []
-            low, high = BACKOFF_S
-            self._stop.wait(min(high, low * 2 ** min(attempt, 10)) * (0.5 + self._jitter()))
+            self._stop.wait(_doubled(BACKOFF_S, attempt) * (0.5 + self._jitter()))
 
-    def _stream(self, target: str) -> bool:
+    def _stream(self, target: str, patience_s: float) -> bool:
         """One stream from connect to its end; returns whether the server answered at all."""
         heard = False
         self._ring = Ring()
@@ -316,10 +325,15 @@ class Link:
             self._call = call
             if self._stop.is_set():
                 call.cancel()
+            # Neither a connection that never comes about nor a server that never answers ends by itself for long.
+            patience = threading.Timer(patience_s, call.cancel)
+            patience.daemon = True
+            patience.start()
             try:
                 for response in call:
                     if not heard:
                         heard = True
+                        patience.cancel()
                         self._complaints.clear()
                         logger.info("meridian: connected to %s", target)
                     self._receive(response)
@@ -329,6 +343,7 @@ class Link:
                 elif not self._stop.is_set():
                     self._complain(target, _code(error), _status(error))
             finally:
+                patience.cancel()
                 self._lost()
                 call.cancel()
         return heard
@@ -403,6 +418,7 @@ class Link:
 
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:
+            check(settings)
             markers = self._prepare(settings)
         except Exception as error:
             # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
@@ -460,9 +476,9 @@ class Link:
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """The records to merge into one report: what the interval asks for, and whatever else already waits."""
-        batch = [first]
+        batch, last_s = [first], self._clock() + self._merge_s
         while len(batch) < max(MERGE_RECORDS, self.report_interval_steps):
-            missing = self.report_interval_steps - len(batch)
+            missing = self.report_interval_steps - len(batch) if self._clock() < last_s else 0
             try:
                 item = ring.get(MERGE_WAIT_S, missing) if missing > 0 else ring.get_nowait()
             except queue.Empty:
@@ -474,6 +490,11 @@ class Link:
                 return batch, item
             batch.append(item)
         return batch, None
+
+
+def _doubled(bounds: tuple[float, float], attempt: int) -> float:
+    low, high = bounds
+    return min(high, low * (1 << min(attempt, 10)))
 
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode | None:

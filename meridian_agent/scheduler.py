@@ -20,6 +20,7 @@ from meridian_agent.environment import identity_of_engine, targets
 from meridian_agent.guard import Guard
 from meridian_agent.link import Link
 from meridian_agent.phases import NO_MARKERS, Markers
+from meridian_agent.settings import check
 from meridian_agent.state import StateFile, state_folder
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def _start_from(state: StateFile, agent: Agent, prepare: Callable[[agent_pb2.Set
     if settings is None:
         return
     try:
+        check(settings)
         agent.put_in_force(settings, prepare(settings))
     except ValueError as error:
         logger.warning("meridian: %s is ignored: %s", state.path, error)

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
+from meridian_agent import link
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
 from meridian_agent.tracker import StepRecord
@@ -600,6 +601,95 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
         assert engine.link.reports_dropped == 0, "nothing was promised to anybody"
         clock.now += 30.1
         assert engine.link.lapsed()
+
+
+async def test_a_server_that_never_answers_is_left_for_another(
+    scripted: tuple[Scripted, str], control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, target = scripted
+    servicer.welcomes = False
+    monkeypatch.setattr(link, "PATIENCE_S", (0.2, 60.0))
+    with LinkedEngine([target, control.target]) as engine:
+        await until(lambda: servicer.received)
+        await until(lambda: engine.link.connected)
+        assert servicer.kinds() == ["hello"]
+        assert control.engine().engine_id == "engine"
+
+
+async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer with each attempt in vain."""
+    servicer, target = scripted
+    servicer.welcomes = False
+    monkeypatch.setattr(link, "PATIENCE_S", (0.05, 60.0))
+    with LinkedEngine([target]) as engine:
+        began_s = time.monotonic()
+        await until(lambda: servicer.kinds().count("hello") == 6)
+        assert time.monotonic() - began_s > 0.05 * (2**5 - 1)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+        await until(lambda: engine.link.connected)
+
+
+async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: tuple[Scripted, str]) -> None:
+    """Else a fleet of agents would keep one that is about to fail busy with itself."""
+    servicer, target = scripted
+    servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+    began_s = time.monotonic()
+    with LinkedEngine([target]) as engine:
+        for calls in range(1, 7):
+            await until(lambda wanted=calls: servicer.kinds().count("hello") > wanted)  # type: ignore[misc]
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+        assert engine.link.revision == 0
+    low, high = link.BACKOFF_S
+    assert time.monotonic() - began_s > 0.05 * sum(min(high, low * 2**attempt) for attempt in range(1, 7))
+
+
+ABSURD: dict[str, dict[str, Any]] = {
+    "no lease": {},
+    "a lease of a millisecond": {"lease_ms": 1},
+    "a section's lease": {"lease_ms": 1000, "entropy_lease_ms": 1},
+    "an interval without end": {"lease_ms": 1000, "report_interval_steps": 1 << 31},
+    "a text without end": {"lease_ms": 1000, "closing_text": "x" * 100_000},
+    "a marker without end": {"lease_ms": 1000, "think_end_token_ids": [1] * 1000},
+}
+
+
+@pytest.mark.parametrize("fields", ABSURD.values(), ids=ABSURD.keys())
+async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, str], fields: dict[str, Any]) -> None:
+    """They are refused, and the stream goes on: taken in, a lease of 0 was over before any answer."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        settings = agent_pb2.Settings(nonce=1, revision=7, **fields)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await engine.steps_until(lambda: "settings_status" in servicer.kinds())
+        (status,) = [m.settings_status for m in servicer.received if m.HasField("settings_status")]
+        assert (status.nonce, status.revision) == (1, 0)
+        assert " must " in status.error
+        await engine.steps_until(lambda: servicer.kinds().count("step") > 5)
+        assert servicer.kinds().count("hello") == 1
+        assert engine.settings == []
+
+
+async def test_reports_are_merged_no_longer_than_a_lease_allows(control: Control) -> None:
+    """An interval of so many steps that a section's lease would be over before the first answer."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(scheduler={"lease_ms": 400}, telemetry={"report_interval_steps": 1000}))
+        engine.open("a")
+        await engine.steps_until(lambda: control.engine().acked_revision == 2)
+        lapses, began_s = 0, time.monotonic()
+
+        def paced() -> bool:
+            nonlocal lapses
+            lapses += bool(engine.link.lapsed())
+            return time.monotonic() - began_s > 1.5
+
+        await engine.steps_until(paced)
+        assert (lapses, engine.streams) == (0, 1)
+        assert 2 <= control.fleet.totals().reports < 100
 
 
 async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
