@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_agent import hooks, overrides, probes
-from meridian_agent.directives import CAPS, ORDER, RULES, Directives, Outcome, Plan, Tier
+from meridian_agent.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives, Outcome, Plan, Tier
 from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT, Wanted
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
@@ -282,15 +282,17 @@ class Agent:
         tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None
 
-    def _take_inbox(self) -> None:
+    def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
+        """Take in what was decided, up to the message in which so many decisions are reached."""
         # Past a lease what came before is not taken in any more.
-        inbox = self.link.inbox if not self._lapsed else ()
-        while inbox:
+        inbox, taken = self.link.inbox if not self._lapsed else (), 0
+        while inbox and taken < limit:
             try:
-                message = inbox.popleft()
+                message, size = self.link.take()
             except IndexError:
                 # A new stream has cleared it this moment.
                 return
+            taken += size
             if message is None:
                 self.directives.new_stream()
                 self.held.clear()
@@ -520,7 +522,7 @@ class Agent:
             with self.link.handover:
                 self.link.idle = True
                 self.take_arrived(scheduler)
-                self._take_inbox()
+                self._take_inbox(math.inf)
             self.directives.active_plan()
         record = self.tracker.record
         record.signals = signals

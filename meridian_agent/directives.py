@@ -52,6 +52,9 @@ MAX_HOLD_MS = 10_000
 ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
 ALL_BUT_CAPS = ORDER | RULES | MEMORY
 
+# Decisions to take in before a step, and again before its masks: more come only in a flood, while requests wait.
+STEP_DECISIONS = 1024
+
 # Flags by the value of meridian.v1.Placement.
 PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
 

@@ -21,7 +21,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.credentials import Credentials
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
-from meridian_agent.messages import mergeable, opened_message, step_report
+from meridian_agent.messages import decisions_in, mergeable, opened_message, step_report
 from meridian_agent.ring import Ring
 from meridian_agent.settings import check
 from meridian_agent.tracker import StepRecord
@@ -34,6 +34,8 @@ logger = logging.getLogger("vllm.meridian")
 
 RING_RECORDS = 4096
 INBOX_MESSAGES = 4096
+# Decisions that wait to be taken in, or their outcomes to be sent: four for each request of the largest engine.
+INBOX_DECISIONS = 1 << 18
 MERGE_RECORDS = 256
 # Longest a record waits for the others of its report interval; an engine that falls idle still reports.
 MERGE_WAIT_S = 0.05
@@ -137,6 +139,8 @@ class Link:
         self._frozen_until = 0.0
         self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
         self.reports_dropped = 0
+        # Decisions put into the inbox and taken out, outcomes queued and sent, each counted by one thread.
+        self._decisions_in = self._decisions_out = self._outcomes_in = self._outcomes_out = 0
         # From queueing a report to the answer to it, newest.
         self.round_trip_ms = 0.0
         self._queued: dict[int, float] = {}
@@ -145,6 +149,8 @@ class Link:
         self._kept_outcomes: list[tuple[int, int, int, str]] = []
         self._lost_since: float | None = clock()
         self._unheard_since: float | None = None
+        # The stream was ended because too much came on it.
+        self._gave_up = False
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
@@ -178,6 +184,9 @@ class Link:
         if not self.connected or self._new_stream_waits():
             self._streaming = False
             return
+        self._outcomes_in += len(record.outcomes)
+        if self._outcomes_in - self._outcomes_out > INBOX_DECISIONS:
+            self._give_up("outcomes wait to be sent")
         if self._ring.qsize() >= RING_RECORDS:
             self._streaming = False
             self.reports_dropped += 1
@@ -194,6 +203,13 @@ class Link:
     def wake(self) -> None:
         """Have what was laid down sent."""
         self._ring.wake()
+
+    def take(self) -> tuple[agent_pb2.Directives | None, int]:
+        """The oldest message of the inbox, with the number of its decisions. Raises IndexError when it is empty."""
+        message = self.inbox.popleft()
+        size = 0 if message is None else decisions_in(message)
+        self._decisions_out += size
+        return message, size
 
     def _new_stream_waits(self) -> bool:
         """Whether the engine has yet to take in that a new stream began: its record speaks of the old one."""
@@ -299,14 +315,15 @@ class Link:
             if not order:
                 order = list(self._targets)
                 self._shuffle(order)
-            began_s = self._clock()
+            began_s, self._gave_up = self._clock(), False
             try:
                 heard = self._stream(order.pop(0), _doubled(PATIENCE_S, attempt))
             except grpc.RpcError as error:
                 logger.debug("meridian: stream ended: %s", error)
             except Exception:
                 logger.exception("meridian: the stream failed")
-            attempt = 0 if heard and self._clock() - began_s > SETTLED_S else attempt + 1
+            held = heard and not self._gave_up and self._clock() - began_s > SETTLED_S
+            attempt = 0 if held else attempt + 1
             if heard:
                 order = []
             self._stop.wait(_doubled(BACKOFF_S, attempt) * (0.5 + self._jitter()))
@@ -315,6 +332,7 @@ class Link:
         """One stream from connect to its end; returns whether the server answered at all."""
         heard = False
         self._ring = Ring()
+        self._outcomes_out = self._outcomes_in
         try:
             opened = self._credentials.open(target, CHANNEL_OPTIONS)
         except (OSError, ValueError) as error:
@@ -365,21 +383,21 @@ class Link:
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
         self._unheard_since = None
         kind = response.WhichOneof("message")
-        if kind == "directives":
+        if kind != "welcome" and self._too_much(decisions_in(response.directives)):
+            self._give_up("messages or decisions wait to be taken in")
+        elif kind == "directives":
             if queued := self._queued.get(response.directives.step % ROUND_TRIP_STEPS):
                 self.round_trip_ms = (self._clock() - queued) * 1e3
             with self.handover:
                 self._settle_if_idle(response.directives)
                 self._hand_over(response.directives)
-            if len(self.inbox) > INBOX_MESSAGES:
-                logger.error("meridian: %d messages wait to be taken in; connecting anew", INBOX_MESSAGES)
-                self.restart()
         elif kind == "settings":
             self._receive_settings(response.settings)
         elif kind == "freeze":
             self._receive_freeze(response.freeze)
         elif kind == "welcome":
             self.inbox.clear()
+            self._decisions_in = self._decisions_out
             self.inbox.append(None)
             self._lost_since = None
             self.snapshot_due = True
@@ -392,9 +410,22 @@ class Link:
     def _hand_over(self, directives: agent_pb2.Directives) -> None:
         """What decides nothing only says how far the control plane is, once all before it has been taken in."""
         if self.inbox or len(directives.ListFields()) > (directives.step > 0):
+            self._decisions_in += decisions_in(directives)
             self.inbox.append(directives)
         else:
             self.answered_step = directives.step
+
+    def _too_much(self, decisions: int) -> bool:
+        """Whether a message with so many decisions, on top of what waits, is more than any engine needs."""
+        waiting = self._decisions_in - self._decisions_out + decisions
+        messages = max(len(self.inbox), len(self.arrived), self._ring.qsize() - RING_RECORDS)
+        return messages >= INBOX_MESSAGES or waiting > INBOX_DECISIONS
+
+    def _give_up(self, why: str) -> None:
+        """End a stream on which more comes than is needed: rather than lose a decision unseen, it begins anew."""
+        logger.error("meridian: too many %s; connecting anew", why)
+        self._gave_up = True
+        self.restart()
 
     def _settle_if_idle(self, directives: agent_pb2.Directives) -> None:
         """Answer for an engine without live requests: the requests are gone, a plan holds from the next step on."""
@@ -419,18 +450,24 @@ class Link:
     def _receive_settings(self, settings: agent_pb2.Settings) -> None:
         try:
             check(settings)
+        except ValueError as error:
+            # Not remembered: the revision of that number may be another one where policies are checked.
+            self._refuse(settings, str(error), {})
+            return
+        try:
             markers = self._prepare(settings)
         except Exception as error:
             # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
-            self._refuse(settings, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self._refuse(settings, text, {settings.revision: text})
             return
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
         message = agent_pb2.ConnectRequest(settings_status=status)
         self._arrive(Arrived(message, self._ring, settings, markers))
 
-    def _refuse(self, settings: agent_pb2.Settings, error: str) -> None:
+    def _refuse(self, settings: agent_pb2.Settings, error: str, remembered: dict[int, str]) -> None:
         logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
-        newest = sorted({**self.refused, settings.revision: error}.items())[-REFUSED:]
+        newest = sorted({**self.refused, **remembered}.items())[-REFUSED:]
         self.refused = dict(newest)
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
         self._ring.put(agent_pb2.ConnectRequest(settings_status=status))
@@ -471,6 +508,7 @@ class Link:
                 yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
             else:
                 batch, held = self._gather(ring, item)
+                self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 yield agent_pb2.ConnectRequest(step=step_report(batch))
                 ring.rest(REST_S)
 

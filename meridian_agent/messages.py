@@ -58,6 +58,12 @@ def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
     return not any(slot in record.resumed for record in records for slot in following.preempted)
 
 
+def decisions_in(message: agent_pb2.Directives) -> int:
+    """How many decisions a message carries; a plan's ranks count each."""
+    listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
+    return listed + len(message.plan.slot)
+
+
 def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
     """One report of consecutive steps; their token rows are concatenated, their gauges are the last step's."""
     last = records[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -13,8 +14,9 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent import link
-from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
-from meridian_agent.link import INBOX_MESSAGES, RING_RECORDS
+from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS
+from meridian_agent.link import INBOX_DECISIONS, INBOX_MESSAGES, RING_RECORDS
+from meridian_agent.messages import decisions_in
 from meridian_agent.tracker import StepRecord
 from meridian_control import fleet
 from meridian_control.database import Database
@@ -671,25 +673,32 @@ async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, 
         await engine.steps_until(lambda: servicer.kinds().count("step") > 5)
         assert servicer.kinds().count("hello") == 1
         assert engine.settings == []
+        assert engine.link.refused == {}, "a server's own revision of that number is another one"
 
 
-async def test_reports_are_merged_no_longer_than_a_lease_allows(control: Control) -> None:
+class Steady:
+    """A ring into which an engine puts a record every 64th of a second."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def get(self, timeout: float, wanted: int = 1) -> StepRecord:
+        self.clock.now += 1 / 64
+        return StepRecord(step=round(self.clock.now * 64))
+
+    def get_nowait(self) -> StepRecord:
+        raise queue.Empty
+
+
+def test_reports_are_merged_no_longer_than_a_lease_allows() -> None:
     """An interval of so many steps that a section's lease would be over before the first answer."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
-        await control.set_policy(policy(scheduler={"lease_ms": 400}, telemetry={"report_interval_steps": 1000}))
-        engine.open("a")
-        await engine.steps_until(lambda: control.engine().acked_revision == 2)
-        lapses, began_s = 0, time.monotonic()
-
-        def paced() -> bool:
-            nonlocal lapses
-            lapses += bool(engine.link.lapsed())
-            return time.monotonic() - began_s > 1.5
-
-        await engine.steps_until(paced)
-        assert (lapses, engine.streams) == (0, 1)
-        assert 2 <= control.fleet.totals().reports < 100
+    clock = Clock()
+    engine = LinkedEngine(["nobody"], clock=clock)
+    for lease_ms, steps in ((0, 300), (2000, 33), (400, 8)):
+        settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300, scheduler_lease_ms=lease_ms)
+        engine.link.hold(settings)
+        batch, held = engine.link._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
+        assert (len(batch), held) == (steps, None)
 
 
 async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
@@ -757,6 +766,64 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
         engine.take_inbox()
         assert engine.streams == 1, "what the old stream said is gone with it"
     assert any("connecting anew" in r.message for r in caplog.records)
+
+
+def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:
+    probes = [agent_pb2.EatProbe(decision_id=number + 1, slot=9) for number in range(decisions)]
+    return [agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1, probes=probes))] * messages
+
+
+async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) -> None:
+    """No step takes in more than a little over its share, and in the end each decision has its outcome."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for message in flooding(50, 300):
+            servicer.say.put_nowait(message)
+        await until(lambda: len(engine.link.inbox) == 51)
+        taken = []
+        while engine.link.inbox:
+            before = len(engine.taken)
+            engine.step()
+            taken.append(len(engine.taken) - before)
+        assert max(taken) == -(-STEP_DECISIONS // 300) == 4
+        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in servicer.received) == 50 * 300)
+        assert engine.streams == 1
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_a_flood_past_all_measure_ends_the_stream(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """Whatever waits stays bounded, also for an idle engine, for which the link answers, and nobody reads."""
+    for name in ("RING_RECORDS", "INBOX_MESSAGES", "INBOX_DECISIONS"):
+        monkeypatch.setattr(link, name, 50)
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        if not idle:
+            engine.open("a")
+        for message in flooding(300, 1) if idle else flooding(10, 20):
+            servicer.say.put_nowait(message)
+        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+        assert engine.link._ring.qsize() <= 50 + 50
+        assert sum(decisions_in(m) for m in list(engine.link.inbox) if m) <= 50
+
+
+async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        outcomes = [(1, 1, 0, "")] * 1000
+        for step in range(1, 2 * INBOX_DECISIONS // 1000):
+            engine.send(StepRecord(step=step, outcomes=list(outcomes)))
+            if servicer.kinds().count("hello") == 2:
+                break
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: engine.link.connected)
+        assert engine.link._outcomes_in - engine.link._outcomes_out <= 2000
 
 
 async def test_going_away(control: Control, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.directives import STEP_DECISIONS
 from meridian_agent.link import Link
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
@@ -102,8 +103,10 @@ class LinkedEngine:
         self.lapsed, self.frozen = lapsed, frozen
         for arrived in taken:
             link.taken_in(arrived)
-        while self.link.inbox:
-            message = self.link.inbox.popleft()
+        decisions = 0
+        while self.link.inbox and decisions < STEP_DECISIONS:
+            message, size = self.link.take()
+            decisions += size
             if message is None:
                 self.streams += 1
                 self.engine.directives.new_stream()
