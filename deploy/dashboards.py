@@ -95,7 +95,7 @@ FLEET = [
     panel(
         "Requests by phase",
         "short",
-        ("sum by (phase, state) (meridian_engine_requests) > 0", "{{phase}} {{state}}"),
+        ("sum by (phase, state) (meridian_engine_requests)", "{{phase}} {{state}}"),
         stacked=True,
     ),
     panel(
@@ -203,7 +203,7 @@ ENGINE = [
     panel(
         "Requests by phase",
         "short",
-        (f"sum by (engine, phase, state) (meridian_engine_requests{{{ONE}}}) > 0", "{{engine}} {{phase}} {{state}}"),
+        (f"sum by (engine, phase) (meridian_engine_requests{{{ONE}}})", "{{engine}} {{phase}}"),
     ),
     panel("KV cache in use", "percentunit", gauge("meridian_engine_kv_used_ratio")),
     panel("Step", "s", gauge("meridian_engine_step_seconds")),
