@@ -67,9 +67,12 @@ class Run:
         self.finished: dict[str, str] = {}
 
     def add(self, name: str, case: dict[str, Any], params: Any, **more: Any) -> None:
+        self.put(name, prompt_ids(self._llm, case), params, **more)
+
+    def put(self, name: str, prompt: list[int], params: Any, **more: Any) -> None:
+        """As `add`, by token ids."""
         self.tokens[name] = []
-        prompt = {"prompt_token_ids": prompt_ids(self._llm, case)}
-        self._llm.llm_engine.add_request(name, prompt, params, **more)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, **more)
 
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])

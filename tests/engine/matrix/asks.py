@@ -1,0 +1,73 @@
+"""Requests as plain values, run on an engine and returned as plain values, so that a stock engine in another process
+can be asked the same."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. params: fields of SamplingParams. lora: folder of an adapter."""
+
+    prompt: list[int]
+    params: dict[str, Any] = field(default_factory=dict)
+    lora: str = ""
+    priority: int = 0
+
+    def sampling(self) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        fields = copy.deepcopy(self.params)
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        return SamplingParams(**fields)
+
+    def lora_request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("adapter", 1, self.lora) if self.lora else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sequence that came back. logprobs: per token those asked for, by token id."""
+
+    tokens: list[int]
+    finish: str
+    stop: Any
+    logprobs: list[dict[int, float]] | None
+
+    def all_logprobs(self, vocabulary: int) -> np.ndarray[Any, Any]:
+        """[tokens, vocabulary] in nats, where all were asked for."""
+        assert self.logprobs is not None
+        found = np.full((len(self.tokens), vocabulary), -np.inf)
+        for row, said in zip(found, self.logprobs, strict=True):
+            row[list(said)] = list(said.values())
+        return found
+
+
+def answer_of(output: Any) -> Answer:
+    """From vLLM's CompletionOutput."""
+    said = output.logprobs
+    logprobs = None if said is None else [{t: float(p.logprob) for t, p in row.items()} for row in said]
+    return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs)
+
+
+def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
+    """All of them at once; the sequences of each."""
+    prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+    loras = [ask.lora_request() for ask in asks]
+    outputs = llm.generate(
+        prompts,
+        [ask.sampling() for ask in asks],
+        use_tqdm=False,
+        lora_request=loras if any(loras) else None,
+        priority=[ask.priority for ask in asks] if any(ask.priority for ask in asks) else None,
+    )
+    return [[answer_of(o) for o in output.outputs] for output in outputs]

@@ -1,0 +1,94 @@
+"""The engines of the matrix: vLLM's runners and schedulers, and what else can be switched on.
+
+Owns the arguments and the environment of each. Imports no vLLM: a build is known where none is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engine import ENGINE_ARGS
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+INTERPRETER = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parent.parent / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One engine. `shown` is its column in the table: builds of the same column differ in what they switch on."""
+
+    name: str
+    shown: str
+    args: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    asynchronous: bool = False
+    v2: bool = False
+
+    def engine_args(self) -> dict[str, Any]:
+        return {**ENGINE_ARGS, "max_logprobs": -1, **self.args}
+
+
+def _builds(*builds: Build) -> dict[str, Build]:
+    return {build.name: build for build in builds}
+
+
+BUILDS = _builds(
+    Build("v1", "V1"),
+    Build("async", "async", asynchronous=True),
+    Build("v2", "V2", env=INTERPRETER, v2=True),
+    Build("ngram", "V1", {"speculative_config": NGRAM}),
+)
+
+
+def prepare(build: Build) -> None:
+    """Patch vLLM where this machine has no GPU; call before the engine is made, in its process.
+
+    The CPU platform switches asynchronous scheduling off: it is switched on again, so that vLLM chooses AsyncScheduler
+    as it does on GPUs. Of Model Runner V2 the one kernel that does not run in Triton's interpreter, which applies token
+    masks, is replaced by the same masking in torch.
+    """
+    import torch
+
+    # On shared cores several threads of one engine wait for each other at every operation.
+    torch.set_num_threads(1)
+    if build.asynchronous:
+        _keep_async_scheduling()
+    if build.v2:
+        _mask_in_torch()
+
+
+def _keep_async_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls: Any, config: Any) -> None:
+        original(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def _mask_in_torch() -> None:
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    def apply(_: Any, logits: Any, batch: Any, request_ids: list[str], bitmask: Any) -> None:
+        first = dict(zip(batch.req_ids, batch.cu_num_logits_np, strict=False))
+        counts = dict(zip(batch.req_ids, np.diff(batch.cu_num_logits_np), strict=True))
+        rows = [first[r] + i for r in request_ids for i in range(counts[r])]
+        for row, words in zip(rows, bitmask, strict=True):
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits[int(row), torch.from_numpy(allowed == 0)] = float("-inf")
+
+    StructuredOutputsWorker.apply_grammar_bitmask = apply

@@ -1,0 +1,83 @@
+"""One build in a process of its own: starts the governed engine and prints a JSON line for each feature.
+
+`python -m tests.engine.matrix.child BUILD CONTROL_TARGET [FEATURE...]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.matrix import features_of
+from tests.engine.matrix.builds import BUILDS, prepare
+from tests.engine.matrix.stock import Stock, StockFailed
+from tests.processes import Control
+
+if TYPE_CHECKING:
+    from tests.engine.matrix import Feature
+    from tests.engine.matrix.builds import Build
+    from tests.engine.matrix.engine import Engine
+
+
+def start(build: Build, control: Control, stock: Stock) -> Engine:
+    import vllm
+
+    from tests.engine.matrix.engine import Engine
+
+    prepare(build)
+    llm = vllm.LLM(**build.engine_args())
+    control.engine()
+    engine = Engine(build, llm, control, stock)
+    classes = [c.__name__ for c in type(engine.scheduler).__mro__]
+    assert ("AsyncScheduler" in classes) == build.asynchronous, classes
+    assert engine.scheduler.use_v2_model_runner == build.v2
+    return engine
+
+
+def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
+    """The result and its detail. What stock vLLM itself cannot do is not supported."""
+    try:
+        engine.reset()
+        chosen.check(engine)
+        engine.check_over()
+    except StockFailed as error:
+        return "not supported", str(error)[-2000:]
+    except Exception:
+        return "failed", traceback.format_exc()[-4000:]
+    return "passed", ""
+
+
+def main() -> None:
+    import vllm
+
+    build, control = BUILDS[sys.argv[1]], Control.existing(sys.argv[2])
+    chosen = [f for f in features_of(build.name) if not sys.argv[3:] or f.name in sys.argv[3:]]
+    os.environ.update(
+        MERIDIAN_CONTROL=control.target, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1"
+    )
+    stock = Stock(build.name)
+
+    def say(name: str, result: str, detail: str, seconds: float) -> None:
+        said: dict[str, Any] = {"build": build.name, "feature": name, "result": result, "detail": detail}
+        print("\n" + json.dumps({**said, "vllm": vllm.__version__, "seconds": round(seconds, 1)}), flush=True)
+
+    try:
+        stock.ask([])
+    except StockFailed as error:
+        for one in chosen:
+            say(one.name, "not supported", str(error)[-2000:], 0.0)
+        return
+    engine = start(build, control, stock)
+    for one in chosen:
+        began = time.monotonic()
+        say(one.name, *tried(one, engine), time.monotonic() - began)
+    stock.stop()
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The governed engine that a feature gets, with a stock one beside it, and the checks that features share.
+
+Runs in the process of one build. Knows no feature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.phases import FLAG_END, FLAG_MARKER, Phase
+from tests.engine import Run, cases, offline, prompt_ids
+from tests.engine.matrix.asks import Ask, generate
+from tests.engine.policies import NEUTRAL
+from tests.engine.recording import probes, records, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engine.matrix.asks import Answer
+    from tests.engine.matrix.builds import Build
+    from tests.engine.matrix.stock import Stock
+    from tests.processes import Control
+
+OPEN = {"open_think": True}
+CLOSED = {"enable_thinking": False}
+
+
+class Engine:
+    """A vLLM engine whose core is in this process, the control plane that governs it, and a stock engine."""
+
+    def __init__(self, build: Build, llm: Any, control: Control, stock: Stock) -> None:
+        self.build, self.llm, self.control, self.stock = build, llm, control, stock
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.agent = self.scheduler._agent
+        self.end: int = self.agent.tracker.markers.end[0]
+        self.start: int = self.agent.tracker.markers.starts[0][0]
+        # Triton's interpreter makes some 70 tokens a second; drafts on a CPU are not fast either.
+        self.slow = build.v2 or self.scheduler.num_spec_tokens > 0
+
+    def reset(self) -> None:
+        """Before a feature: nothing runs, a neutral policy is in force."""
+        assert not self.scheduler._guard.fault
+        assert not self.llm.llm_engine.has_unfinished_requests()
+        self.control.apply(NEUTRAL)
+
+    def check_over(self) -> None:
+        """After a feature: the agent is on, nothing is left behind, each decision has had its outcome."""
+        self.drain()
+        assert not self.scheduler._guard.fault, self.scheduler._guard.fault
+        engine = self.control.settled()
+        assert engine.open_decisions == 0
+        agent = self.agent
+        assert [*agent.tracker.by_id, *agent.placed, *agent.held] == []
+
+    def drain(self) -> None:
+        """Step until the core is empty, as a core of its own does: of a probe the front end knows nothing."""
+        while self.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    @functools.cached_property
+    def logprobs(self) -> offline.Logprobs:
+        """The independent computation, by Transformers."""
+        return offline.load()
+
+    def prompt(self, index: int = 0, template: dict[str, Any] | None = None) -> list[int]:
+        """One of the shared cases as the chat template renders it, by default with thinking opened."""
+        return self.chat(cases()[index]["prompt"], OPEN if template is None else template)
+
+    def chat(self, text: str, template: dict[str, Any] | None = None) -> list[int]:
+        return prompt_ids(self.llm, {"prompt": text, "template": OPEN if template is None else template})
+
+    def endless(self, **params: Any) -> dict[str, Any]:
+        """Greedy sampling that never ends thinking by itself, without touching what a forced token needs."""
+        return {"temperature": 0.0, "ignore_eos": True, "logit_bias": {self.end: -30.0}, **params}
+
+    def ask(self, asks: list[Ask]) -> list[list[Answer]]:
+        return generate(self.llm, asks)
+
+    def tokens(self, asks: list[Ask]) -> list[list[int]]:
+        return [answers[0].tokens for answers in self.ask(asks)]
+
+    def paced(self, asks: list[Ask]) -> list[list[int]]:
+        """As `tokens`, in steps as slow as a large model's: decisions are as late as there."""
+        names = [f"paced{i}" for i in range(len(asks))]
+        run = self.run(dict(zip(names, asks, strict=True)))
+        run.until(pause_s=0.0 if self.slow else 0.003)
+        return [run.tokens[name] for name in names]
+
+    def observe(self, asks: list[Ask]) -> tuple[list[list[Answer]], list[Observed]]:
+        """The answers, and what the agent reported of each sequence, in the order they were opened in."""
+        with self.watched() as seen:
+            answers = self.ask(asks)
+        return answers, seen
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[Observed]]:
+        """What the agent reports inside the block, by sequence, in the order they were opened in; filled at its end."""
+        found: list[Observed] = []
+        with records(self.agent) as seen:
+            yield found
+            self.drain()
+        found += observed(seen)
+
+    def run(self, asks: dict[str, Ask]) -> Run:
+        """Requests to be driven step by step, by name."""
+        run = Run(self.llm)
+        for name, ask in asks.items():
+            run.put(name, ask.prompt, ask.sampling(), priority=ask.priority, lora_request=ask.lora_request())
+        return run
+
+    def check_phases(self, prompt: list[int], tokens: list[int], seen: Observed, template_closes: bool = False) -> None:
+        """Every token's phase and flags are what its place before or after the markers says."""
+        assert len(seen.rows) == len(tokens)
+        phase = opening_phase(prompt, self.start, self.end, template_closes)
+        assert seen.opened == phase
+        for token, (reported, flags, *_) in zip(tokens, seen.rows, strict=True):
+            ends = token == self.end and phase is Phase.THINK
+            if token == self.start:
+                phase = Phase.THINK
+            elif phase is Phase.PROMPT:
+                phase = Phase.OUTPUT
+            assert reported == phase
+            assert bool(flags & FLAG_END) == ends
+            assert bool(flags & FLAG_MARKER) == (token in {self.start, self.end})
+            if token == self.end:
+                phase = Phase.OUTPUT
+
+    def check_signals(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
+        """Entropy to 1e-5 nats and the end marker's rank against Transformers on the same tokens."""
+        wrong = offline.mismatches(self.logprobs, prompt, tokens, seen.rows, self.end)
+        assert not wrong, wrong[:5]
+
+    def check_ends_once(self, free: list[int], capped: list[int], cap: int) -> None:
+        """Thinking ends after exactly `cap` tokens, or where it ends by itself, and nothing before it is changed."""
+        natural = free.index(self.end) if self.end in free else len(free)
+        assert capped.index(self.end) == min(cap, natural), (capped.index(self.end), cap, natural)
+        assert capped.count(self.end) == 1
+        assert capped[: min(cap, natural)] == free[: min(cap, natural)]
+
+
+class Observed:
+    """What the agent reported of one sequence. rows: (phase, flags, entropy, end rank, end log-probability) per token;
+    probes: as in the step record; opened: its phase then; steps: tokens it made in each step."""
+
+    def __init__(self, name: str, opened: Phase) -> None:
+        self.name, self.opened = name, opened
+        self.rows: list[tuple[int, int, float, int, float]] = []
+        self.probes: list[tuple[Any, ...]] = []
+        self.steps: list[int] = []
+
+
+def observed(seen: list[Any]) -> list[Observed]:
+    found: dict[str, Observed] = {}
+    for _, opened, _, _ in seen:
+        for _, info, phase, *_ in opened:
+            found[info.request_id] = Observed(info.request_id, Phase(phase))
+    for name, of in rows(seen).items():
+        found[name].rows = of
+    for name, probed in probes(seen).items():
+        found[name].probes = probed
+    for name, steps in _steps(seen):
+        found[name].steps.append(steps)
+    return list(found.values())
+
+
+def _steps(seen: list[Any]) -> Iterator[tuple[str, int]]:
+    names: dict[int, str] = {}
+    for _, opened, slots, closed in seen:
+        names.update((slot, info.request_id) for slot, info, *_ in opened)
+        for slot, same in itertools.groupby(sorted(slots)):
+            yield names[slot], len(list(same))
+        for slot, _ in closed:
+            names.pop(slot, None)
+
+
+def opening_phase(prompt: list[int], start: int, end: int, template_closes: bool) -> Phase:
+    """What the last marker of a prompt says: an end counts only where the template closes thinking with it."""
+    last = next((token for token in reversed(prompt) if token in {start, end}), None)
+    if last == start:
+        return Phase.THINK
+    return Phase.OUTPUT if last == end and template_closes else Phase.PROMPT

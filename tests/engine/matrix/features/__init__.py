@@ -1,0 +1,12 @@
+"""The features, by what they are about; importing a module registers its own."""
+
+from __future__ import annotations
+
+from tests.engine.matrix import FEATURES, Feature
+from tests.engine.matrix.features import forces, signals
+
+MODULES = (signals, forces)
+
+
+def all_of_them() -> dict[str, Feature]:
+    return FEATURES

@@ -1,0 +1,106 @@
+"""Ends of thinking that the agent forces: where asked, once, and as vLLM would have gone on from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from tests.data import maze
+from tests.engine.matrix import feature
+from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.features.signals import EVERYWHERE
+from tests.engine.policies import CONVERGED
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from tests.engine.matrix.engine import Engine
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+# Of the prompts of seed 11, the one on which thinking is shortest: 97 tokens.
+SHORT = 14
+
+
+@feature("caps: exact to the token, one end marker, nothing before it changed", *EVERYWHERE)
+def caps(engine: Engine) -> None:
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(6)]
+    free = engine.tokens(asks)
+    for cap in (1, 2, 20):
+        engine.control.apply({"scheduler": {"max_think_tokens": cap}})
+        for before, after in zip(free, engine.tokens(asks), strict=True):
+            engine.check_ends_once(before, after, cap)
+
+
+@feature("entropy rules end thinking", *EVERYWHERE)
+def rules(engine: Engine) -> None:
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 120 if engine.slow else 400}) for i in range(6)]
+    free = engine.stock.ask(asks)
+    before = engine.control.settled().ends["eat"]
+    engine.control.apply(CONVERGED)
+    for (stock,), after in zip(free, engine.paced(asks), strict=True):
+        at = after.index(engine.end) if engine.end in after else len(after)
+        assert after.count(engine.end) <= 1
+        assert after[:at] == stock.tokens[:at]
+    assert engine.control.settled().ends["eat"] > before
+
+
+@feature("closing text before a forced end", *EVERYWHERE)
+def closing_text(engine: Engine) -> None:
+    text, cap = "Wait . ", 12
+    written = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
+    engine.control.apply({"scheduler": {"max_think_tokens": cap}, "model": {"maze": {"closing_text": text}}})
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(2)]
+    answers, seen = engine.observe(asks)
+    for (answer,), (stock,), ask, said in zip(answers, engine.stock.ask(asks), asks, seen, strict=True):
+        assert answer.tokens[:cap] == stock.tokens[:cap]
+        assert answer.tokens[cap : cap + len(written) + 1] == [*written, engine.end]
+        assert answer.tokens.count(engine.end) == 1
+        engine.check_phases(ask.prompt, answer.tokens, said)
+
+
+@feature("a freeze leaves stock vLLM", "v1", "async", "ngram")
+def freeze(engine: Engine) -> None:
+    engine.control.apply(CONVERGED)
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 250}) for i in range(6)]
+    engine.control.freeze()
+    wait_for(lambda: engine.control.engine().freeze.confirmed, 10, "the freeze")
+    try:
+        assert engine.ask(asks) == engine.stock.ask(asks)
+    finally:
+        engine.control.thaw()
+        wait_for(lambda: not engine.control.engine().HasField("freeze"), 10, "the thaw")
+
+
+@feature("no second end marker when the model ends thinking beside a force", *EVERYWHERE)
+def beside_its_own_end(engine: Engine) -> None:
+    """Forces at the steps around the model's own end, as they would come down the stream at that moment."""
+    opening = engine.chat(maze.prompts(SHORT + 1, seed=11)[SHORT])
+    ((whole,),) = engine.stock.ask([Ask(opening, {**GREEDY, "max_tokens": 130})])
+    prompt = opening + whole.tokens[: whole.tokens.index(engine.end) - 12]
+    ((stock,),) = engine.stock.ask([Ask(prompt, {**GREEDY, "max_tokens": 40})])
+    natural = stock.tokens.index(engine.end)
+    early = dict(zip([f"r{i}" for i in range(7)], range(4, -3, -1), strict=True))
+    run = engine.run({name: Ask(prompt, {**GREEDY, "max_tokens": 40}) for name in early})
+    waiting = dict(early)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for name, steps in list(waiting.items()):
+            if len(run.tokens[name]) >= natural - steps:
+                del waiting[name]
+                force(engine, name)
+        run.step()
+    assert not waiting
+    ends = {name: tokens.index(engine.end) for name, tokens in run.tokens.items()}
+    for name, tokens in run.tokens.items():
+        assert tokens.count(engine.end) == 1, name
+        assert tokens[: ends[name]] == stock.tokens[: ends[name]]
+        assert ends[name] < natural or tokens == stock.tokens
+    assert set(ends.values()) > {natural}, "some forces came before the model's own end, some too late"
+
+
+def force(engine: Engine, name: str) -> None:
+    """What the link would hand over for a force that the control plane decides now. Id 0: it knows nothing of it."""
+    slots = {tr.info.request_id: slot for slot, tr in engine.agent.tracker.by_slot.items()}
+    wanted = [slot for request_id, slot in slots.items() if request_id.split("-")[0] == name]
+    forces = [agent_pb2.ForceEnd(slot=slot, reason=agent_pb2.FORCE_REASON_EAT) for slot in wanted]
+    step = max([tr.opened_step for tr in engine.agent.tracker.by_slot.values()], default=0)
+    engine.agent.link.inbox.append(agent_pb2.Directives(step=step, forces=forces))

@@ -1,0 +1,77 @@
+"""What the agent says of tokens: phases, entropy, the end marker's rank, EAT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.engine import cases
+from tests.engine.matrix import feature
+from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import CLOSED
+from tests.engine.offline import entropy, probe_mismatches
+from tests.engine.policies import DENSE
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tests.engine.matrix.engine import Engine
+
+EVERYWHERE = ("v1", "async", "v2", "ngram")
+
+
+def _as_stock(engine: Engine, **params: Any) -> None:
+    """Prompts that open thinking, leave it to the model or close it: output is stock's, what is said of it is right."""
+    templates = [case["template"] for case in cases()]
+    seeds = [{"seed": i} if params["temperature"] else {} for i in range(len(templates))]
+    asks = [Ask(engine.prompt(i, template), {**params, **seeds[i]}) for i, template in enumerate(templates)]
+    answers, seen = engine.observe(asks)
+    assert answers == engine.stock.ask(asks)
+    assert len(seen) == len(asks)
+    for ask, template, (answer,), said in zip(asks, templates, answers, seen, strict=True):
+        engine.check_phases(ask.prompt, answer.tokens, said, template == CLOSED)
+        engine.check_signals(ask.prompt, answer.tokens, said)
+
+
+@feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE)
+def greedy(engine: Engine) -> None:
+    _as_stock(engine, temperature=0.0, max_tokens=60 if engine.slow else 300)
+
+
+@feature("sampled with a seed: the same", "v1", "async", "v2")
+def sampled(engine: Engine) -> None:
+    _as_stock(engine, temperature=1.0, max_tokens=40 if engine.slow else 200)
+
+
+@feature("log-probabilities as stock's, entropy that of all of them", *EVERYWHERE)
+def logprobs(engine: Engine) -> None:
+    params = {"temperature": 0.0, "max_tokens": 20 if engine.slow else 80, "logprobs": -1}
+    asks = [Ask(engine.prompt(i), params) for i in range(2)]
+    answers, seen = engine.observe(asks)
+    for (answer,), (stock,), said in zip(answers, engine.stock.ask(asks), seen, strict=True):
+        assert answer.tokens == stock.tokens
+        vocabulary = engine.llm.llm_engine.model_config.get_vocab_size()
+        found, expected = (one.all_logprobs(vocabulary) for one in (answer, stock))
+        assert np.abs(np.exp(found) - np.exp(expected)).max() <= 1e-5
+        for (_, _, entropy_nats, rank, logprob), row in zip(said.rows, expected, strict=True):
+            assert abs(entropy_nats - entropy(row)) <= 1e-5
+            assert rank == 1 + int((row > row[engine.end]).sum())
+            assert abs(logprob - row[engine.end]) <= 5e-5
+
+
+@feature("EAT probes: value, and two tokens each", *EVERYWHERE)
+def eat(engine: Engine) -> None:
+    engine.control.apply(DENSE)
+    params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 250}
+    asks = [Ask(engine.prompt(i), params) for i in range(6)]
+    with engine.watched() as seen:
+        runs = engine.paced(asks)
+    assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    assert any(said.probes for said in seen)
+    for ask, tokens, said in zip(asks, runs, seen, strict=True):
+        wrong = probe_mismatches(engine.logprobs, ask.prompt, tokens, said.probes, [engine.end])
+        assert not wrong, wrong[:5]
+    # Where drafts are made, vLLM computes rows for them after a probe too.
+    most = 2 + engine.scheduler.num_spec_tokens
+    assert {cost for said in seen for *_, cost, _, _ in said.probes} <= set(range(2, most + 1))

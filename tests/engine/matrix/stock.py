@@ -1,0 +1,71 @@
+"""Stock vLLM of the same build in a process of its own, asked on demand: what a governed engine is held against."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.matrix.asks import Answer, Ask, generate
+from tests.engine.matrix.builds import BUILDS, prepare
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+class StockFailed(Exception):  # noqa: N818
+    """Stock vLLM itself cannot do it; the text is its error."""
+
+
+def _serve(pipe: Connection, build_name: str) -> None:
+    try:
+        import vllm
+
+        build = BUILDS[build_name]
+        prepare(build)
+        llm = vllm.LLM(**build.engine_args())
+    except Exception:
+        pipe.send(traceback.format_exc())
+        return
+    while (asks := pipe.recv()) is not None:
+        try:
+            pipe.send(generate(llm, asks))
+        except Exception:
+            pipe.send(traceback.format_exc())
+            return
+    llm.llm_engine.engine_core.shutdown()
+
+
+class Stock:
+    """Starts at once; ask when it is needed."""
+
+    def __init__(self, build_name: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, build_name))
+        control = os.environ.pop("MERIDIAN_CONTROL", "")
+        self._process.start()
+        os.environ["MERIDIAN_CONTROL"] = control
+        theirs.close()
+
+    def ask(self, asks: list[Ask]) -> list[list[Answer]]:
+        """Raises StockFailed."""
+        try:
+            self._pipe.send(asks)
+            found: Any = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise StockFailed("its process has ended") from error
+        if isinstance(found, str):
+            raise StockFailed(found)
+        answers: list[list[Answer]] = found
+        return answers
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
