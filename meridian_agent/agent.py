@@ -608,6 +608,10 @@ class Agent:
             eat_nats = float(signals.entropy_nats[signals.row(row)])
             self.probe_tokens += placed.cost_tokens
             tr, answer = placed.parent, out.new_token_ids[0]
+            if self.tracker.by_slot.get(tr.slot) is not tr:
+                # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
+                self.directives.report(placed.decision_id, Outcome.REQUEST_GONE, tr)
+                continue
             tr.same_answer = tr.same_answer + 1 if answer == tr.trial_answer else 1
             tr.trial_answer = answer
             empty = answer in tr.ref.sampling_params.all_stop_token_ids and not self.tracker.markers.answer_prefix
