@@ -439,7 +439,11 @@ class Agent:
         self._prefills.append(prefill - sum(map(len, drafted.values())) if drafted else prefill)
         # vLLM waits for the step before this one, and breaks where there is none.
         due = self.tracker.due
-        if due and not (self.frozen or self._settled()) and any(tr.info.request_id in scheduled for tr in due):
+        if (
+            due
+            and not (self.frozen or self._settled())
+            and any(tr.info.request_id in scheduled and self._may_end(tr) and not self._is_under_way(tr) for tr in due)
+        ):
             output.pending_structured_output_tokens = True
         for request_id, placed in list(self.placed.items()):
             if request_id in scheduled:
@@ -474,12 +478,28 @@ class Agent:
         forced: dict[str, dict[int, int]] = {}
         for tr in due:
             request_id = tr.info.request_id
-            if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk:
+            if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk or not self._may_end(tr):
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
-            if tokens := self.directives.forced_tokens(tr, 1 + len(drafts), drafts):
+            tokens = self.directives.forced_tokens(tr, 1 + len(drafts), drafts)
+            if tokens and _grammar_allows(output, base, request_id, tokens):
                 forced[request_id] = tokens
+            else:
+                tr.expected.clear()
         return self._merge(output, base, forced) if forced else base
+
+    def _may_end(self, tr: Tracked) -> bool:
+        """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one."""
+        ending = self.tracker.markers.ending
+        if tr.checked != ending:
+            tr.checked, tr.allowed = ending, not hooks.never_allows(tr.ref, ending)
+        return tr.allowed and not hooks.not_yet_allows(tr.ref, ending)
+
+    def _is_under_way(self, tr: Tracked) -> bool:
+        """Whether the step before this one surely writes the last token of a forced end."""
+        if tr.ending is None or self.tracker.lookahead > 1:
+            return False
+        return tr.ending.position + len(tr.expected) == len(tr.ending.tokens)
 
     def _drafted_to_think(self, output: Any) -> list[Tracked]:
         """Requests that do not think now and may do so within their drafts: a cap may fall there."""
@@ -639,6 +659,18 @@ class Agent:
             ("scheduler_seconds", self.scheduler_seconds),
             ("round_trip_ms", self.link.round_trip_ms),
         )
+
+
+def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
+    """Whether vLLM's own masks of a request allow the tokens that are to be forced in its rows: vLLM ends a request
+    with an error on a token that its grammar does not know."""
+    own = base.structured_output_request_ids if base is not None else ()
+    if request_id not in own:
+        return True
+    drafts = output.scheduled_spec_decode_tokens
+    first = sum(1 + len(drafts.get(before, ())) for before in own[: own.index(request_id)])
+    words = base.grammar_bitmask
+    return all(words[first + row, token // 32] >> token % 32 & 1 for row, token in tokens.items())
 
 
 def _skip_step(scheduler: Any, tr: Tracked) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from meridian_agent import needs
 from meridian_agent.phases import Markers, boundary_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from meridian.v1 import agent_pb2
 
@@ -365,6 +366,24 @@ def can_redraw(scheduler: Any) -> bool:
 def awaits_seeded_token(request: Any) -> bool:
     """Whether a request with a seed of its own has more than its newest token to compute before it goes on."""
     return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
+
+
+def never_allows(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether a request's own parameters rule one of these tokens out."""
+    params = request.sampling_params
+    allowed, bias, bad = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
+    return (
+        (allowed is not None and not set(allowed).issuperset(tokens))
+        or any(bias.get(token) == -math.inf for token in tokens)
+        or any(word[-1] in tokens for word in bad)
+    )
+
+
+def not_yet_allows(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether one of these tokens would finish a request that has not made its min_tokens before the step under way."""
+    params = request.sampling_params
+    before = request.num_output_tokens + max(0, request.num_output_placeholders - 1)
+    return before < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
 
 
 def waits_preempted(request: Any) -> bool:

@@ -104,6 +104,9 @@ class Tracked:
     # Waits for what is decided from its probe: until when, on the monotonic clock, and the report that asked for it.
     held_until: float = 0.0
     asked_in: int = 0
+    # Tokens of the ending that the request's own parameters were looked at for, and whether they allow all of them.
+    checked: tuple[int, ...] = ()
+    allowed: bool = True
     # KV blocks an answer had when it was preempted, each with its hash then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
     run: Run | None = None
