@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUILDS = ("async", "ngram", "v2")
+# Of a whole build: its first test waits for it.
+pytestmark = pytest.mark.timeout(1200)
 CHOSEN = [(build, feature.name) for build in BUILDS for feature in features_of(build)]
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,29 +21,36 @@ from tests.engine.matrix.builds import BUILDS
 from tests.processes import ENGINE_ENV, Control, Process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-BUILD_S = 3600
+    from collections.abc import Iterator, Sequence
 
 
-def run(build: str, folder: Path, features: Sequence[str] = (), timeout_s: float = BUILD_S) -> list[dict[str, Any]]:
-    """A line for each feature of a build; those it did not come to have failed."""
-    control, log = Control(folder), folder / f"{build}.log"
+def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """A line for each feature of a build, as it comes; those it did not come to have failed."""
+    waiting = {f.name: f for f in features_of(build) if not features or f.name in features}
+    control = Control(folder)
     try:
         command = [sys.executable, "-m", "tests.engine.matrix.child", build, control.target, *features]
-        process = Process(command, log, {**ENGINE_ENV, **BUILDS[build].env})
+        process = Process(command, folder / f"{build}.log", {**ENGINE_ENV, **BUILDS[build].env})
         try:
-            process.popen.wait(timeout_s)
+            ended = False
+            while waiting and not ended:
+                ended = process.popen.poll() is not None
+                for line in _lines(process):
+                    if waiting.pop(line["feature"], None):
+                        yield line
+                time.sleep(0.2)
         finally:
             process.stop()
     finally:
         control.process.stop()
-    output = process.output()
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"build": ')]
-    came = {line["feature"] for line in lines}
-    missing = [f.name for f in features_of(build) if (not features or f.name in features) and f.name not in came]
-    gone = {"build": build, "result": "failed", "detail": f"the engine ended: {output[-3000:]}", "seconds": 0.0}
-    return lines + [{**gone, "feature": name, "vllm": lines[0]["vllm"] if lines else ""} for name in missing]
+    gone = f"the engine ended: {process.output()[-3000:]}"
+    for name in waiting:
+        yield {"build": build, "feature": name, "result": "failed", "detail": gone, "vllm": "", "seconds": 0.0}
+
+
+def _lines(process: Process) -> list[dict[str, Any]]:
+    whole = process.output().rpartition("\n")[0].splitlines()
+    return [json.loads(line) for line in whole if line.startswith('{"build": ')]
 
 
 def main() -> None:
@@ -51,6 +60,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
+    # Whoever ends this ends its engines too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = []
     if args.build or args.save or not args.write:
         with tempfile.TemporaryDirectory() as folder:

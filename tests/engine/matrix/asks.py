@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tests.engine import Run
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,19 @@ class Ask:
 
         return LoRARequest("adapter", 1, self.lora) if self.lora else None
 
+    def put(self, run: Run, name: str) -> None:
+        run.put(name, self.prompt, self.sampling(), priority=self.priority, lora_request=self.lora_request())
+
 
 @dataclass(frozen=True)
 class Answer:
-    """One sequence that came back. logprobs: per token those asked for, by token id."""
+    """One sequence that came back. logprobs: per token those asked for, by token id. cached: tokens of its prompt."""
 
     tokens: list[int]
     finish: str
     stop: Any
     logprobs: list[dict[int, float]] | None
+    cached: int = field(default=0, compare=False)
 
     def all_logprobs(self, vocabulary: int) -> np.ndarray[Any, Any]:
         """[tokens, vocabulary] in nats, where all were asked for."""
@@ -52,11 +59,11 @@ class Answer:
         return found
 
 
-def answer_of(output: Any) -> Answer:
+def answer_of(output: Any, cached: int) -> Answer:
     """From vLLM's CompletionOutput."""
     said = output.logprobs
     logprobs = None if said is None else [{t: float(p.logprob) for t, p in row.items()} for row in said]
-    return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs)
+    return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs, cached)
 
 
 def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
@@ -70,4 +77,4 @@ def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
         lora_request=loras if any(loras) else None,
         priority=[ask.priority for ask in asks] if any(ask.priority for ask in asks) else None,
     )
-    return [[answer_of(o) for o in output.outputs] for output in outputs]
+    return [[answer_of(o, output.num_cached_tokens or 0) for o in output.outputs] for output in outputs]

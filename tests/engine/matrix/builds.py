@@ -37,16 +37,26 @@ class Build:
         return {**ENGINE_ARGS, "max_logprobs": -1, **self.args}
 
 
-def _builds(*builds: Build) -> dict[str, Build]:
-    return {build.name: build for build in builds}
-
-
-BUILDS = _builds(
-    Build("v1", "V1"),
-    Build("async", "async", asynchronous=True),
-    Build("v2", "V2", env=INTERPRETER, v2=True),
-    Build("ngram", "V1", {"speculative_config": NGRAM}),
-)
+# A cache for some 320 tokens, prompts in pieces.
+TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, "max_num_batched_tokens": 16}
+BUILDS = {
+    build.name: build
+    for build in (
+        Build("v1", "V1"),
+        Build("async", "async", asynchronous=True),
+        Build("v2", "V2", env=INTERPRETER, v2=True),
+        Build("v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
+        Build("ngram", "V1 with drafts", {"speculative_config": NGRAM}),
+        Build("tight", "V1", TIGHT),
+        Build("tight-async", "async", TIGHT, asynchronous=True),
+        Build("tight-v2", "V2", TIGHT, env=INTERPRETER, v2=True),
+        Build("chunked", "async", {"max_num_batched_tokens": 16}, asynchronous=True),
+        Build("uncached", "async", {"enable_prefix_caching": False}, asynchronous=True),
+        Build("lora", "async", {"enable_lora": True, "max_lora_rank": 8}, asynchronous=True),
+        Build("priority", "V1", {"scheduling_policy": "priority"}),
+        Build("grammar", "async", {"structured_outputs_config": {"enable_in_reasoning": True}}, asynchronous=True),
+    )
+}
 
 
 def prepare(build: Build) -> None:

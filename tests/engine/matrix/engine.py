@@ -5,9 +5,9 @@ Runs in the process of one build. Knows no feature.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.phases import FLAG_END, FLAG_MARKER, Phase
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 OPEN = {"open_think": True}
 CLOSED = {"enable_thinking": False}
+# meridian.v1.FinishReason
+STOP, LENGTH, ABORT = 1, 2, 3
 
 
 class Engine:
@@ -69,6 +71,9 @@ class Engine:
         """One of the shared cases as the chat template renders it, by default with thinking opened."""
         return self.chat(cases()[index]["prompt"], OPEN if template is None else template)
 
+    def token(self, word: str) -> int:
+        return int(self.llm.get_tokenizer().convert_tokens_to_ids(word))
+
     def chat(self, text: str, template: dict[str, Any] | None = None) -> list[int]:
         return prompt_ids(self.llm, {"prompt": text, "template": OPEN if template is None else template})
 
@@ -108,15 +113,18 @@ class Engine:
         """Requests to be driven step by step, by name."""
         run = Run(self.llm)
         for name, ask in asks.items():
-            run.put(name, ask.prompt, ask.sampling(), priority=ask.priority, lora_request=ask.lora_request())
+            ask.put(run, name)
         return run
 
     def check_phases(self, prompt: list[int], tokens: list[int], seen: Observed, template_closes: bool = False) -> None:
-        """Every token's phase and flags are what its place before or after the markers says."""
-        assert len(seen.rows) == len(tokens)
+        """Every token's phase and flags are what its place before or after the markers says.
+
+        The engine may have made more than came out, where the front end stops a request.
+        """
+        assert len(seen.rows) == len(tokens) or (seen.closed == ABORT and len(seen.rows) > len(tokens))
         phase = opening_phase(prompt, self.start, self.end, template_closes)
         assert seen.opened == phase
-        for token, (reported, flags, *_) in zip(tokens, seen.rows, strict=True):
+        for token, (reported, flags, *_) in zip(tokens, seen.rows, strict=False):
             ends = token == self.end and phase is Phase.THINK
             if token == self.start:
                 phase = Phase.THINK
@@ -133,6 +141,14 @@ class Engine:
         wrong = offline.mismatches(self.logprobs, prompt, tokens, seen.rows, self.end)
         assert not wrong, wrong[:5]
 
+    def check_probes(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
+        """EAT to 1e-5 nats against Transformers, at two tokens each."""
+        wrong = offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, [self.end])
+        assert not wrong, wrong[:5]
+        # Where drafts are made, vLLM computes rows for them after a probe too.
+        most = 2 + self.scheduler.num_spec_tokens
+        assert all(2 <= cost <= most for *_, cost, _, _ in seen.probes)
+
     def check_ends_once(self, free: list[int], capped: list[int], cap: int) -> None:
         """Thinking ends after exactly `cap` tokens, or where it ends by itself, and nothing before it is changed."""
         natural = free.index(self.end) if self.end in free else len(free)
@@ -143,10 +159,11 @@ class Engine:
 
 class Observed:
     """What the agent reported of one sequence. rows: (phase, flags, entropy, end rank, end log-probability) per token;
-    probes: as in the step record; opened: its phase then; steps: tokens it made in each step."""
+    probes: as in the step record; opened: its phase then; steps: tokens it made in each step; closed: why, as
+    meridian.v1.FinishReason."""
 
-    def __init__(self, name: str, opened: Phase) -> None:
-        self.name, self.opened = name, opened
+    def __init__(self, name: str, model: str, opened: Phase) -> None:
+        self.name, self.model, self.opened, self.closed = name, model, opened, 0
         self.rows: list[tuple[int, int, float, int, float]] = []
         self.probes: list[tuple[Any, ...]] = []
         self.steps: list[int] = []
@@ -154,26 +171,20 @@ class Observed:
 
 def observed(seen: list[Any]) -> list[Observed]:
     found: dict[str, Observed] = {}
-    for _, opened, _, _ in seen:
-        for _, info, phase, *_ in opened:
-            found[info.request_id] = Observed(info.request_id, Phase(phase))
+    names: dict[int, str] = {}
+    for _, opened, slots, closed in seen:
+        for slot, info, phase, *_ in opened:
+            names[slot] = info.request_id
+            found[info.request_id] = Observed(info.request_id, info.model, Phase(phase))
+        for slot, count in collections.Counter(slots).items():
+            found[names[slot]].steps.append(count)
+        for slot, reason in closed:
+            found[names.pop(slot)].closed = reason
     for name, of in rows(seen).items():
         found[name].rows = of
     for name, probed in probes(seen).items():
         found[name].probes = probed
-    for name, steps in _steps(seen):
-        found[name].steps.append(steps)
     return list(found.values())
-
-
-def _steps(seen: list[Any]) -> Iterator[tuple[str, int]]:
-    names: dict[int, str] = {}
-    for _, opened, slots, closed in seen:
-        names.update((slot, info.request_id) for slot, info, *_ in opened)
-        for slot, same in itertools.groupby(sorted(slots)):
-            yield names[slot], len(list(same))
-        for slot, _ in closed:
-            names.pop(slot, None)
 
 
 def opening_phase(prompt: list[int], start: int, end: int, template_closes: bool) -> Phase:

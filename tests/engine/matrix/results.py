@@ -36,12 +36,12 @@ def load(path: Path) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def save(lines: list[dict[str, Any]]) -> None:
-    """Replace what these lines are about in their version's file; what is no longer declared goes."""
+    """Replace what these lines are about in their version's file; what failed, or is no longer declared, goes."""
     for version in {line["vllm"] for line in lines}:
         path = path_of(version)
         found = load(path) if path.exists() else {}
         found |= {(line["build"], line["feature"]): _kept(line) for line in lines if line["vllm"] == version}
-        kept = [found[pair] for pair in sorted(found) if pair in declared()]
+        kept = [found[pair] for pair in sorted(found) if pair in declared() and found[pair]["result"] != "failed"]
         FOLDER.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -63,8 +63,9 @@ def table() -> str:
     for chosen in features.all_of_them().values():
         cells = []
         for found in saved.values():
-            passed = [b for b in chosen.builds if found.get((b, chosen.name), {}).get("result") == "passed"]
-            cells.append(", ".join(dict.fromkeys(BUILDS[b].shown for b in passed)) or "no")
+            came = {b: found[b, chosen.name]["result"] for b in chosen.builds if (b, chosen.name) in found}
+            passed = [BUILDS[b].shown for b, result in came.items() if result == "passed"]
+            cells.append(", ".join(passed) or ("not supported by vLLM" if came else "not run"))
         lines.append(f"| {chosen.name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.engine.matrix import FEATURES, Feature
-from tests.engine.matrix.features import forces, signals
+from tests.engine.matrix.features import asked, forces, scheduling, signals
 
-MODULES = (signals, forces)
+MODULES = (signals, forces, asked, scheduling)
 
 
 def all_of_them() -> dict[str, Feature]:

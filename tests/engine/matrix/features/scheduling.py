@@ -1,0 +1,256 @@
+"""Who runs, who waits, who goes, and in how many pieces: what the agent does must hold through all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.phases import Phase
+from tests.engine.matrix import feature
+from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import ABORT, CLOSED
+from tests.engine.matrix.features.forces import GREEDY, force
+from tests.engine.policies import DENSE, NEUTRAL
+
+if TYPE_CHECKING:
+    from tests.engine.matrix.engine import Engine
+
+TIGHT = ("tight", "tight-async", "tight-v2")
+
+
+@feature(
+    "asynchronous scheduling waits for a step's tokens in steps that carry a force, in no other", "async", "v2-async"
+)
+def overlap(engine: Engine) -> None:
+    asks = [Ask(engine.prompt(i), engine.endless(max_tokens=40)) for i in range(4)]
+    with counted(engine) as free:
+        engine.ask(asks)
+    assert free["steps"] >= 40
+    assert (free["waits"], free["forces"]) == (0, 0)
+    engine.control.apply({"scheduler": {"max_think_tokens": 20}})
+    capped = [
+        Ask(ask.prompt, ask.params | {"extra_args": {"meridian_max_think_tokens": 5 * i + 3}})
+        for i, ask in enumerate(asks)
+    ]
+    with counted(engine) as forced:
+        engine.ask(capped)
+    assert forced["steps"] >= 40
+    assert (forced["waits"], forced["forces"], forced["both"]) == (len(asks),) * 3, forced
+
+
+class counted:  # noqa: N801
+    """Steps inside the block, those that wait for the tokens of the step before, and those that carry a force."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler, self.counts = engine.scheduler, dict.fromkeys(("steps", "waits", "forces", "both"), 0)
+
+    def __enter__(self) -> dict[str, int]:
+        masks = self._scheduler.get_grammar_bitmask
+
+        def watch(output: Any) -> Any:
+            mask = masks(output)
+            waits, forces = bool(output.pending_structured_output_tokens), mask is not None
+            for name, holds in zip(self.counts, (True, waits, forces, waits and forces), strict=True):
+                self.counts[name] += holds
+            return mask
+
+        self._scheduler.get_grammar_bitmask = watch
+        return self.counts
+
+    def __exit__(self, *_: object) -> None:
+        del self._scheduler.get_grammar_bitmask
+
+
+@feature("drafts: steps of several tokens across the end of thinking, caps inside drafts", "ngram")
+def across_the_boundary(engine: Engine) -> None:
+    """The model says again what its prompt says, so that whole drafts are accepted, the end marker among them."""
+    prompt = engine.prompt(1)
+    ((told,),) = engine.stock.ask([Ask(prompt, {**GREEDY, "max_tokens": 400})])
+    natural = told.tokens.index(engine.end)
+    again = [*prompt, *told.tokens, *prompt, *told.tokens[: natural - 20]]
+    params = {**GREEDY, "max_tokens": 40}
+    with engine.watched() as seen:
+        (free,) = engine.tokens([Ask(again, params)])
+    assert free == engine.stock.ask([Ask(again, params)])[0][0].tokens
+    (said,) = seen
+    engine.check_phases(again, free, said)
+    end, at = free.index(engine.end), 0
+    edges = [(at := at + step) for step in said.steps]
+    assert any(start < end < stop - 1 for start, stop in zip([0, *edges], edges, strict=False)), said.steps
+    caps = range(1, end + 2)
+    own = [{"extra_args": {"meridian_max_think_tokens": cap}} for cap in caps]
+    for cap, tokens in zip(caps, engine.tokens([Ask(again, params | more) for more in own]), strict=True):
+        engine.check_ends_once(free, tokens, cap)
+
+
+@feature("chunked prefill, with probes and caps", "chunked")
+def chunked(engine: Engine) -> None:
+    """Prompts in pieces of at most 16 tokens, beside requests that think and answer."""
+    engine.control.apply(DENSE)
+    asks = [Ask(engine.prompt(i, CLOSED if i == 3 else None), {**GREEDY, "max_tokens": 80}) for i in range(6)]
+    assert all(len(ask.prompt) > 2 * engine.scheduler.max_num_scheduled_tokens for ask in asks)
+    answers, seen = engine.observe(asks)
+    assert answers == engine.stock.ask(asks)
+    for ask, (answer,), said in zip(asks, answers, seen, strict=True):
+        engine.check_phases(ask.prompt, answer.tokens, said, ask is asks[3])
+        engine.check_signals(ask.prompt, answer.tokens, said)
+        engine.check_probes(ask.prompt, answer.tokens, said)
+    assert any(said.probes for said in seen)
+    engine.control.apply({"scheduler": {"max_think_tokens": 7}})
+    capped = engine.tokens(asks[:3])
+    for (before,), after in zip(answers, capped, strict=False):
+        engine.check_ends_once(before.tokens, after, 7)
+
+
+@feature("no prefix cache: says that it cannot probe, all else holds", "uncached")
+def uncached(engine: Engine) -> None:
+    capabilities = engine.control.engine().capabilities
+    assert (capabilities.eat_probe, capabilities.reclaim, capabilities.token_entropy) == (False, False, True)
+    engine.control.apply(DENSE)
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 60}) for i in range(4)]
+    answers, seen = engine.observe(asks)
+    assert answers == engine.stock.ask(asks)
+    for ask, (answer,), said in zip(asks, answers, seen, strict=True):
+        engine.check_phases(ask.prompt, answer.tokens, said)
+        engine.check_signals(ask.prompt, answer.tokens, said)
+        assert not said.probes
+    engine.control.apply({"scheduler": {"max_think_tokens": 7}})
+    for (before,), after in zip(answers, engine.tokens(asks), strict=True):
+        engine.check_ends_once(before.tokens, after, 7)
+
+
+@feature("preemption and resumption in each phase: phases, caps, output as stock's", *TIGHT)
+def preemption(engine: Engine) -> None:
+    """More requests than the cache holds, in vLLM's own order; prompts come in pieces, so they are preempted too."""
+    engine.control.apply({**NEUTRAL, "scheduler": {"enabled": False}})
+    own = {"extra_args": {"meridian_max_think_tokens": 50}}
+    more = {**engine.endless(max_tokens=90), **own}
+    asks = {f"think{i}": Ask(engine.prompt(i), engine.endless(max_tokens=90)) for i in range(2)}
+    asks["capped"] = Ask(engine.prompt(2), more)
+    asks["answer"] = Ask(engine.prompt(3, CLOSED), engine.endless(max_tokens=80))
+    late = {"prompt": Ask(engine.chat("A>B " * 100, {}), engine.endless(max_tokens=4))}
+    late |= {"capped_too": Ask(engine.prompt(0), more)}
+    first = len(asks["think0"].prompt)
+    phases: list[Phase] = []
+    preempted = engine.agent.preempted
+
+    def watch(scheduler: Any, request: Any) -> None:
+        phases.append(engine.agent.tracker.by_id[request.request_id].state.phase)
+        preempted(scheduler, request)
+
+    engine.agent.preempted = watch
+    try:
+        with engine.watched() as seen:
+            run = engine.run(asks)
+            # The prompt comes in while blocks run out.
+            run.until(lambda: (first + len(run.tokens["think0"])) % 32 == 24)
+            for name, ask in late.items():
+                ask.put(run, name)
+            run.until()
+    finally:
+        del engine.agent.preempted
+    assert set(phases) == {Phase.PROMPT, Phase.THINK, Phase.OUTPUT}, phases
+    asks |= late
+    free = dict(zip(asks, engine.stock.ask(list(asks.values())), strict=True))
+    for said in seen:
+        name = said.name.split("-")[0]
+        engine.check_phases(
+            asks[name].prompt, run.tokens[name], said, asks[name].prompt[-1] != engine.start and name != "prompt"
+        )
+        if name.startswith("capped"):
+            assert run.tokens[name][:51] == [*free[name][0].tokens[:50], engine.end]
+        else:
+            assert run.tokens[name] == free[name][0].tokens
+
+
+@feature("answers are never preempted before thinking", *TIGHT)
+def victims(engine: Engine) -> None:
+    """Stock vLLM preempts the answers that came last; governed, only thinking is preempted. Tokens are the same."""
+    asks = {f"think{i}": Ask(engine.prompt(i), engine.endless(max_tokens=90)) for i in range(3)}
+    asks |= {f"answer{i}": Ask(engine.prompt(i, CLOSED), engine.endless(max_tokens=80)) for i in range(2)}
+    found = {}
+    for enabled in (False, True):
+        engine.control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], "enabled": enabled}})
+        before = engine.agent.preempted_think, engine.agent.output_critical
+        run = engine.run(asks)
+        run.until()
+        counts = engine.agent.preempted_think - before[0], engine.agent.output_critical - before[1]
+        found[enabled] = counts, run.tokens
+    assert found[False][0][1] > 0
+    assert (found[True][0][0] > 0, found[True][0][1]) == (True, 0)
+    assert found[True][1] == found[False][1]
+
+
+@feature("blocks past the prompt are reused first", "v1", "async", "v2")
+def reclaim(engine: Engine) -> None:
+    """The prompt's stay cached, those of thinking and answer lose their hash; not where the policy is off."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    for enabled in (True, False):
+        engine.llm.llm_engine.reset_prefix_cache()
+        engine.control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
+        ask = Ask(engine.prompt(), engine.endless(max_tokens=70))
+        run = engine.run({"r": ask})
+        run.until(lambda run=run: len(run.tokens["r"]) == 60, pause_s=0.003)
+        (name,) = engine.agent.tracker.by_id
+        (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+        run.until()
+        full = [pool.blocks[b].block_hash is not None for b in blocks[: (len(ask.prompt) + 60) // 32]]
+        of_prompt = len(ask.prompt) // 32
+        assert 0 < of_prompt < len(full)
+        assert full == [True] * of_prompt + [not enabled] * (len(full) - of_prompt)
+        engine.drain()
+        engine.control.settled()
+
+
+@feature("aborts in each phase, and with an end half written", "v1", "async", "v2", "v2-async")
+def aborts(engine: Engine) -> None:
+    engine.control.apply({**DENSE, "model": {"maze": {"closing_text": "Wait . Wait . "}}})
+    params = engine.endless(max_tokens=40)
+    asks = {"prompt": Ask(engine.prompt(0, {}), params), "think": Ask(engine.prompt(1), params)}
+    asks |= {"answer": Ask(engine.prompt(2, CLOSED), params), "ending": Ask(engine.prompt(3), params)}
+    asks |= {"stays": Ask(engine.prompt(4), params), "also": Ask(engine.prompt(5, CLOSED), params)}
+    closing = engine.llm.get_tokenizer().encode("Wait . Wait . ", add_special_tokens=False)
+    with engine.watched() as seen:
+        run = engine.run(asks)
+        run.abort("prompt")
+        for name in ("think", "answer"):
+            run.until(lambda name=name: len(run.tokens[name]) > 8)
+            run.abort(name)
+        force(engine, "ending")
+        run.until(lambda: run.tokens["ending"][-2:] == closing[:2])
+        run.abort("ending")
+        run.until()
+    at = {said.name.split("-")[0]: said for said in seen}
+    gone = {"prompt": Phase.PROMPT, "think": Phase.THINK, "answer": Phase.OUTPUT, "ending": Phase.THINK}
+    assert {name for name, said in at.items() if said.closed == ABORT} == set(gone)
+    for name, phase in gone.items():
+        reported = [row[0] for row in at[name].rows]
+        assert (reported[-1] if reported else at[name].opened) == phase
+    for name in ("stays", "also"):
+        assert run.tokens[name] == engine.stock.ask([asks[name]])[0][0].tokens
+        engine.check_phases(asks[name].prompt, run.tokens[name], at[name], name == "also")
+
+
+@feature("priority policy: answers first between requests of equal priority", "priority")
+def priority(engine: Engine) -> None:
+    """Stock preempts answers that came last; governed it does not, except where a request's own priority says so."""
+
+    def load(strategy: str, think_priority: int) -> tuple[int, int, dict[str, list[int]]]:
+        engine.control.apply({"scheduler": {"strategy": strategy}, "entropy": {"shadow": True}})
+        before = engine.agent.preempted_think, engine.agent.output_critical
+        more, less = engine.endless(max_tokens=380), engine.endless(max_tokens=250)
+        asks = {f"think{i}": Ask(engine.prompt(i), more, priority=think_priority) for i in range(5)}
+        asks |= {f"answer{i}": Ask(engine.prompt(i, CLOSED), less) for i in range(3)}
+        run = engine.run(asks)
+        run.until(pause_s=0.001)
+        engine.drain()
+        engine.control.settled()
+        after = engine.agent.preempted_think, engine.agent.output_critical
+        return after[0] - before[0], after[1] - before[1], run.tokens
+
+    stock, governed, urgent = load("stock", 0), load("output_first", 0), load("output_first", -1)
+    assert engine.llm.llm_engine.vllm_config.scheduler_config.policy == "priority"
+    assert stock[1] > 0
+    assert (governed[0] > 0, governed[1]) == (True, 0)
+    assert urgent[1] > 0, "a request's own priority comes before its phase"
+    assert stock[2] == governed[2] == urgent[2]
+    assert {len(t) for n, t in stock[2].items() if n.startswith("answer")} == {250}
