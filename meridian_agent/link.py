@@ -179,7 +179,8 @@ class Link:
     def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
         """Lay down a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot.
 
-        It is sent when `wake` is called, and else a little later.
+        It is sent when `wake` is called, and else a little later. What the last record before a rest would have told is
+        not waited for: the stream begins anew.
         """
         if not self.connected or self._new_stream_waits():
             self._streaming = False
@@ -191,6 +192,9 @@ class Link:
             self._streaming = False
             self.reports_dropped += 1
             self._kept_outcomes += record.outcomes
+            if self.idle:
+                # No record comes after it in which these could be told.
+                self.restart()
             return
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE, Outcome
-from meridian_agent.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.phases import FLAG_END, FLAG_FORCED, Markers, Phase, PhaseState, begin
 from meridian_agent.tracker import StepRecord
 from meridian_control.delivery import model_of
 from meridian_control.policy import Who
@@ -88,6 +88,10 @@ class Invariants:
         if self.trace is not None:
             self.trace.append(text)
 
+    def note_message(self, who: str, message: Any) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{who} says {' '.join(str(message).split())}")
+
     # ------------------------------------------------------------------------------------------------- control's side
 
     def said(self, session: Session, response: agent_pb2.ConnectResponse) -> None:
@@ -119,7 +123,7 @@ class Invariants:
             self._above_floor(session, force)
         for cap in directives.caps:
             self._within_policy(session, cap)
-        self.note(f"control says {_short(directives)}")
+        self.note_message("control", directives)
 
     def _new(self, session: Session, decision_id: int, made: Made) -> None:
         key = session.session_id, decision_id
@@ -154,9 +158,11 @@ class Invariants:
 
     def heard(self, session: Session | None, counters: dict[str, float], message: agent_pb2.ConnectRequest) -> None:
         """The control plane is about to hear this. session: None for a Hello. counters: the stream's, so far."""
-        self.note(f"agent says {_short(message)}")
+        self.note_message("agent", message)
         if session is None:
             return
+        for flags in message.step.tokens.flags:
+            assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
             name = Outcome(outcome.outcome).name
@@ -438,7 +444,3 @@ class EngineBooks:
         assert not any(left), f"left behind: {left}"
         assert not directives.probes
         assert (tracker.thinking, tracker.answering) == (0, 0)
-
-
-def _short(message: Any) -> str:
-    return " ".join(str(message).split())

@@ -92,3 +92,21 @@ def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
             for _ in range(20):
                 world.pass_time(0.01)
         plant.open("b", [text[0]] * 90 + [start, end], answering, {})
+
+
+def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
+    """Nothing comes after the report that was dropped: the outcomes in it and the ends of requests were never told."""
+    start, *_ = words()
+    with started(Shape(places=8, blocks=200)) as world:
+        (plant,) = world.plants
+        world.network.latency_ms = 1.0
+        for seed in range(4):
+            plant.open(f"r{seed}", [start], Script(seed, 30, 30, restless=False), {})
+        with world.timeline.running():
+            for _ in range(30):
+                world.pass_time(0.01)
+            assert plant.link is not None
+            plant.link.stalled_until_s = world.timeline.now_s + 20
+            while plant.engine.busy():
+                world.pass_time(0.01)
+            assert plant.link.reports_dropped

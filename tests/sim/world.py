@@ -343,8 +343,6 @@ class World:
         self.network.latency_ms, self.server.hung_until_s = 0.0, 0.0
         self.start_control()
         self.server.set_freezes(())
-        for link in self.network.links:
-            link.stalled_until_s = 0.0
         pause_s = 0.01
         for _ in range(CALM_TICKS):
             self.tick += 1
