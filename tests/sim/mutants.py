@@ -1,0 +1,399 @@
+"""What the product must not do, as patches of its source: each is a bug that the simulator has to notice."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+AGENT, DIRECTIVES, LINK = "meridian_agent/agent.py", "meridian_agent/directives.py", "meridian_agent/link.py"
+TRACKER, MESSAGES, SHARE = "meridian_agent/tracker.py", "meridian_agent/messages.py", "meridian_agent/dispatch.py"
+SESSION, ENDS = "meridian_control/session.py", "meridian_control/termination.py"
+FLEET, TABLE = "meridian_control/fleet.py", "meridian_control/requests.py"
+INTAKE, DELIVERY = "meridian_control/intake.py", "meridian_control/delivery.py"
+
+
+class Mutant(NamedTuple):
+    """`old` is in `path` exactly once, and becomes `new`."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    # Outcomes: one for each decision, on its own stream.
+    Mutant(
+        "outcomes of dropped reports lost",
+        LINK,
+        "            self._kept_outcomes += record.outcomes\n",
+        "",
+    ),
+    Mutant(
+        "outcomes kept for the next stream",
+        LINK,
+        "        if self.snapshot_due:\n            self._kept_outcomes = []\n",
+        "",
+    ),
+    Mutant(
+        "outcomes of the old stream said",
+        DIRECTIVES,
+        "        self._tracker.record.outcomes.clear()\n",
+        "",
+    ),
+    Mutant(
+        "record of the old stream sent",
+        LINK,
+        "        if not self.connected or self._new_stream_waits():",
+        "        if not self.connected:",
+    ),
+    Mutant(
+        "no outcome for a replaced probe",
+        DIRECTIVES,
+        "            self.report(waiting[0], Outcome.SUPERSEDED, tr)\n",
+        "",
+    ),
+    Mutant(
+        "no outcome for a replaced plan",
+        DIRECTIVES,
+        "            self.report(self.plan.decision_id, Outcome.SUPERSEDED)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "no outcome for a tier at an abort",
+        DIRECTIVES,
+        "            self.report(tr.tier[0], Outcome.REQUEST_GONE)\n",
+        "",
+    ),
+    Mutant(
+        "no outcome for caps at a freeze",
+        DIRECTIVES,
+        "                self._close_cap(tr, Outcome.AGENT_OFF)\n                tr.cap.decision_id = 0\n",
+        "                tr.cap.decision_id = 0\n",
+    ),
+    Mutant(
+        "two outcomes for a superseded force",
+        DIRECTIVES,
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n        else:",
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n"
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n        else:",
+    ),
+    Mutant(
+        "nobody answers for an idle engine",
+        LINK,
+        "                self._settle_if_idle(response.directives)\n",
+        "",
+    ),
+    # Streams: what was told before is void, a hole is followed by a snapshot.
+    Mutant(
+        "forces outlive their stream",
+        DIRECTIVES,
+        "        self.drop(ALL_BUT_CAPS, report=False)\n",
+        "",
+    ),
+    Mutant(
+        "no snapshot after a dropped report",
+        LINK,
+        "        if self._ring.qsize() >= RING_RECORDS:\n            self._streaming = False\n",
+        "        if self._ring.qsize() >= RING_RECORDS:\n",
+    ),
+    Mutant(
+        "no snapshot after a thaw",
+        AGENT,
+        "            self.link.resync()\n",
+        "",
+    ),
+    Mutant(
+        "snapshot forgets who is preempted",
+        TRACKER,
+        "tr.forced, tr.preempted)",
+        "tr.forced, False)",
+    ),
+    Mutant(
+        "snapshot adds to the table",
+        INTAKE,
+        "        self._table.clear()\n",
+        "",
+    ),
+    Mutant(
+        "reports merged over a reused slot",
+        MESSAGES,
+        "        if any(row[0] in closed for row in following.opened):\n            return False\n",
+        "",
+    ),
+    Mutant(
+        "reports merged over a preemption",
+        MESSAGES,
+        "    return not any(slot in record.resumed for record in records for slot in following.preempted)",
+        "    return True",
+    ),
+    Mutant(
+        "merged outcomes of the last report only",
+        MESSAGES,
+        "    for decision_id, outcome, think_tokens, detail in record.outcomes:",
+        "    for decision_id, outcome, think_tokens, detail in record.outcomes[:1]:",
+    ),
+    Mutant(
+        "slot free before its close is told",
+        TRACKER,
+        "        self.record.closed.append((tr.slot, reason))\n",
+        "        self.record.closed.append((tr.slot, reason))\n        heapq.heappush(self._free, tr.slot)\n",
+    ),
+    Mutant(
+        "a counter begins anew",
+        LINK,
+        "        self.snapshot_due, self._streaming = False, True\n",
+        "        self.snapshot_due, self._streaming, self.reports_dropped = False, True, 0\n",
+    ),
+    # Decisions: for the request they were made for, and not once they are void.
+    Mutant(
+        "decisions for the slot's next request",
+        DIRECTIVES,
+        "        if tr is None or tr.opened_step > step:",
+        "        if tr is None:",
+    ),
+    Mutant(
+        "ranks for the slot's next request",
+        DIRECTIVES,
+        "            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:",
+        "            if tr is not None:",
+    ),
+    Mutant(
+        "ranks of an earlier phase",
+        DIRECTIVES,
+        "            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:",
+        "            if tr is not None and tr.opened_step <= step:",
+    ),
+    Mutant(
+        "inbox taken past the lease",
+        AGENT,
+        "        inbox = self.link.inbox if not self._lapsed else ()",
+        "        inbox = self.link.inbox",
+    ),
+    Mutant(
+        "plan in force past the lease",
+        DIRECTIVES,
+        "        self._drop_plan(parts, report)\n",
+        "",
+    ),
+    Mutant(
+        "ranks in force past the lease",
+        DIRECTIVES,
+        "                tr.rank = None\n            if tr.ending",
+        "                pass\n            if tr.ending",
+    ),
+    Mutant(
+        "a shadowed force is applied",
+        DIRECTIVES,
+        "        elif force.shadow:",
+        "        elif False:",
+    ),
+    Mutant(
+        "a shadowed plan is obeyed",
+        DIRECTIVES,
+        "        return None if plan.shadow or plan.stock else plan",
+        "        return None if plan.stock else plan",
+    ),
+    Mutant(
+        "forced while frozen",
+        AGENT,
+        "        if self.frozen or not due or",
+        "        if not due or",
+    ),
+    Mutant(
+        "order kept while frozen",
+        AGENT,
+        "        if ended & ORDER:\n            self._stock_order(scheduler)\n",
+        "",
+    ),
+    Mutant(
+        "decided while frozen",
+        SESSION,
+        "        if self.policy is not None and not (self.hello.fault or freezing.frozen or freezing.void):",
+        "        if self.policy is not None and not (self.hello.fault or freezing.void):",
+    ),
+    # Caps and floors.
+    Mutant(
+        "rules ignore the floor",
+        ENDS,
+        " = table.think_tokens >= np.maximum(scheduler.min_think_tokens, table.own_min_think_tokens)",
+        " = table.think_tokens >= 0",
+    ),
+    Mutant(
+        "rules ignore a request's own floor",
+        ENDS,
+        " = table.think_tokens >= np.maximum(scheduler.min_think_tokens, table.own_min_think_tokens)",
+        " = table.think_tokens >= scheduler.min_think_tokens",
+    ),
+    Mutant(
+        "soft close ignores a request's floor",
+        ENDS,
+        "(table.think_tokens >= np.maximum(policy.soft_think_tokens, table.own_min_think_tokens))",
+        "(table.think_tokens >= policy.soft_think_tokens)",
+    ),
+    Mutant(
+        "cap not clamped by the request's own",
+        ENDS,
+        '    return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit',
+        "    return limit",
+    ),
+    Mutant(
+        "own cap forgotten under a policy's",
+        TRACKER,
+        "        return policy if own is None else own if policy is None else min(own, policy)",
+        "        return own if policy is None else policy",
+    ),
+    Mutant(
+        "cap one token late",
+        DIRECTIVES,
+        "            if state.phase is Phase.THINK and state.think_tokens >= limit:\n                return row",
+        "            if state.phase is Phase.THINK and state.think_tokens > limit:\n                return row",
+    ),
+    Mutant(
+        "cap not seen within drafts",
+        DIRECTIVES,
+        "            state.feed(drafts[row] if row < len(drafts) else UNKNOWN_TOKEN, self._tracker.markers)\n",
+        "            return None\n",
+    ),
+    Mutant(
+        "no cap on thinking anew in drafts",
+        AGENT,
+        "        due = [*self.tracker.due, *self._drafted_to_think(output)]",
+        "        due = [*self.tracker.due]",
+    ),
+    Mutant(
+        "ending of two tokens cut by one",
+        TRACKER,
+        "        if self.position < len(self.tokens):\n            return 0",
+        "        if self.position < len(self.tokens) - 1:\n            return 0",
+    ),
+    Mutant(
+        "a second token of an ending forgotten",
+        DIRECTIVES,
+        "        left = tr.ending.tokens[tr.ending.position :]",
+        "        left = tr.ending.tokens[-1:]",
+    ),
+    Mutant(
+        "caps gone with the stream",
+        DIRECTIVES,
+        "                tr.cap.decision_id, tr.cap.reported = 0, True\n",
+        "                tr.cap = None\n",
+    ),
+    Mutant(
+        "no wait for tokens before a force",
+        AGENT,
+        "            output.pending_structured_output_tokens = True\n",
+        "            pass\n",
+    ),
+    # Order and share.
+    Mutant(
+        "left out for ever",
+        SHARE,
+        "    return [tr for tr in by_wait[per_step:] if tr.skipped_steps < max_skip_steps]",
+        "    return by_wait[per_step:]",
+    ),
+    Mutant(
+        "left out two steps more",
+        SHARE,
+        "tr.skipped_steps < max_skip_steps]",
+        "tr.skipped_steps < max_skip_steps + 2]",
+    ),
+    Mutant(
+        "nobody is left out",
+        SHARE,
+        "    if per_step is None or len(sequences) <= per_step:",
+        "    if True:",
+    ),
+    Mutant(
+        "order not made anew",
+        TRACKER,
+        "                tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True",
+        "                tr.rank, tr.phase_step = None, self._last_step + 1",
+    ),
+    Mutant(
+        "prompts not held back",
+        AGENT,
+        "        return tokens if tokens < scheduler.max_num_scheduled_tokens else None",
+        "        return None",
+    ),
+    Mutant(
+        "admission not held",
+        AGENT,
+        "        if hold:\n            limit = min(",
+        "        if False:\n            limit = min(",
+    ),
+    Mutant(
+        "a preemption not noticed as over",
+        AGENT,
+        "            if tr.preempted and not hooks.waits_preempted(tr.ref):",
+        "            if tr.preempted:",
+    ),
+    Mutant(
+        "rank in the priority for good",
+        AGENT,
+        "            request.priority = math.floor(request.priority)\n\n",
+        "            pass\n\n",
+    ),
+    # Probes and blocks.
+    Mutant(
+        "a probe takes the last place",
+        "meridian_agent/probes.py",
+        '        (room.sequences < 2, "no running place to spare"),\n',
+        "",
+    ),
+    Mutant(
+        "probes held for ever",
+        AGENT,
+        "            if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:",
+        "            if answered or tr.state.phase is not Phase.THINK or tr.preempted:",
+    ),
+    Mutant(
+        "a probe's output reaches clients",
+        AGENT,
+        "        group.outputs = [o for o in group.outputs if not o.request_id.startswith(probes.PREFIX)]\n",
+        "",
+    ),
+    Mutant(
+        "shared blocks unhashed",
+        AGENT,
+        "lambda b: int(pool[b].ref_cnt))",
+        "lambda b: 1)",
+    ),
+    # Settings.
+    Mutant(
+        "acknowledged before it holds",
+        LINK,
+        "        with self.handover:\n            if self.idle:\n                self.taken_in(arrived)\n",
+        "        self.taken_in(arrived)\n",
+    ),
+    Mutant(
+        "settings never put in force",
+        AGENT,
+        "        self.default_cap = settings.max_think_tokens if has_cap else None\n",
+        "        self.default_cap = None\n",
+    ),
+    Mutant(
+        "a refused revision sent again",
+        DELIVERY,
+        '        self.revision, self.nack_error = revision, self.refused.get(revision, "")',
+        '        self.revision, self.nack_error = revision, ""',
+    ),
+    Mutant(
+        "an old revision sent",
+        FLEET,
+        "            if wanted is not None and wanted.revision > session.revision and not ahead:",
+        "            if wanted is not None and not ahead:",
+    ),
+    Mutant(
+        "decided by the policy before its ACK",
+        SESSION,
+        "        settings = self.delivery.offer(revision, policy)\n",
+        "        settings = self.delivery.offer(revision, policy)\n        self.policy = policy\n",
+    ),
+    # The table.
+    Mutant(
+        "taken-back tokens stay counted",
+        TABLE,
+        "        back = flags >> TAKE_BACK_SHIFT\n",
+        "        back = flags * 0\n",
+    ),
+)
