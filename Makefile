@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
+.PHONY: demo test soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
 	audit clean
 
 demo: $(VENV)/ready
@@ -12,6 +12,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
+
+# Requests, faults and policies at random, 20 minutes; ARGS: --seconds, --seed, --clients, --out.
+soak: $(VENV)/ready
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # What ending thinking saves and costs; ARGS are its options.
 bench-termination: $(VENV)/ready

@@ -20,7 +20,7 @@ from tests.engine import ENGINE_ARGS
 from tests.processes import ENGINE_ENV, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.certificates import Issued
@@ -31,14 +31,16 @@ PROMPTS = maze.prompts(6, seed=5)
 
 
 class Served:
-    """The server and its client's address."""
+    """The server and its client's address. options: more of vLLM's own."""
 
-    def __init__(self, folder: Path, control_target: str, own: Issued | None = None) -> None:
+    def __init__(
+        self, folder: Path, control_target: str, own: Issued | None = None, options: Sequence[str] = ()
+    ) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
         command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
         command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         # Its own: another server of the same name has left settings that hold without a control plane.

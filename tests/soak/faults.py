@@ -1,0 +1,265 @@
+"""What goes wrong and what is changed meanwhile, drawn from a seed: one fault of a kind at a time, kinds at once.
+
+Owns the control plane, the way to it and its policy. Each fault is undone by the one that began it. One event loop;
+blocking calls run on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+from meridian_control.policy_forms import to_proto
+from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
+from tests.sim.policies import draw
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from tests.processes import Control
+    from tests.soak.proxy import Proxy
+
+# Of the whole run, the time between two faults of one group; and bounds for it.
+GAPS, SHORTEST_GAP_S, LONGEST_GAP_S = 30, 1.5, 20.0
+# The time after a start in which nobody reaches the control plane, so that a recording of it has begun before.
+RECORDED_FIRST_S = 1.2
+LONGEST_S = 15.0
+INVALID: tuple[dict[str, Any], ...] = (
+    {"entropy": {"ema_alpha": 1.5}},
+    {"scheduler": {"think_tpot_budget_ms": -1.0}},
+    {"fallback": {"lease_ms": 0}},
+    {"scheduler": {"strategy": "backwards"}},
+)
+# Accepted by the control plane, refused by the engine: ids that no vocabulary has.
+REFUSED: dict[str, Any] = {"model": {"maze": {"think_end_token_ids": [1 << 20]}}}
+# What a control plane says that is being restarted, or has a rollout under way.
+NOT_NOW = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class Faults:
+    """`counts` says what was done. `untouched` is even while nothing of ours can change an answer, and another number
+    every time that begins or ends."""
+
+    def __init__(self, control: Control, proxy: Proxy, rng: random.Random, seconds: float) -> None:
+        self.control, self.proxy, self._rng = control, proxy, rng
+        self._gap_s = min(max(seconds / GAPS, SHORTEST_GAP_S), LONGEST_GAP_S)
+        self._longest_s = min(LONGEST_S, seconds / 6)
+        self.counts: Counter[str] = Counter()
+        self.events: list[tuple[float, str]] = []
+        self.untouched = 0
+        self.complaints: list[str] = []
+        self._network = asyncio.Lock()
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until `stop`, and what was begun then to its end."""
+        changes = (self.policy, self.policy, self.invalid, self.refused, self.rollout, self.freeze, self.leave_alone)
+        async with asyncio.TaskGroup() as group:
+            for faults in (
+                (self.kill, self.end, self.hang),
+                (self.slow, self.cut, self.half_open, self.unreachable),
+                changes,
+            ):
+                group.create_task(self._group(faults, first=self.leave_alone if faults is changes else None))
+
+    def stop(self) -> None:
+        self._over.set()
+
+    async def _group(self, faults: tuple[Callable[[], Any], ...], first: Callable[[], Any] | None = None) -> None:
+        if first is not None:
+            await first()
+        await self._pause(self._rng.uniform(0, self._gap_s))
+        while not self._over.is_set():
+            fault = self._rng.choice(faults)
+            self.counts[fault.__name__] += 1
+            self.events.append((time.monotonic(), fault.__name__))
+            await fault()
+            await self._pause(self._rng.expovariate(1 / self._gap_s))
+
+    async def _pause(self, seconds: float) -> None:
+        """As long as that, or until `stop`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+
+    def _a_while(self, shortest_s: float = 0.05) -> float:
+        """Mostly short, some longer than leases are."""
+        return float(min(self._longest_s, shortest_s + self._rng.expovariate(1 / (self._longest_s / 4))))
+
+    # ------------------------------------------------------------------------------------------- the control plane
+
+    async def kill(self) -> None:
+        await asyncio.to_thread(self.control.process.kill)
+        await self._start_again()
+
+    async def end(self) -> None:
+        """SIGTERM: it says that it goes away."""
+        await asyncio.to_thread(self.control.process.stop)
+        await self._start_again()
+
+    async def _start_again(self) -> None:
+        await self._pause(self._a_while())
+        async with self._network:
+            await self.proxy.close()
+            await asyncio.to_thread(self.control.start)
+            await asyncio.sleep(RECORDED_FIRST_S)
+            await self.proxy.open()
+
+    async def hang(self) -> None:
+        """It accepts and never answers."""
+        self.control.process.signal(signal.SIGSTOP)
+        await self._pause(self._a_while())
+        self.control.process.signal(signal.SIGCONT)
+
+    # -------------------------------------------------------------------------------------------------- the network
+
+    async def slow(self) -> None:
+        async with self._network:
+            self.proxy.delay_s = self._rng.choice((0.01, 0.05, 0.3, 1.0))
+            await self._pause(self._a_while())
+            self.proxy.delay_s = 0.0
+
+    async def cut(self) -> None:
+        async with self._network:
+            self.proxy.cut()
+
+    async def half_open(self) -> None:
+        async with self._network:
+            self.proxy.die()
+            await self._pause(self._a_while())
+
+    async def unreachable(self) -> None:
+        async with self._network:
+            await self.proxy.close()
+            await self._pause(self._a_while())
+            await self.proxy.open()
+
+    # --------------------------------------------------------------------------------------------------- the policy
+
+    async def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Ask something of the control plane; None when it could not be asked now."""
+        try:
+            return await asyncio.to_thread(call, *args)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code not in NOT_NOW:
+                self.complaints.append(f"{getattr(call, '__name__', call)}: {code}: {error}"[:400])
+            return None
+
+    def _meddle(self) -> None:
+        """From now on anything may be in force."""
+        self.untouched |= 1
+
+    def _drawn(self) -> dict[str, Any] | policy_pb2.Policy:
+        choice = self._rng.random()
+        if choice < 0.3:
+            return self._rng.choice((CONVERGED, DENSE, {"scheduler": {"max_think_tokens": 30}}))
+        closing = {"maze": {"closing_text": "Wait ."}} if choice > 0.8 else {}
+        fallback = {"lease_ms": self._rng.choice((500, 2000, 30_000))}
+        return to_proto(draw(self._rng, model=closing, fallback=fallback))
+
+    def _set(self, policy: dict[str, Any] | policy_pb2.Policy) -> int:
+        message = ParseDict(policy, policy_pb2.Policy()) if isinstance(policy, dict) else policy
+        with self.control.channel() as channel:
+            stub = policy_pb2_grpc.PolicyServiceStub(channel)
+            return int(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=message), timeout=5).revision.revision)
+
+    async def policy(self) -> None:
+        self._meddle()
+        await self._tell(self._set, self._drawn())
+
+    async def invalid(self) -> None:
+        try:
+            await asyncio.to_thread(self._set, self._rng.choice(INVALID))
+            self.complaints.append("an invalid policy is accepted")
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code not in (*NOT_NOW, grpc.StatusCode.INVALID_ARGUMENT):
+                self.complaints.append(f"an invalid policy is answered by {code}")
+
+    async def refused(self) -> None:
+        self._meddle()
+        await self._tell(self._set, REFUSED)
+        await self._pause(self._a_while())
+        await self._tell(self._set, self._drawn())
+
+    async def rollout(self) -> None:
+        self._meddle()
+        await self._tell(self._start_rollout)
+
+    def _start_rollout(self) -> None:
+        policy = self._drawn()
+        message = ParseDict(policy, policy_pb2.Policy()) if isinstance(policy, dict) else policy
+        steps = [rollout_pb2.RolloutStep(percent=percent, bake_s=1) for percent in (50, 100)]
+        guardrails = rollout_pb2.Guardrails(nacks=0)
+        plan = rollout_pb2.RolloutPlan(step=steps, guardrails=guardrails, on_violation="rollback")
+        with self.control.channel() as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            stub.StartRollout(rollout_pb2.StartRolloutRequest(policy=message, plan=plan), timeout=5)
+
+    async def freeze(self) -> None:
+        seconds = max(1, round(self._a_while(1.0)))
+        await self._tell(self.control.freeze, seconds)
+        await self._pause(self._rng.uniform(0, 1.2 * seconds))
+        await self._tell(self.control.thaw)
+
+    # ----------------------------------------------------------------------------------------------------- the calm
+
+    async def leave_alone(self) -> None:
+        """A time in which the policy changes nothing: answers are stock's from here on, whatever else goes wrong."""
+        if await self._neutral():
+            self.untouched += 1 + (self.untouched + 1) % 2
+            await self._pause(self._longest_s)
+            self._meddle()
+
+    async def _neutral(self) -> bool:
+        revision = await self._tell(self._set, NEUTRAL)
+        return bool(revision) and await self._until(lambda e: e.acked_revision == revision, self._longest_s)
+
+    async def _until(self, holds: Callable[[fleet_pb2.Engine], Any], within_s: float) -> bool:
+        """Whether this comes to hold of the engine in time."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            engines = await self._tell(self.control.engines) or []
+            if any(holds(e) for e in engines if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED):
+                return True
+            await asyncio.sleep(0.2)
+        return False
+
+    async def calm(self) -> None:
+        """All is well again: control plane, network, policy. Raises TimeoutError when the engine does not follow."""
+        self.control.process.signal(signal.SIGCONT)
+        self.proxy.delay_s = 0.0
+        if self.control.process.popen.poll() is not None:
+            await asyncio.to_thread(self.control.start)
+        await self.proxy.open()
+        await self._tell(self.control.thaw)
+        deadline = time.monotonic() + 60
+        while not await self._neutral():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the engine does not take a policy although all is well again")
+
+    async def at_rest(self) -> list[str]:
+        """What does not come to rest, once there are no requests any more."""
+
+        def rests(engine: fleet_pb2.Engine) -> bool:
+            done = not engine.open_decisions and sum(engine.decisions.values()) == sum(engine.outcomes.values())
+            return done and not engine.running and engine.agent_state == agent_pb2.AGENT_STATE_READY
+
+        if await self._until(rests, 30):
+            return []
+        return [f"not at rest in the end: {[str(e)[:600] for e in await self._tell(self.control.engines) or []]}"]

@@ -1,0 +1,24 @@
+"""Writes what stock vLLM says to the known prompts: `python -m tests.soak.stock OUT.json`, {mode: [[token]]}."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.engine import ENGINE_ARGS, chat
+from tests.soak.asks import KNOWN, KNOWN_TOKENS, TEMPLATES
+
+
+def main() -> None:
+    import vllm
+
+    llm = vllm.LLM(**ENGINE_ARGS)
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=KNOWN_TOKENS)
+    said = {
+        mode: chat(llm, [{"prompt": prompt, "template": template} for prompt in KNOWN], params)
+        for mode, template in TEMPLATES.items()
+    }
+    Path(sys.argv[1]).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A short soak, and that each of its checks can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.trace import TraceWriter, read
+from tests.soak import asks, trace, watch
+from tests.soak.run import Soak
+from tests.soak.watch import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from typing import Any
+
+SECONDS, SEED = 25.0, 4
+STOCK = [7, 8, asks.END, 20, 21]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("soak")
+
+
+@pytest.fixture(scope="module")
+def summary(folder: Path) -> dict[str, Any]:
+    return asyncio.run(Soak(folder, SEED, SECONDS, clients=4).run())
+
+
+# vLLM's processes and those of stock vLLM start within this too.
+started = pytest.mark.timeout(600)
+
+
+@started
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_a_short_soak(summary: dict[str, Any]) -> None:
+    assert (summary["failed"], summary["violations"]) == (0, 0)
+    assert summary["decisions"] == summary["outcomes"] > 0
+    assert min(summary[name] for name in ("requests", "faults", "reports")) > 2
+    assert summary["equal_to_stock"]["compared"] > 0
+
+
+@started
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("harm", ["a decision", "an outcome twice"])
+def test_what_is_wrong_in_a_trace_is_found(summary: dict[str, Any], folder: Path, tmp_path: Path, harm: str) -> None:
+    """The short soak's own trace, with one thing in it twice, or left out."""
+    assert not summary["violations"]
+    records = list(read(max(folder.glob("*.trace"), key=lambda path: path.stat().st_size)))
+    decided = [record for record in records if record.down.HasField("directives")]
+    settled = [record for record in records if record.up.step.outcomes]
+    if harm == "a decision":
+        records.remove(next(d for d, later in pairwise(decided) if d.session_id == later.session_id))
+    else:
+        settled[-1].up.step.outcomes.append(settled[-1].up.step.outcomes[0])
+    with TraceWriter(tmp_path / "harmed.trace") as out:
+        for record in records:
+            out.write(record)
+    assert trace.audit([tmp_path / "harmed.trace"]).violations
+
+
+def words(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def answer(*tokens: int, finish: str = "stop") -> asks.Answer:
+    thinking, saying = asks.split(asks.OPENED, list(tokens))
+    return asks.Answer([1], list(tokens), words(thinking), words(saying), finish)
+
+
+def ask(**fields: Any) -> asks.Ask:
+    return asks.Ask("test", {"max_tokens": 10, "temperature": 0.0}, asks.OPENED, **fields)
+
+
+def test_an_answer_that_is_as_it_should_be() -> None:
+    assert not asks.complaints(ask(), answer(*STOCK), words)
+    assert not asks.complaints(ask(choices=["20 21"]), answer(*STOCK), words)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda a: setattr(a, "finish", ""), "finish reason ''"),
+        (lambda a: a.tokens.append(asks.END), "2 end markers"),
+        (lambda a: setattr(a, "content", "7 8"), "content is '7 8'"),
+        (lambda a: setattr(a, "reasoning", "7"), "reasoning is '7'"),
+        (lambda a: a.tokens.extend([30] * 10), "15 tokens"),
+    ],
+)
+def test_an_answer_that_is_not(spoil: Callable[[asks.Answer], object], what: str) -> None:
+    given = answer(*STOCK)
+    spoil(given)
+    assert any(what in found for found in asks.complaints(ask(), given, words))
+
+
+def test_an_answer_that_is_none_of_the_choices() -> None:
+    assert "none of the choices" in asks.complaints(ask(choices=["20"]), answer(*STOCK), words)[-1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "untouched", "complaint"),
+    [
+        (STOCK, True, ""),
+        ([7, asks.END, 20], False, ""),
+        ([7, asks.WAIT, 6, asks.END, 20], False, ""),
+        ([7, asks.END, 20], True, "although nothing was decided"),
+        ([7, 9, 8], True, "although nothing was decided"),
+        ([7, 30, asks.END], False, "other than by an end of thinking"),
+        ([7, 8, asks.END, 20, asks.END], False, "other than by an end of thinking"),
+        ([7, 8], False, "other than by an end of thinking"),
+    ],
+)
+def test_against_stock(tokens: list[int], untouched: bool, complaint: str) -> None:
+    found = asks.against_stock(ask(known=0), answer(*tokens), STOCK, untouched)
+    assert bool(found) == bool(complaint)
+    assert complaint in "".join(found)
+
+
+@pytest.mark.parametrize(("mb_per_hour", "grows"), [(0, False), (300, True)])
+def test_growth_is_seen_through_noise_and_restarts(mb_per_hour: float, grows: bool) -> None:
+    """Two lives of a process, each with its warming up, noise and single peaks."""
+    rng, samples = random.Random(1), []
+    for second in range(1200):
+        life, age = divmod(second, 600)
+        mb = 100 + min(age, 60) + age * mb_per_hour / 3600 + rng.gauss(0, 2) + 200 * (rng.random() < 0.02)
+        samples.append(Sample(second, watch.CONTROL, life, mb, 10, 20))
+    worst, found = watch.grown(samples, 100.0, 1200.0)
+    assert bool(found) == grows
+    assert abs(worst - mb_per_hour / 3) < 5
+
+
+def test_a_process_that_gains_threads() -> None:
+    samples = [Sample(second, watch.FRONT, 1, 100.0, 10 + second // 200, 20) for second in range(1200)]
+    assert ["threads" in found for found in watch.grown(samples, 100.0, 1200.0)[1]] == [True]
+
+
+def test_a_decision_without_an_outcome_is_owed_in_the_end_only(tmp_path: Path) -> None:
+    """A session that joined late, whose stream ends first or does not."""
+    hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e"))
+    down = agent_pb2.ConnectResponse()
+    down.directives.tiers.add(decision_id=1, slot=0, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
+    first = [fleet_pb2.TraceRecord(session_id="one", up=hello, joined_late=True)]
+    first += [fleet_pb2.TraceRecord(session_id="one", down=down)]
+    for name, records in (("end", first), ("other", [*first, fleet_pb2.TraceRecord(session_id="two", up=hello)])):
+        with TraceWriter(tmp_path / name) as out:
+            for record in records:
+                out.write(record)
+    assert trace.audit([tmp_path / "end"]).violations == ["1 decisions have no outcome in the end"]
+    assert trace.audit([tmp_path / "other"]).violations == []
+    assert trace.audit([tmp_path / "end", tmp_path / "other"]).unheard == 2

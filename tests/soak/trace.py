@@ -1,0 +1,144 @@
+"""Every decision of the recorded traces: exactly one outcome, and all that must hold of it.
+
+The checks are the simulator's (`tests.sim.invariants`), on sessions that are run again from the records
+(`tests.sim.recorded`). A session that a recording joined late is not run again: only its outcomes are matched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meridian_agent.directives import Outcome
+from meridian_agent.phases import Phase
+from meridian_control.trace import FileError, read
+from tests.sim.invariants import Invariants
+from tests.sim.recorded import Replayed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from meridian.v1 import agent_pb2, fleet_pb2
+
+
+@dataclass
+class Audit:
+    """What was found in traces. unheard: decisions whose stream ended before their outcome came; the end is it."""
+
+    decisions: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    unheard: int = 0
+    sessions: int = 0
+    joined_late: int = 0
+    reports: int = 0
+    preempted_answers: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+class _Late:
+    """A session whose beginning is not known: a decision that was seen has one outcome at most."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._settled: set[int] = set()
+
+    def take(self, record: fleet_pb2.TraceRecord) -> None:
+        self._open |= _ids(record.down.directives)
+        for outcome in record.up.step.outcomes:
+            assert outcome.decision_id not in self._settled, f"a second outcome of decision {outcome.decision_id}"
+            self._settled.add(outcome.decision_id)
+
+    def end(self, cut_off: bool = False) -> int:
+        return len(self._open - self._settled)
+
+
+class _File:
+    """The sessions of one trace file, each as far as it held."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._sessions: dict[str, Replayed | _Late] = {}
+        self._broken: set[str] = set()
+        self._made: set[tuple[str, int]] = set()
+        self.newest = ""
+
+    def take(self, record: fleet_pb2.TraceRecord) -> None:
+        audit, name = self._audit, record.session_id
+        self.newest = name
+        made = {(name, number) for number in _ids(record.down.directives)}
+        self._made |= made
+        audit.decisions += len(made)
+        audit.reports += record.up.HasField("step")
+        for outcome in record.up.step.outcomes:
+            # Of a decision that was made before the recording began nothing is known but this.
+            if (name, outcome.decision_id) in self._made:
+                audit.outcomes[Outcome(outcome.outcome).name.lower()] += 1
+        if record.up.HasField("hello"):
+            self._begin(record)
+        elif name in self._sessions and name not in self._broken:
+            with_table = self._sessions[name]
+            if isinstance(with_table, Replayed):
+                audit.preempted_answers += _answers(with_table, record.up.step.preempted)
+            self._guarded(name, lambda: with_table.take(record))
+
+    def _begin(self, record: fleet_pb2.TraceRecord) -> None:
+        audit, name = self._audit, record.session_id
+        if record.up.hello.fault:
+            audit.violations.append(f"the agent is off: {record.up.hello.fault}")
+        if name in self._sessions:
+            # The recording broke off and joined anew: what was between is not known.
+            self._close(name)
+        audit.sessions += 1
+        audit.joined_late += record.joined_late
+        self._sessions[name] = _Late() if record.joined_late else Replayed(record, Invariants())
+
+    def end(self, at_rest: bool) -> None:
+        """at_rest: all has come to its end, so the newest session owes nothing."""
+        for name in list(self._sessions):
+            is_last = at_rest and name == self.newest
+            unheard = self._close(name, cut_off=not is_last)
+            if is_last and unheard:
+                self._audit.violations.append(f"{unheard} decisions have no outcome in the end")
+
+    def _close(self, name: str, cut_off: bool = True) -> int:
+        session, before = self._sessions.pop(name), self._audit.unheard
+        if name not in self._broken:
+            self._guarded(name, lambda: self._unheard(session.end(cut_off)))
+        return self._audit.unheard - before
+
+    def _unheard(self, count: int) -> None:
+        self._audit.unheard += count
+
+    def _guarded(self, name: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except Exception as error:
+            self._broken.add(name)
+            self._audit.violations.append(f"session {name[:8]}: {type(error).__name__}: {error}"[:600])
+
+
+def audit(paths: Iterable[Path]) -> Audit:
+    """The traces of one run, in order; in the end of the last one everything is at rest."""
+    found, listed = Audit(), list(paths)
+    for path in listed:
+        file = _File(found)
+        try:
+            for record in read(path):
+                file.take(record)
+        except FileError as error:
+            found.violations.append(str(error))
+        file.end(at_rest=path == listed[-1])
+    return found
+
+
+def _ids(directives: agent_pb2.Directives) -> set[int]:
+    lists = (directives.forces, directives.caps, directives.tiers, directives.probes)
+    ids = {decision.decision_id for decisions in lists for decision in decisions}
+    return ids | {directives.plan.decision_id} if directives.HasField("plan") else ids
+
+
+def _answers(session: Replayed, preempted: Iterable[int]) -> int:
+    table = session.session.table
+    return sum(table.holds(slot) and bool(table.phase[slot] == Phase.OUTPUT) for slot in preempted)

@@ -1,0 +1,123 @@
+"""What the processes keep: memory, threads and files by role over time, and whether any of it grows.
+
+Reads /proc. Growth is a robust slope (Theil and Sen's: the median over pairs) within the lives of the processes, each
+life after a time to warm up, times the length of the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PROC = Path("/proc")
+PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
+# Titles that vLLM gives its processes, and the role each has here.
+TITLES = {"VLLM::EngineCor": "engine core", "VLLM::Worker": "worker"}
+FRONT, CONTROL = "front end", "control plane"
+# Samples of a role beyond these are thinned out before pairs are made of them.
+MOST_SAMPLES = 400
+# What may be called growth over a whole run: a process touches memory now and then for the first time, and a
+# connection that comes and goes has a file and perhaps a thread.
+LIMITS = {"rss_mb": 12.0, "threads": 2.0, "files": 3.0}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One process at one moment."""
+
+    at_s: float
+    role: str
+    pid: int
+    rss_mb: float
+    threads: int
+    files: int
+
+
+def sample(at_s: float, role: str, pid: int) -> Sample | None:
+    """None for a process that is gone."""
+    try:
+        pages = int((PROC / str(pid) / "statm").read_text().split()[1])
+        threads = len(os.listdir(PROC / str(pid) / "task"))
+        files = len(os.listdir(PROC / str(pid) / "fd"))
+    except OSError:
+        return None
+    return Sample(at_s, role, pid, pages * PAGE_MB, threads, files)
+
+
+def children(pid: int) -> list[int]:
+    """All descendants."""
+    try:
+        listed = [(path / "children").read_text().split() for path in (PROC / str(pid) / "task").iterdir()]
+    except OSError:
+        return []
+    own = [int(child) for found in listed for child in found]
+    return [*own, *(grandchild for child in own for grandchild in children(child))]
+
+
+def roles(server_pid: int) -> dict[str, int]:
+    """vLLM's processes by role."""
+    found = {FRONT: server_pid}
+    for pid in children(server_pid):
+        try:
+            name = (PROC / str(pid) / "comm").read_text().strip()
+        except OSError:
+            continue
+        for title, role in TITLES.items():
+            if name.startswith(title):
+                found[role] = pid
+    return found
+
+
+def growth(samples: Iterable[Sample], name: str, warm_s: float, length_s: float) -> dict[str, float]:
+    """By role, how much of `name` a process gains over `length_s`; roles that never lived longer than `warm_s` are
+    left out."""
+    lives: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for one in samples:
+        lives.setdefault(one.role, {}).setdefault(one.pid, []).append((one.at_s, getattr(one, name)))
+    gained = {}
+    for role, by_pid in lives.items():
+        slopes = [_slopes(np.array([p for p in life if p[0] >= life[0][0] + warm_s])) for life in by_pid.values()]
+        all_slopes = np.concatenate(slopes)
+        if len(all_slopes):
+            gained[role] = float(np.median(all_slopes)) * length_s
+    return gained
+
+
+def _slopes(points: np.ndarray) -> np.ndarray:
+    """Of all pairs of points, [samples, 2] with times first, that are at least half the life apart."""
+    if len(points) < 8:
+        return np.zeros(0)
+    points = points[:: max(1, len(points) // MOST_SAMPLES)]
+    i, j = np.triu_indices(len(points), 1)
+    apart = points[j, 0] - points[i, 0]
+    far = apart >= (points[-1, 0] - points[0, 0]) / 2
+    slopes: np.ndarray = (points[j, 1] - points[i, 1])[far] / apart[far]
+    return slopes
+
+
+def grown(samples: list[Sample], warm_s: float, length_s: float) -> tuple[float, list[str]]:
+    """The largest growth in MB of any role, and what grew by more than it may."""
+    worst, found = 0.0, []
+    for name, limit in LIMITS.items():
+        for role, gained in growth(samples, name, warm_s, length_s).items():
+            if name == "rss_mb":
+                worst = max(worst, gained)
+            if gained > limit:
+                found.append(f"{role}: {name} grows by {gained:.1f} in {length_s:.0f} s")
+    return worst, found
+
+
+def save(samples: list[Sample], path: Path) -> None:
+    names = [field.name for field in fields(Sample)]
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(names)
+        writer.writerows([getattr(one, name) for name in names] for one in samples)
