@@ -10,12 +10,24 @@ import logging
 import math
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_agent import hooks, overrides, probes
-from meridian_agent.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives, Outcome, Plan, Tier
+from meridian_agent import hooks, overrides, probes, restore
+from meridian_agent.adoption import Adoption
+from meridian_agent.directives import (
+    CAPS,
+    MAX_HOLD_MS,
+    ORDER,
+    RULES,
+    STEP_DECISIONS,
+    Directives,
+    Outcome,
+    Plan,
+    Tier,
+)
 from meridian_agent.dispatch import left_out
 from meridian_agent.observe import REQUEST, RESULT, Wanted
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
@@ -23,6 +35,8 @@ from meridian_agent.reclaim import unreachable_blocks
 from meridian_agent.tracker import PHASE_RANK, RequestInfo, Tracked, Tracker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from meridian.v1 import agent_pb2
 
     from meridian_agent.link import Link
@@ -37,11 +51,27 @@ MAX_RANK, RANK_SCALE = 1023, 1024
 MAX_STEP_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is found out about an engine once, at its start.
+
+    boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is filled in
+    part. tool_call: begins a tool call in this model's output, where thinking stays in the chat until the tool has
+    answered. on_fault: told of a fault elsewhere than in a hook, by its cause and its text.
+    """
+
+    model: str
+    boundaries: bytes
+    shares_blocks: bool
+    tool_call: int | None
+    on_fault: Callable[[str, str], None]
+
+
 class Agent:
     """One engine's agent; it belongs to the engine-core thread."""
 
-    def __init__(self, scheduler: Any, markers: Markers, link: Link, model: str) -> None:
-        self.link, self.model = link, model
+    def __init__(self, scheduler: Any, markers: Markers, link: Link, known: Known) -> None:
+        self.link, self.known = link, known
         self.tracker = Tracker(markers)
         self.directives = Directives(self.tracker)
         self.observe_entropy = False
@@ -54,12 +84,10 @@ class Agent:
         self.can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self.can_redraw = hooks.can_redraw(scheduler)
         self.block_size = scheduler.block_size
-        self.tracker.boundaries = hooks.boundaries(scheduler.vllm_config)
+        self.tracker.boundaries = known.boundaries
         self.tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
         self.mask_words = (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32
         self.placed: dict[str, probes.Placed] = {}
-        hooks.hide_from_cache_stats(scheduler.kv_cache_manager, lambda name: name in self.placed)
-        self.shares_blocks = hooks.share_blocks(scheduler, self._shared_with)
         self.preempted_think = self.output_critical = self.blocks_reclaimed = self.think_skips = 0
         self.probe_tokens = 0
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
@@ -69,13 +97,15 @@ class Agent:
         self.held: set[Tracked] = set()
         self._probe_number = 0
         self._keep_places_until = 0
-        # Begins a tool call in this model's output, where thinking stays in the chat until the tool has answered.
-        self.tool_call: int | None = None
+        # Requests that were there before this agent.
+        self._adoption: Adoption | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
         self._tail: Any = None
         # When the running list was last sorted, prompts in pieces were at its end.
         self._prompts_last = False
+        # The running list, priorities or the queue are not as vLLM alone would have them.
+        self.ordered = False
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -128,9 +158,9 @@ class Agent:
     def _stock_order(self, scheduler: Any) -> None:
         """Undo what an order has left behind."""
         self._tail = None
-        scheduler.running.sort(key=lambda request: request.arrival_time)
-        for request in scheduler.running:
-            self.preempting(request)
+        if self.ordered:
+            restore.order(scheduler)
+            self.ordered = False
 
     def _end_probing(self, scheduler: Any) -> None:
         self.held.clear()
@@ -145,12 +175,20 @@ class Agent:
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.placed:
             return
-        lora, own = request.lora_request, overrides.read(params.extra_args)
+        info = self._info(request)
+        if self.link.idle:
+            # No step is under way: what has arrived holds for its first request already.
+            self.link.idle = False
+            self.take_arrived(scheduler)
+        self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
+
+    def _info(self, request: Any) -> RequestInfo:
+        lora, own = request.lora_request, overrides.read(request.sampling_params.extra_args)
         if own.complaint:
             logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
-        info = RequestInfo(
+        return RequestInfo(
             request_id=request.request_id,
-            model=overrides.clean(lora.lora_name) if lora is not None else self.model,
+            model=overrides.clean(lora.lora_name) if lora is not None else self.known.model,
             tenant=own.tenant,
             slo_class=own.slo_class,
             effort=own.effort,
@@ -160,16 +198,24 @@ class Agent:
             max_think_tokens=own.max_think_tokens,
             traceparent=overrides.clean((request.trace_headers or {}).get("traceparent", "")),
         )
-        if self.link.idle:
-            # No step is under way: what has arrived holds for its first request already.
-            self.link.idle = False
-            self.take_arrived(scheduler)
-        self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
 
-    def finished(self, request_ids: list[str]) -> None:
+    def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
+        """Take up the requests of an engine that runs already, over the coming steps."""
+        self._adoption = Adoption(r for r in requests if not r.request_id.startswith(probes.PREFIX))
+        self._prefills.extend([0] * steps_under_way)
+
+    def _adopt_some(self, scheduler: Any, adoption: Adoption) -> None:
+        for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
+            if request.sampling_params is not None and request.request_id not in self.tracker.by_id:
+                waits = hooks.waits_preempted(request)
+                self.tracker.enter(self._info(request), state, scheduler.current_step, request, waits)
+        if not adoption:
+            self._adoption = None
+
+    def finished(self, requests: list[Any]) -> None:
         """Requests were ended from outside (client gone)."""
-        for request_id in request_ids:
-            if tr := self.tracker.by_id.get(request_id):
+        for request in requests:
+            if tr := self.tracker.by_id.get(getattr(request, "request_id", request)):
                 self._close(tr, FINISH_REASON["abort"])
 
     def preempting(self, request: Any) -> None:
@@ -197,8 +243,8 @@ class Agent:
         pool = scheduler.kv_cache_manager.block_pool
         for tr in self.tracker.preempted:
             kept = [block for block, known in tr.kept if block.block_hash == known and block.ref_cnt == 0]
-            pool.touch(kept)
-            pool.free_blocks(reversed(kept))
+            # One statement, so that nothing comes between: there they would be nobody's.
+            pool.touch(kept) or pool.free_blocks(kept[::-1])
 
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
@@ -221,7 +267,7 @@ class Agent:
             self.directives.report(decision_id, Outcome.SHADOWED)
         elif len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             self.directives.report(decision_id, Outcome.REFUSED, detail="several KV cache groups")
-        elif self.tool_call is not None and self.tool_call in request.output_token_ids:
+        elif self.known.tool_call is not None and self.known.tool_call in request.output_token_ids:
             self.directives.report(
                 decision_id, Outcome.REFUSED, detail="a tool call: the next turn repeats its thinking"
             )
@@ -250,6 +296,8 @@ class Agent:
         self.take_arrived(scheduler)
         self._take_inbox()
         self.tracker.record.state = self.link.say_state()
+        if self._adoption is not None:
+            self._adopt_some(scheduler, self._adoption)
         if self.frozen:
             return {}
         plan = self.directives.active_plan()
@@ -309,7 +357,9 @@ class Agent:
         now = time.monotonic()
         for tr in list(self.held):
             answered = tr.asked_in and tr.asked_in <= self.link.answered_step
-            if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:
+            # A clock that was set back would have it wait for as long.
+            waits = 0 <= tr.held_until - now <= MAX_HOLD_MS / 1e3
+            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:
                 self.held.discard(tr)
             else:
                 _skip_step(scheduler, tr)
@@ -322,6 +372,7 @@ class Agent:
         there a rank is a fraction on top of the request's own priority, so that it decides between equals only.
         """
         tracker, running = self.tracker, scheduler.running
+        self.ordered = True
         # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
         # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
         if running and (tracker.reorder or self._prompts_last or running[-1] is not self._tail):
@@ -395,7 +446,7 @@ class Agent:
             appended = self.tracker.markers.probe
             known = len(tr.ref.all_token_ids)
             # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
-            cost = len(appended) + (1 if self.shares_blocks else known % self.block_size)
+            cost = len(appended) + (1 if self.known.shares_blocks else known % self.block_size)
             reason = probes.refusal(tr, self._room(scheduler), self.block_size, cost)
             if reason or not self.observe_entropy:
                 self.directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
@@ -412,7 +463,7 @@ class Agent:
             scheduler.waiting.prepend_request(probe)
         return len(self.placed) - before
 
-    def _shared_with(self, request_id: str) -> tuple[str, int] | None:
+    def shared_with(self, request_id: str) -> tuple[str, int] | None:
         """The request whose blocks a probe shares, and how many tokens of it."""
         placed = self.placed.get(request_id)
         if placed is None or placed.parent.ref.num_computed_tokens < placed.shared_tokens:
@@ -534,7 +585,7 @@ class Agent:
         """Account the step's tokens, settle decisions, send the record."""
         signals = getattr(runner_output, RESULT, None)
         if isinstance(signals, str):
-            self._without_entropy(signals)
+            self._hear_worker(signals)
             signals = None
         if not self._all_text(runner_output, outputs, signals):
             self._account_singly(runner_output, outputs, signals)
@@ -583,12 +634,17 @@ class Agent:
                     self._account(tr, out, index, signals)
         self.tracker.noted_singly(runner_output.req_ids)
 
-    def _without_entropy(self, reason: str) -> None:
-        """The worker says why it measures nothing: the next Hello no longer promises it."""
-        if not self.no_entropy:
-            self.no_entropy = reason
+    def _hear_worker(self, reason: str) -> None:
+        """The worker says why it measures nothing, or that it can again: the next Hello promises what it can."""
+        if bool(reason) == bool(self.no_entropy):
+            return
+        self.no_entropy = reason
+        if reason:
             logger.warning("meridian: no entropy from this engine: %s", reason)
-            self.link.restart()
+            self.known.on_fault("observer", reason)
+        else:
+            logger.info("meridian: entropy from this engine again")
+        self.link.restart()
 
     def _step_time_ms(self) -> float:
         """Time since the step's schedule began; under asynchronous scheduling, where the next step's began before this
@@ -638,9 +694,7 @@ class Agent:
             measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
             self.tracker.record.probes.append((*measured, tr.same_answer, empty))
             self.directives.report(placed.decision_id, Outcome.APPLIED)
-        group.outputs = [o for o in group.outputs if not o.request_id.startswith(probes.PREFIX)]
-        if group.finished_requests:
-            group.finished_requests = {r for r in group.finished_requests if not r.startswith(probes.PREFIX)}
+        restore.hide_probes([group])
 
     def _close(self, tr: Tracked, reason: int) -> None:
         self.held.discard(tr)

@@ -1,12 +1,16 @@
 """The guard: no exception of the agent's reaches vLLM.
 
-Every hook runs through it. The first surprise trips it: the agent steps aside, the engine goes on as stock, one log
-line and the fault in the next Hello say so.
+Every hook runs through it. A surprise trips it: what it guards steps aside, the engine goes on as stock, one log line
+and the next Hello say so. After a rest it may come back, a few times in an hour, then only by a restart of the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import time
+from collections import Counter, deque
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -19,31 +23,94 @@ logger = logging.getLogger("vllm.meridian")
 
 # Characters of a fault; it travels in every Hello.
 MAX_FAULT = 1000
+# Seconds of rest after the first fault of a window, the second and so on; after one more there is no coming back.
+RESTS_S = (10.0, 60.0, 300.0)
+WINDOW_S = 3600.0
 
 
 class Guard:
-    """Runs hooks until one fails. `on_trip` is then called once, and may itself fail without harm."""
+    """Runs hooks until one fails. `on_trip` is then called, and may itself fail without harm.
 
-    def __init__(self) -> None:
-        self.fault = ""
+    off: how the log says what a fault switches off. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, off: str = "agent off, vLLM runs as stock", *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # Why nothing is run now, empty while all is well; the newest there was; how often, by the hook that failed.
+        self.fault = self.last_fault = ""
+        self.faults: Counter[str] = Counter()
         self.on_trip: Callable[[], None] | None = None
+        # Whether what is guarded can begin anew.
+        self.may_return = True
+        self._off, self._clock = off, clock
+        self._trips: deque[float] = deque(maxlen=len(RESTS_S) + 1)
+        self._back_at = math.inf
 
     def run(self, hook: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The hook's result, or None when it failed or an earlier one had."""
+        """The hook's result, or None when it failed or an earlier one had.
+
+        What ends the process, or interrupts it at a user's prompt, is not a fault to keep from vLLM: it is passed on.
+        But it may have left a hook half done, so that steps aside too.
+        """
         if self.fault:
             return None
         try:
             return hook(*args, **kwargs)
         except Exception as error:
-            self.trip(getattr(hook, "__qualname__", str(hook)), error)
+            self.trip(hook, error)
             return None
+        except BaseException as error:
+            self.trip(hook, error)
+            raise
 
-    def trip(self, hook: str, error: Exception) -> None:
-        """Switch the agent off for good."""
-        self.fault = f"{hook}: {type(error).__name__}: {error}"[:MAX_FAULT]
-        logger.error("meridian: agent off, vLLM runs as stock; %s", self.fault, exc_info=error)
-        if self.on_trip is not None:
-            try:
+    def trip(self, hook: object, error: BaseException) -> None:
+        """Step aside. The first fault counts, until it is over; never raises, without memory neither."""
+        if self.fault:
+            return
+        # Nothing is made for this, so that nothing can go wrong with it.
+        self.fault = self.last_fault = "a fault"
+        try:
+            name = getattr(hook, "__name__", "other").lstrip("_")
+            self.fault = self.last_fault = f"{name}: {type(error).__name__}: {error}"[:MAX_FAULT]
+            self.note(name)
+            self._rest()
+            logger.error("meridian: %s; %s; %s", self._off, self.fault, self.outlook(), exc_info=error)
+            if self.on_trip is not None:
                 self.on_trip()
-            except Exception:
+        except Exception:
+            with contextlib.suppress(Exception):
                 logger.exception("meridian: could not report the fault")
+
+    def note(self, cause: str, fault: str = "") -> None:
+        """Count a fault, with its text where it is one of another part's."""
+        self.faults[cause] += 1
+        self.last_fault = fault or self.last_fault
+
+    def _rest(self) -> None:
+        now = self._clock()
+        self._trips.append(now)
+        recent = sum(now - trip < WINDOW_S for trip in self._trips)
+        returns = self.may_return and recent <= len(RESTS_S)
+        self._back_at = now + RESTS_S[recent - 1] if returns else math.inf
+
+    def outlook(self) -> str:
+        """What comes of the fault, in words."""
+        if self._back_at == math.inf:
+            why = f": {len(RESTS_S) + 1} faults within {WINDOW_S / 60:.0f} minutes" if self.may_return else ""
+            return f"until the engine is started again{why}"
+        return f"for {self._back_at - self._clock():.0f} s"
+
+    def rest_s(self) -> float:
+        """Seconds until it may come back: 0 while all is well or the rest is over, infinite where it stays off."""
+        return max(0.0, self._back_at - self._clock()) if self.fault else 0.0
+
+    def switch_off(self, reason: str) -> None:
+        """Run nothing any more, whatever comes; not counted as a fault."""
+        self.fault, self._back_at = reason, math.inf
+
+    def come_back(self) -> bool:
+        """Run hooks again if the rest is over; whether they are run."""
+        if self.fault and self.rest_s() == 0:
+            self.fault, self._back_at = "", math.inf
+        return not self.fault

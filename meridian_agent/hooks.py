@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_agent.guard import Guard
+
 logger = logging.getLogger("vllm.meridian")
 
 # Minor releases whose hooks were read and whose tests were run or whose sources were compared.
@@ -310,22 +312,23 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
     return probe
 
 
-def hide_from_cache_stats(manager: Any, hidden: Callable[[str], bool]) -> None:
-    """Keep requests out of vLLM's prefix-cache metrics, by their id."""
+def hide_from_cache_stats(manager: Any, prefix: str) -> None:
+    """Keep requests out of vLLM's prefix-cache metrics, by what their ids begin with."""
     record = manager.record_prefix_cache_stats
 
     def record_unless_hidden(request: Any, *args: Any, **kwargs: Any) -> None:
-        if not hidden(request.request_id):
+        if not request.request_id.startswith(prefix):
             record(request, *args, **kwargs)
 
     manager.record_prefix_cache_stats = record_unless_hidden
 
 
-def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None]) -> bool:
+def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
     """Let some requests begin on the KV of another, a last block that is not full included; whether this engine can.
 
     shared_with: by request id, the other request and how many of its tokens. vLLM takes such a block as a partial
-    prefix hit: it is copied on write, so neither request sees what the other writes.
+    prefix hit: it is copied on write, so neither request sees what the other writes. guard: runs this, in the midst of
+    `schedule`.
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -336,9 +339,8 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
         return False
     block_size, lookup = groups[0].block_size, manager.get_computed_blocks
 
-    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = lookup(request, *args, **kwargs)
-        if (shared := shared_with(request.request_id)) is None:
+    def shared_blocks(request_id: str, found: Any) -> Any:
+        if (shared := shared_with(request_id)) is None:
             return found
         other, tokens = shared
         (blocks,) = manager.get_blocks(other).blocks or ((),)
@@ -346,6 +348,10 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
         if len(blocks) < needed:
             return found
         return (manager.create_kv_cache_blocks((list(blocks[:needed]),)), tokens, *found[2:])
+
+    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = lookup(request, *args, **kwargs)
+        return guard.run(shared_blocks, request.request_id, found) or found
 
     manager.get_computed_blocks = get_computed_blocks
     return True
@@ -389,6 +395,11 @@ def not_yet_allows(request: Any, tokens: Sequence[int]) -> bool:
 def waits_preempted(request: Any) -> bool:
     """Whether a request waits to be resumed."""
     return str(request.status.name) == "PREEMPTED"
+
+
+def waits(request: Any) -> bool:
+    """Whether a request belongs into the waiting queue proper."""
+    return str(request.status.name) in ("WAITING", "PREEMPTED")
 
 
 def admission_limit_name(scheduler: Any) -> str:

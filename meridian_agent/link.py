@@ -6,6 +6,7 @@ applied. The engine-core thread only adds to the one and pops from the other, an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -91,7 +92,8 @@ class Link:
     hello: builds the first message of every stream.
     prepare: finds the thinking markers that settings come to, raises ValueError when they cannot be honoured; called on
         the link's thread.
-    keep: given settings once they hold; must not wait. clock: monotonic seconds.
+    keep: given settings once they hold; must not wait. rest_s: seconds until an agent that is off comes back, 0 while
+        it is on: with that time ends the stream whose Hello said so. clock: monotonic seconds.
     """
 
     def __init__(
@@ -105,12 +107,13 @@ class Link:
         jitter: Callable[[], float] = random.random,
         shuffle: Callable[[list[str]], None] = random.shuffle,
         credentials: Credentials | None = None,
+        rest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
         self._credentials = credentials or Credentials()
         # Why there is no stream, as far as the log has it.
         self._complaints: set[tuple[str, object]] = set()
-        self._clock, self._jitter, self._shuffle = clock, jitter, shuffle
+        self._clock, self._jitter, self._shuffle, self._rest_s = clock, jitter, shuffle, rest_s
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
         self._ring: RecordRing = Ring()
         # Directives in order of arrival; None marks the start of a new stream.
@@ -133,6 +136,8 @@ class Link:
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
         self._merge_s = MERGE_LEASE_SHARE * self.lease_s
         self.revision = 0
+        # The newest settings that have been put in force, with their markers.
+        self.held: tuple[agent_pb2.Settings, Any] | None = None
         # Revisions that were refused, with the error.
         self.refused: dict[int, str] = {}
         # Until when nothing of ours may hold; infinite where the environment says so.
@@ -173,6 +178,15 @@ class Link:
         """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
         self.idle = True
         self.restart()
+
+    def come_back(self) -> None:
+        """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
+        self.refused = {}
+        self.resync()
+        with contextlib.suppress(IndexError):
+            while self.inbox[0] is not None:
+                self.take()
+        self.idle = False
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -271,12 +285,13 @@ class Link:
         except IndexError:
             return
         if arrived.settings is not None:
-            self.hold(arrived.settings)
+            self.hold(arrived.settings, arrived.markers)
             self._keep(arrived.settings)
         arrived.ring.put(arrived.status)
 
-    def hold(self, settings: agent_pb2.Settings) -> None:
+    def hold(self, settings: agent_pb2.Settings, markers: Any) -> None:
         """Put the link's own part of settings in force."""
+        self.held = settings, markers
         self.revision = settings.revision
         self.lease_s = settings.lease_ms / 1000
         self.report_interval_steps = max(1, settings.report_interval_steps)
@@ -343,7 +358,7 @@ class Link:
             self._complain(target, str(error), str(error))
             return False
         with opened as channel:
-            call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring))
+            call = agent_pb2_grpc.AgentServiceStub(channel).Connect(self._requests(self._ring), timeout=self._lasts_s())
             self._call = call
             if self._stop.is_set():
                 call.cancel()
@@ -369,6 +384,11 @@ class Link:
                 self._lost()
                 call.cancel()
         return heard
+
+    def _lasts_s(self) -> float | None:
+        """How long the stream may last; None for as long as it goes."""
+        rest_s = self._rest_s()
+        return rest_s if 0 < rest_s < math.inf else None
 
     def _complain(self, target: str, kind: object, text: str) -> None:
         """Once for each kind, however often it is tried again."""

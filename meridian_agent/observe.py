@@ -29,7 +29,8 @@ logger = logging.getLogger("vllm.meridian")
 
 # Attribute of SchedulerOutput (engine core to worker): Wanted, absent when not observing.
 REQUEST = "meridian_wanted"
-# Attribute of ModelRunnerOutput (worker to engine core): StepSignals, or why this worker measures nothing.
+# Attribute of ModelRunnerOutput (worker to engine core): StepSignals, or why this worker measures nothing, empty where
+# it can again.
 RESULT = "meridian_signals"
 
 
@@ -100,13 +101,18 @@ class Observer:
     def __init__(self, runner: Any) -> None:
         self.probe = EntropyProbe()
         # Of what measures, and of what hands over: that goes on when the first has failed, to say so.
-        self.guard, self.delivery = Guard(), Guard()
+        self.guard, self.delivery = Guard("no entropy from this worker"), Guard("no entropy from this worker")
         self._runner = runner
+        self._recovered = False
         self._wanted: Wanted | None = None
         self._drafts: dict[str, list[int]] = {}
         self._measurement: Measurement | None = None
         # Model Runner V2: the batch whose logits are about to be computed.
         self._awaited: Any = None
+
+    def come_back(self) -> None:
+        """Measure again once a fault has been rested from; only before a step, which begins everything anew."""
+        self._recovered = self.guard.come_back() and self.delivery.come_back()
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
@@ -157,7 +163,7 @@ class Observer:
         if not getattr(output, "req_ids", None):
             return
         signals = None if measurement is None else self.guard.run(measurement.signals)
-        if signals is not None or self.guard.fault:
+        if signals is not None or self.guard.fault or self._recovered:
             setattr(output, RESULT, signals or self.guard.fault)
 
 
@@ -199,11 +205,13 @@ def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
         logger.info("meridian: observing logits on the %s", worker.device)
     except Exception as error:
         logger.warning("meridian: no entropy from this worker: %s", error)
-        observer.guard.fault = f"{type(error).__name__}: {error}"
+        observer.guard.switch_off(f"{type(error).__name__}: {error}")
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
     @functools.wraps(execute_model)
     def observed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if observer.guard.fault or observer.delivery.fault:
+            observer.come_back()
         observer.guard.run(observer.begin, scheduler_output)
         return execute_model(scheduler_output, *args, **kwargs)
 

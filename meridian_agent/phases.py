@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Phase(IntEnum):
@@ -46,6 +50,8 @@ FLAG_BY_CAP = 16
 FLAG_SENTENCE = 32
 FLAG_PARAGRAPH = 64
 TAKE_BACK_SHIFT = 8
+# Tokens that are looked through at once for a marker: of a prompt, and of what was generated.
+SCAN_TOKENS, TEXT_TOKENS = 4096, 64
 
 
 @dataclass(frozen=True)
@@ -106,31 +112,26 @@ class Markers:
                 return event, len(marker)
         return Event.TEXT, 0
 
-    def last_event(self, tokens: list[int]) -> tuple[Event, int]:
-        """The last marker in a token list and how many tokens follow it; (TEXT, 0) when there is none."""
-        last_ids = [i for i in self.by_last if i in tokens]
-        best = -1
-        event = Event.TEXT
-        for last_id in last_ids:
-            for position in _positions_from_end(tokens, last_id):
-                found, _ = self.match(tokens[max(0, position + 1 - self.longest) : position + 1])
-                if found is not Event.TEXT:
-                    if position > best:
-                        best, event = position, found
-                    break
-        return (event, len(tokens) - 1 - best) if best >= 0 else (Event.TEXT, 0)
+    def last_event(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[Event, int]:
+        """The last marker that ends in tokens[start:stop], and how many of `tokens` follow it; (TEXT, 0) for none.
+
+        Reads from the end, a part at a time: where a prompt ends in a marker, its length does not matter.
+        """
+        stop = len(tokens) if stop is None else stop
+        for end in range(stop, start, -SCAN_TOKENS):
+            begin = max(start, end - SCAN_TOKENS)
+            if self.by_last.keys().isdisjoint(tokens[begin:end]):
+                continue
+            for position in range(end - 1, begin - 1, -1):
+                if tokens[position] in self.by_last:
+                    found, _ = self.match(list(tokens[max(0, position + 1 - self.longest) : position + 1]))
+                    if found is not Event.TEXT:
+                        return found, len(tokens) - 1 - position
+        return Event.TEXT, 0
 
 
 # What an engine without known markers has: nothing it generates is thinking.
 NO_MARKERS = Markers((), ((-1,),))
-
-
-def _positions_from_end(tokens: list[int], token: int) -> list[int]:
-    positions, at = [], -1
-    for _ in range(tokens.count(token)):
-        at = tokens.index(token, at + 1)
-        positions.append(at)
-    return positions[::-1]
 
 
 def boundary_flag(text: str) -> int:
@@ -146,7 +147,11 @@ CLOSED_TAIL_TOKENS = 3
 
 def initial_phase(markers: Markers, prompt: list[int], supports_think_disable: bool) -> Phase:
     """The phase a prompt leaves a request in: open (THINK), closed by the template (OUTPUT) or undecided (PROMPT)."""
-    event, after = markers.last_event(prompt)
+    return after_prompt(*markers.last_event(prompt), supports_think_disable)
+
+
+def after_prompt(event: Event, after: int, supports_think_disable: bool) -> Phase:
+    """The same from the prompt's last marker and how many tokens follow it."""
     if event is Event.START:
         return Phase.THINK
     if event is Event.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
@@ -180,6 +185,23 @@ class PhaseState:
         event, length = markers.match(self.tail)
         return self._text() if event is Event.TEXT else self._marker(event, length)
 
+    def feed_all(self, tokens: Sequence[int], markers: Markers) -> None:
+        """As `feed` for each of them, where nobody asks for rows: text without a marker in it is counted at once."""
+        for at in range(0, len(tokens), TEXT_TOKENS):
+            part = tokens[at : at + TEXT_TOKENS]
+            if not markers.by_last.keys().isdisjoint(part):
+                for token in part:
+                    self.feed(token, markers)
+                continue
+            self.text_run += len(part)
+            if self.phase is Phase.THINK:
+                self.think_tokens += len(part)
+            else:
+                self.phase = Phase.OUTPUT
+                self.output_tokens += len(part)
+            if markers.longest > 1:
+                self.tail = [*self.tail, *part][-markers.longest :]
+
     def _text(self) -> tuple[Phase, int]:
         self.text_run += 1
         if self.phase is Phase.THINK:
@@ -208,6 +230,10 @@ class PhaseState:
 
 def begin(markers: Markers, prompt: list[int], supports_think_disable: bool) -> PhaseState:
     """The state a prompt leaves a request in; the first generated tokens may complete a marker the prompt began."""
+    return PhaseState(initial_phase(markers, prompt, supports_think_disable), tail=tail_of(markers, prompt))
+
+
+def tail_of(markers: Markers, prompt: list[int]) -> list[int]:
+    """What of a prompt may be the beginning of a marker."""
     kept = markers.longest - 1
-    tail = list(prompt[-kept:]) if kept else []
-    return PhaseState(initial_phase(markers, prompt, supports_think_disable), tail=tail)
+    return list(prompt[-kept:]) if kept else []

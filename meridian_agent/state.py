@@ -71,7 +71,7 @@ class StateFile:
     def keep(self, settings: agent_pb2.Settings) -> None:
         """Have these settings written soon, in place of what is there."""
         self._wanted.put(settings)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._write_all, name="meridian-state", daemon=True)
             self._thread.start()
 

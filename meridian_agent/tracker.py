@@ -230,10 +230,16 @@ class Tracker:
 
     def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> Tracked:
         """Start tracking a request that was just admitted to the engine."""
+        return self.enter(info, begin(self.markers, prompt, self.supports_think_disable), step, ref)
+
+    def enter(self, info: RequestInfo, state: PhaseState, step: int, ref: Any, preempted: bool = False) -> Tracked:
+        """Start tracking a request in the state it is in."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
-        state = begin(self.markers, prompt, self.supports_think_disable)
         # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
-        tr = Tracked(slot, info, state, max(step, self._last_step + 1), ref, self.default_cap, run=self.run)
+        step = max(step, self._last_step + 1)
+        tr = Tracked(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
+        if preempted:
+            self.preempted.add(tr)
         self.by_id[info.request_id] = self.by_slot[slot] = tr
         self._count(state.phase, 1)
         self.watch_limit(tr)

@@ -56,6 +56,12 @@ REPLICA = (
         "Fewer than vLLM pods: `meridianctl engines`, then the log of the pod that is missing.",
     ),
     _gauge(
+        "meridian_agents",
+        ("state",),
+        "Engines by the state their agent is in, those without a stream included.",
+        "`off` for more than minutes: those engines serve as stock vLLM; `meridianctl engines` says why.",
+    ),
+    _gauge(
         "meridian_engines_without_series",
         (),
         "Engines connected beyond the first 500, which have no series of their own.",
@@ -211,7 +217,7 @@ ENGINES = (
         "meridian_engine_state",
         ("engine", "state"),
         "1 for the state the agent is in: ready, stale, degraded, off; without a stream, what it is in if it lives.",
-        "`off`: the fault is in `meridianctl engines`; restart the engine. `stale`, `degraded`: gone, or the network.",
+        "`off`: the fault is in `meridianctl engines`, and when it is over. `stale`, `degraded`: gone, or the network.",
     ),
     _gauge(
         "meridian_engine_revision",
@@ -282,6 +288,12 @@ AGENTS = (
         ENGINE,
         "Step reports dropped because the ring to the link was full.",
         "Not 0: the network or the control plane is too slow; raise `report_interval_steps`, add replicas.",
+    ),
+    _counter(
+        "meridian_agent_faults_total",
+        ("engine", "cause"),
+        "Faults of the agent since the engine started, by the hook that failed; `observer` in the workers.",
+        "Not 0: `meridianctl engines` shows the newest; report it. After the fourth in an hour the agent stays off.",
     ),
     _counter(
         "meridian_agent_probe_tokens_total",

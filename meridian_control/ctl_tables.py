@@ -20,17 +20,24 @@ def engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
 
 def _engine_state(engine: fleet_pb2.Engine) -> str:
     if engine.fault:
-        return f"fault: {engine.fault}"
+        return f"fault: {engine.fault}; {_outlook(engine)}"
     state = fleet_pb2.ConnectionState.Name(engine.state).removeprefix("CONNECTION_STATE_").lower()
     if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED:
         return f"{state}, {state_name(engine.agent_state)}"
     if not engine.HasField("freeze"):
-        return state
+        times = sum(engine.faults.values())
+        return f"{state}, after {times} fault{'s'[: times > 1]}: {engine.last_fault}" if times else state
     if not engine.freeze.confirmed:
         return "to be frozen" if engine.freeze.freeze_ids else "to be thawed"
     if not engine.freeze.HasField("end_time"):
         return "frozen by MERIDIAN_FREEZE"
     return f"frozen until {engine.freeze.end_time.ToDatetime():%H:%M:%S} UTC"
+
+
+def _outlook(engine: fleet_pb2.Engine) -> str:
+    if not engine.HasField("recover_time"):
+        return "off until the engine is started again"
+    return f"off until {engine.recover_time.ToDatetime():%H:%M:%S} UTC"
 
 
 def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:

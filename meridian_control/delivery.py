@@ -31,11 +31,14 @@ class Delivery:
         self.nonce = 0
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
-        """What to send for it; None where the engine has refused it before, or cannot honour it."""
+        """What to send for it; None where the engine has refused it before, or cannot honour it.
+
+        An agent that is off is sent nothing: it says Hello anew when it comes back.
+        """
         self.revision, self.nack_error = revision, self.refused.get(revision, "")
         if not self.nack_error and (error := capabilities.missing(policy, self._hello)):
             self._refuse(revision, error)
-        return None if self.nack_error else self.send(revision, policy)
+        return None if self.nack_error or self._hello.fault else self.send(revision, policy)
 
     def send(self, revision: int, policy: Policy) -> agent_pb2.Settings:
         self.nonce += 1

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
+from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -81,7 +82,9 @@ class Departed(NamedTuple):
 
     def view(self, now: datetime) -> fleet_pb2.Engine:
         """The engine as it is now, if it lives."""
-        if self.engine.agent_state != agent_pb2.AGENT_STATE_OFF:
+        engine = self.engine
+        comes_back = engine.HasField("recover_time") and now >= engine.recover_time.ToDatetime(UTC)
+        if engine.agent_state != agent_pb2.AGENT_STATE_OFF or comes_back:
             expired = (now - self.time).total_seconds() > self.lease_s
             self.engine.agent_state = agent_pb2.AGENT_STATE_DEGRADED if expired else agent_pb2.AGENT_STATE_STALE
         return self.engine

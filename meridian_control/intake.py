@@ -73,7 +73,8 @@ class Intake:
             self._ledger.last.pop(closed.slot, None)
 
     def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
-        self._totals.requests += 1
+        # One with tokens was opened before: an agent that has come back takes it up again.
+        self._totals.requests += not (opened.think_tokens or opened.output_tokens)
         self._table.open(opened, now_ms)
         self._groups.assign(opened.slot, opened)
         self._shadow.opened(opened.slot)

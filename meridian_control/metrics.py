@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -45,6 +46,24 @@ ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
 )
 STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
+
+# The agent's hooks, where a fault of its may come from, and its part in the workers.
+FAULT_CAUSES = frozenset(
+    (
+        "opened",
+        "finished",
+        "before_schedule",
+        "after_schedule",
+        "shared_blocks",
+        "preempting",
+        "preempted",
+        "freeing",
+        "bitmask",
+        "after_update",
+        "again",
+        "observer",
+    )
+)
 
 # Of every connected engine.
 ENGINE: dict[str, Callable[[Session], float]] = {
@@ -104,6 +123,7 @@ class FleetCollector(Collector):
             ("meridian_engines", [((), len(newest))]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
+            ("meridian_agents", self._agents()),
             *self._counted(),
             ("meridian_engine_state", self._states(engines)),
             *_of(engines),
@@ -143,6 +163,10 @@ class FleetCollector(Collector):
             _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
         ]
 
+    def _agents(self) -> Rows:
+        count = Counter[int](engine.agent_state for engine in self._fleet.engines())
+        return [((name,), float(count[number])) for number, name in STATES.items()]
+
     def _states(self, engines: dict[str, Session]) -> Rows:
         """Of engines that went away, too, as long as there is room."""
         known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
@@ -180,6 +204,8 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
     yield "meridian_engine_requests", [row for engine, session in engines.items() for row in _phases(engine, session)]
     for name, value in ENGINE.items():
         yield name, [((engine,), float(value(session))) for engine, session in engines.items()]
+    faults = [((e, cause), n) for e, s in engines.items() for cause, n in _faults(s.hello).items()]
+    yield "meridian_agent_faults_total", faults
     reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}
     for name, of_report in REPORTED.items():
         yield name, [((engine,), of_report(report)) for engine, report in reports.items()]
@@ -209,6 +235,14 @@ def _family(name: str, rows: Rows) -> Metric:
     for labels, value in sorted(rows):
         family.add_metric(labels, value)
     return family
+
+
+def _faults(hello: agent_pb2.Hello) -> Counter[str]:
+    """By cause; what is no hook that is known here is `other`, so that no agent makes up labels."""
+    known: Counter[str] = Counter()
+    for cause, count in hello.faults.items():
+        known[cause if cause in FAULT_CAUSES else "other"] += count
+    return known
 
 
 def _histogram(name: str, histogram: Histogram) -> Metric:

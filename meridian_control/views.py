@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -29,6 +30,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         acked_revision=session.acked_revision,
         nack_error=session.nack_error,
         fault=hello.fault,
+        faults=hello.faults,
+        last_fault=hello.last_fault,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),
         token_events=session.totals.token_events,
@@ -51,6 +54,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         if not freezing.locally and freezing.freezes:
             view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in freezing.freezes))
     view.connect_time.FromDatetime(session.connected_at)
+    if hello.HasField("recover_ms"):
+        view.recover_time.FromDatetime(session.connected_at + timedelta(milliseconds=hello.recover_ms))
     if report is not None and session.reported_at is not None:
         view.report_time.FromDatetime(session.reported_at)
         view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used

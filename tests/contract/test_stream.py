@@ -696,7 +696,7 @@ def test_reports_are_merged_no_longer_than_a_lease_allows() -> None:
     engine = LinkedEngine(["nobody"], clock=clock)
     for lease_ms, steps in ((0, 300), (2000, 33), (400, 8)):
         settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300, scheduler_lease_ms=lease_ms)
-        engine.link.hold(settings)
+        engine.link.hold(settings, None)
         batch, held = engine.link._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
         assert (len(batch), held) == (steps, None)
 

@@ -26,12 +26,11 @@ CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}
 def rebuild(scheduler: Any) -> Any:
     """A new agent, as a restart of the engine makes it."""
     from meridian_agent.guard import Guard
-    from meridian_agent.scheduler import build_agent
 
-    scheduler._agent.link.stop()
-    scheduler._agent.link._thread.join(10)
+    scheduler._keeper.link.stop()
+    scheduler._keeper.link._thread.join(10)
     scheduler._guard = Guard()
-    scheduler._agent = build_agent(scheduler, scheduler._guard)
+    scheduler._agent = scheduler._begin()
     return scheduler._agent
 
 

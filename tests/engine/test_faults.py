@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine import cases, chat
+from meridian_agent import guard as guard_module
+from tests.engine import Run, cases, chat
 from tests.engine.policies import NEUTRAL
+from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
+from tests.engine.test_fail_static import rebuild
 from tests.processes import ENGINE_ENV, wait_for
 
 if TYPE_CHECKING:
@@ -24,13 +27,8 @@ HOOKS = ["opened", "before_schedule", "after_schedule", "bitmask", "after_update
 @pytest.fixture
 def rebuilt(scheduler: Any) -> Iterator[None]:
     """A new agent in place of the one that a test has broken."""
-    from meridian_agent.guard import Guard
-    from meridian_agent.scheduler import build_agent
-
     yield
-    scheduler._agent.link.stop()
-    scheduler._guard = Guard()
-    scheduler._agent = build_agent(scheduler, scheduler._guard)
+    rebuild(scheduler)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -69,6 +67,51 @@ def test_preemption_hook_that_raises(llm: Any, agent: Any, scheduler: Any, contr
     assert "injected into preempted" in scheduler._guard.fault
 
 
+@pytest.mark.usefixtures("rebuilt")
+def test_it_comes_back_by_itself(
+    llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on meanwhile, and what they generate then counts afterwards; the fault stays to be seen."""
+    monkeypatch.setattr(guard_module, "RESTS_S", (0.5, 3600.0))
+    control.apply({"scheduler": {"max_think_tokens": 600}})
+    run = Run(llm)
+    for name in ("old", "older"):
+        run.add(name, opened(), endless(agent, max_tokens=800))
+    run.until(lambda: len(run.tokens["old"]) > 10)
+    _break(agent, "after_update")
+    run.until(lambda: scheduler._agent is None)
+    run.add("new", opened(), endless(agent, max_tokens=800))
+    run.step()
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    assert shown.HasField("recover_time")
+    run.until(lambda: scheduler._agent is not None, pause_s=0.003)
+    again = scheduler._agent
+    assert again is not agent
+    assert len(again.tracker.by_id) == 3
+    assert len(run.tokens["old"]) < 600
+    run.until()
+    end = again.tracker.markers.end[0]
+    assert {name: run.tokens[name].index(end) for name in run.tokens} == dict.fromkeys(run.tokens, 600)
+    assert {name: run.tokens[name].count(end) for name in run.tokens} == dict.fromkeys(run.tokens, 1)
+    shown = control.settled()
+    assert (shown.fault, dict(shown.faults)) == ("", {"after_update": 1})
+    assert "injected into after_update" in shown.last_fault
+    # As many times as it may: then not any more.
+    _break(again, "before_schedule")
+    chat(llm, cases()[:1], GREEDY)
+    assert (scheduler._agent, scheduler._guard.rest_s() > 3000) == (None, True)
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    assert dict(shown.faults) == {"after_update": 1, "before_schedule": 1}
+
+
+def _break(agent: Any, hook: str) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError(f"injected into {hook}")
+
+    fails.__name__ = hook
+    setattr(agent, hook, fails)
+
+
 @pytest.mark.parametrize("hook", ["begin", "before_sampling", "put"])
 def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock: list[list[int]], hook: str) -> None:
     """The worker stops measuring and serves on; the engine core goes on without signals, and promises none any more if
@@ -79,11 +122,15 @@ def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock
         assert chat(llm, cases(), GREEDY) == stock
         assert all("injected" in fault for fault in llm.collective_rpc(_observer_fault))
         assert ("injected" in agent.no_entropy) == (hook != "put")
+        # Its rest is over: it measures again.
+        llm.collective_rpc(_mend_observer)
+        chat(llm, cases(), GREEDY)
+        assert not any(llm.collective_rpc(_observer_fault))
+        assert not agent.no_entropy
     finally:
         llm.collective_rpc(_mend_observer)
-        agent.no_entropy = ""
-        agent.link.restart()
-    control.settled()
+        chat(llm, cases()[:1], GREEDY)
+    assert control.settled().capabilities.token_entropy
 
 
 def _observer(worker: Any) -> Any:
@@ -108,7 +155,7 @@ def _mend_observer(worker: Any) -> None:
     observer = _observer(worker)
     for hook in ("begin", "before_sampling", "put"):
         observer.__dict__.pop(hook, None)
-    observer.guard.fault = observer.delivery.fault = ""
+    observer.guard._back_at = observer.delivery._back_at = 0.0
 
 
 NO_OP = """

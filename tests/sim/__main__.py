@@ -17,6 +17,7 @@ from multiprocessing import get_context
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from tests.sim.lines import Case, broken, cases
 from tests.sim.smaller import smaller
 from tests.sim.world import Failure, run
 
@@ -46,15 +47,46 @@ def show(seed: int) -> None:
         print(f"  {line[:400]}")
 
 
+def broken_batch(batch: list[Case], at_most_s: float) -> tuple[int, list[str]]:
+    """How many cases were run, and what they broke. Runs in a process of its own."""
+    done, found = 0, []
+    for case in batch:
+        if time.monotonic() > at_most_s:
+            break
+        done += 1
+        found += [said] if (said := broken(case)) else []
+    return done, found
+
+
+def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
+    """Fail at every line of the agent's that the seeds reach, when it is first reached and later, with both errors."""
+    began = time.monotonic()
+    found = cases(seeds, nth=(1, 2, 10), both=True)
+    batches = [found[at : at + BATCH] for at in range(0, len(found), BATCH)]
+    done, said = 0, list[str]()
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        for count, bad in pool.map(partial(broken_batch, at_most_s=at_most_s), batches):
+            done, said = done + count, said + bad
+    print(*said, sep="\n", end="\n" if said else "")
+    lines = len({case.fault.line for case in found})
+    print(
+        f"{done} of {len(found)} faults at {lines} lines, {len(said)} broke something; {time.monotonic() - began:.0f} s"
+    )
+    return 1 if said else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", default="0:5000", help="a seed, or FIRST:END")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--lines", action="store_true", help="fail at every line of the agent's that the seeds reach")
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     began = time.monotonic()
+    if arguments.lines:
+        return fail_lines(seeds, arguments.jobs, began + arguments.seconds)
     batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
     work = partial(failing, at_most_s=began + arguments.seconds)
     done, failed = 0, list[int]()

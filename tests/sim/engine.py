@@ -205,7 +205,6 @@ class Engine:
         self.scheduler: Any = (governed(kind) if is_governed else kind)(
             config, cache, structured, block_size=BLOCK, log_stats=False
         )
-        self.agent: Any = getattr(self.scheduler, "_agent", None)
         self.model = Model()
         self.finished: dict[str, str] = {}
         # What each step scheduled, probes left out.
@@ -223,6 +222,17 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self.finished[request_id] = "abort"
+
+    @property
+    def agent(self) -> Any:
+        """None in stock vLLM, and while a fault has switched it off."""
+        scheduler = self.scheduler
+        return None if not hasattr(scheduler, "_guard") or scheduler._guard.fault else scheduler._agent
+
+    def limits(self) -> tuple[int, ...]:
+        """What the agent may lower for a step."""
+        scheduler = self.scheduler
+        return getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_scheduled_tokens
 
     @property
     def live(self) -> list[str]:

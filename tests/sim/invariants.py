@@ -64,6 +64,13 @@ class Watched:
     began: bool = False
     skipped: int = 0
     may_skip: int = 0
+    # The agent has it: not one that was off when it came, nor one that has not come so far since.
+    known: bool = True
+
+    def forget(self) -> None:
+        """The agent is off: whatever it was told of this is void."""
+        self.known, self.cap, self.default_cap, self.force, self.ending_left = False, None, None, 0, 0
+        self.skipped = self.may_skip = 0
 
     def limit(self) -> int:
         policy = self.default_cap if self.cap is None else None if self.cap[1] else self.cap[0]
@@ -220,31 +227,45 @@ class EngineBooks:
         self.revision = 0
         self.engine: Engine
         self.forced_tokens = 0
+        # Faults are injected.
+        self.may_fail = False
         self._session = ""
 
     def attach(self, engine: Engine, link: SteppedLink | None) -> None:
-        self.engine, self.link = engine, link
-        if engine.agent is None:
+        self.engine, self.link, self._limits = engine, link, engine.limits()
+        if link is None:
             return
-        assert link is not None
-        self._steps = Steps(engine, self._clock)
-        taken_in, obey = link.taken_in, engine.agent.put_in_force
-
-        def watched_obey(settings: agent_pb2.Settings, markers: Markers) -> None:
-            self._obeyed.append(settings)
-            obey(settings, markers)
+        taken_in = link.taken_in
 
         def watched_taken_in(arrived: Arrived) -> None:
             self._in_force(arrived)
             taken_in(arrived)
 
-        engine.agent.put_in_force = watched_obey
         link.taken_in = watched_taken_in  # type: ignore[method-assign]
-        directives = engine.agent.directives
+        self._watch(engine.agent)
+        keeper = engine.scheduler._keeper
+        again = keeper.again
+
+        def watched_again(steps_under_way: int) -> Any:
+            agent = again(steps_under_way)
+            self._watch(agent)
+            return agent
+
+        keeper.again = watched_again
+
+    def _watch(self, agent: Any) -> None:
+        self._steps = Steps(self.engine, agent, self._clock)
+        obey, directives = agent.put_in_force, agent.directives
+
+        def watched_obey(settings: agent_pb2.Settings, markers: Markers) -> None:
+            self._obeyed.append(settings)
+            obey(settings, markers)
+
+        agent.put_in_force = watched_obey
         accept, new_stream = directives.accept, directives.new_stream
 
         def watched_accept(message: agent_pb2.Directives) -> None:
-            ranks = {tr: tr.rank for tr in engine.agent.tracker.by_id.values()}
+            ranks = {tr: tr.rank for tr in agent.tracker.by_id.values()}
             accept(message)
             self._accepted(message, ranks)
 
@@ -257,18 +278,20 @@ class EngineBooks:
         directives.accept, directives.new_stream = watched_accept, watched_new_stream
 
     def open(self, request_id: str, prompt: list[int], own_cap: int | None) -> None:
-        if self.engine.agent is None:
+        if self.link is None:
             return
-        tracker = self.engine.agent.tracker
+        tracker = self.engine.scheduler._keeper.agent.tracker
         state = begin(tracker.markers, prompt, tracker.supports_think_disable)
-        self.requests[request_id] = Watched(own_cap, tracker.default_cap, state, tracker.markers)
+        known = self.engine.agent is not None
+        self.requests[request_id] = Watched(own_cap, tracker.default_cap, state, tracker.markers, known=known)
 
     # ----------------------------------------------------------------------------------------------- what is decided
 
     def _in_force(self, arrived: Arrived) -> None:
         """Settings are about to be acknowledged, where they have not been: they hold, or no request is live."""
         settings = arrived.settings
-        if settings is not None and arrived.unsaid and self.engine.agent.tracker.by_id:
+        agent = self.engine.agent
+        if settings is not None and arrived.unsaid and agent is not None and agent.tracker.by_id:
             assert settings in self._obeyed, f"revision {settings.revision} is acknowledged before it holds"
 
     def _accepted(self, message: agent_pb2.Directives, ranks: dict[Any, int | None]) -> None:
@@ -320,13 +343,29 @@ class EngineBooks:
             return
         for tr in agent.tracker.by_id.values():
             watched = self.requests[tr.info.request_id]
+            if not watched.known:
+                self._adopted(watched, tr)
             watched.unsure = watched.unsure or watched.markers != agent.tracker.markers
             watched.limits = watched.limits[1], watched.limit()
+
+    def _adopted(self, watched: Watched, tr: Any) -> None:
+        """An agent that has come back has read the request again, and knows of it what is known here."""
+        watched.known, watched.default_cap, watched.limits = True, tr.default_cap, (NO_LIMIT, NO_LIMIT)
+        ours, read = watched.state, tr.state
+        if not watched.unsure and watched.markers == self.engine.agent.tracker.markers:
+            told = [(s.phase, s.think_tokens, s.output_tokens) for s in (ours, read)]
+            assert told[0] == told[1] or self.engine.shape.is_async, f"{tr.info.request_id} was read as {told[1]}"
 
     def on_token(self, request_id: str, token: int, forced: bool) -> None:
         watched = self.requests.get(request_id)
         if watched is None:
             assert not forced
+            return
+        if self.engine.agent is None:
+            watched.forget()
+        if not watched.known:
+            assert not forced, f"{request_id} is forced by an agent that does not know it"
+            watched.state.feed(token, watched.markers)
             return
         state, now = watched.state, watched.limit()
         self.forced_tokens += forced
@@ -365,11 +404,14 @@ class EngineBooks:
     def after_step(self) -> None:
         engine, link = self.engine, self.link
         agent = engine.agent
-        if agent is None:
+        if link is None:
             return
-        assert link is not None
         fault = engine.scheduler._guard.fault
-        assert not fault, f"the guard has tripped: {fault}"
+        assert not fault or self.may_fail, f"the guard has tripped: {fault}"
+        if agent is None:
+            for watched in self.requests.values():
+                watched.forget()
+            return
         assert link.revision >= self.revision, f"revision goes from {self.revision} to {link.revision}"
         self.revision = link.revision
         self._after_lease(agent)
@@ -437,10 +479,19 @@ class EngineBooks:
         assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
 
     def nothing_left(self) -> None:
-        """All requests are done: the agent keeps nothing of them."""
-        agent = self.engine.agent
+        """All requests are done: neither the agent nor the scheduler keeps anything of them."""
+        agent, scheduler = self.engine.agent, self.engine.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are lost"
+        left = [*scheduler.requests, *scheduler.running, *scheduler.waiting]
+        assert not left, f"left in the scheduler: {left}"
+        assert self.engine.limits() == self._limits, "the scheduler's own limits are changed"
+        missing = set(self.requests) - set(self.engine.finished)
+        assert not missing, f"requests never end: {missing}"
+        if agent is None:
+            return
         tracker, directives = agent.tracker, agent.directives
-        left = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held)
-        assert not any(left), f"left behind: {left}"
+        kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held)
+        assert not any(kept), f"left behind: {kept}"
         assert not directives.probes
         assert (tracker.thinking, tracker.answering) == (0, 0)

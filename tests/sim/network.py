@@ -165,6 +165,8 @@ class SteppedLink(Link):
             self._end()
             return
         self._call = self.stream  # type: ignore[assignment]
+        if (lasts_s := self._lasts_s()) is not None:
+            self.stream.break_off(lasts_s, lasts_s + self._network.delay_s())
         self._messages = self._requests(self._ring)
         self.stream.send(self.stream.up, next(self._messages))
 

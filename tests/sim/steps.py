@@ -37,11 +37,11 @@ class Prepared:
 
 
 class Steps:
-    """One engine's. clock: the monotonic time that the agent goes by, seconds."""
+    """One agent's. clock: the monotonic time that it goes by, seconds."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, agent: Any, clock: Callable[[], float]) -> None:
         self._engine, self._clock = engine, clock
-        self._scheduler, self._agent = engine.scheduler, engine.agent
+        self._scheduler, self._agent = engine.scheduler, agent
         self._prepared: Prepared | None = None
         self._held: dict[Any, tuple[float, float]] = {}
         self._before, self._evict = self._agent.before_schedule, self._scheduler.kv_cache_manager.evict_blocks

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from meridian_control.policy import Policy
 from tests.sim.engine import Script, Shape, words
+from tests.sim.lines import broken, cases
 from tests.sim.seeds import REGRESSIONS
 from tests.sim.world import Options, World, run
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = 40
+# Every so many lines one is taken.
+SAMPLED = 11
 CAP = "meridian_max_think_tokens"
 
 
@@ -110,3 +113,13 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
             while plant.engine.busy():
                 world.pass_time(0.01)
             assert plant.link.reports_dropped
+
+
+# -------------------------------------------------------------------------------------------------- faults of the agent
+
+
+def test_a_fault_at_any_line_leaves_stock_vllm_and_an_agent_that_comes_back() -> None:
+    """A sample of the lines that these seeds reach; `python -m tests.sim --lines` takes all."""
+    found = cases(range(6))
+    assert len(found) > 700, "lines are not reached any more"
+    assert [said for case in found[::SAMPLED] if (said := broken(case))] == []

@@ -15,13 +15,16 @@ import pytest
 
 from meridian_agent import agent as agent_module
 from meridian_agent import hooks
+from meridian_agent import keeper as keeper_module
 from meridian_agent import link as link_module
 from meridian_agent import scheduler as scheduler_module
+from meridian_agent.guard import Guard
 from meridian_control import dispatch
 from meridian_control import fleet as fleet_module
 from meridian_control.freezes import Freeze, Match
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
+from tests.sim.inject import Fault, Injected
 from tests.sim.invariants import EngineBooks, Invariants
 from tests.sim.network import Network, SteppedLink
 from tests.sim.policies import draw
@@ -44,6 +47,8 @@ LIMITS: tuple[tuple[Any, str, int], ...] = (
 )
 NOTHING = {"enabled": False}
 CALM_TICKS = 3000
+# Of an agent that meets faults: it is back within a run.
+RESTS_S = (0.1, 0.1, 0.1)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Options:
     trace: bool = False
     # How engines are built, where that is not drawn.
     shape: Shape | None = None
+    # What the agent meets.
+    fault: Fault | None = None
 
 
 class Failure(AssertionError):  # noqa: N818 - it is one
@@ -92,10 +99,11 @@ class Plant:
         known = len(world.network.links)
         world.patch.setenv("MERIDIAN_ENGINE_ID", self.name)
         self.books = EngineBooks(world.invariants, world.timeline.time)
+        self.books.may_fail = world.injected is not None
         self.engine = engine = Engine(self.shape, self.books.on_token, world.governed)
         self.link = world.network.links[known] if world.governed else None
         self.books.attach(engine, self.link)
-        if engine.agent is not None:
+        if world.governed:
             assert not engine.scheduler._guard.fault, engine.scheduler._guard.fault
 
     def restart(self) -> None:
@@ -159,8 +167,9 @@ class World:
 
     def patches(self) -> None:
         self.patch.setenv("MERIDIAN_CONTROL", "control")
-        self.patch.setattr(scheduler_module, "Link", partial(SteppedLink, self.network))
-        self.patch.setattr(scheduler_module, "StateFile", NoFile)
+        self.patch.setattr(keeper_module, "Link", partial(SteppedLink, self.network))
+        self.patch.setattr(keeper_module, "StateFile", NoFile)
+        self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))
         # Read once for all engines: their model is the same.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)
@@ -171,6 +180,10 @@ class World:
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))
         for module, name, value in LIMITS:
             self.patch.setattr(module, name, value)
+        self.injected = None
+        if self.governed and self.options.fault is not None:
+            self.injected = Injected(self.options.fault)
+            self.injected.install(self.patch, RESTS_S)
 
     # ------------------------------------------------------------------------------------------------------ the run
 
@@ -185,11 +198,14 @@ class World:
                 if self.governed and self.rng.random() < self.harshness:
                     self.fault()
                 self.pass_time(self.rng.uniform(0.0, 0.5) * self.step_ms / 1e3)
-            if self.governed:
-                self.calm()
-            else:
-                while any(plant.engine.busy() for plant in self.plants):
-                    self.pass_time(0.01)
+            self.come_to_rest()
+            if self.options.fault is not None:
+                # The first of them may meet the fault.
+                for name in ("after", "later"):
+                    for number, plant in enumerate(self.plants):
+                        plant.open(f"{name}-{number}", [words()[0]], Script(number, 5, 5, restless=False), {})
+                    self.come_to_rest()
+                self.check_recovery()
 
     def pass_time(self, seconds: float) -> None:
         self.timeline.advance(seconds)
@@ -205,6 +221,8 @@ class World:
         """Wherever nothing is under way the two sides agree."""
         for plant in self.plants:
             link = plant.link
+            if plant.engine.agent is None:
+                continue
             if link is None or not link.quiet() or link.snapshot_due or not link._streaming or plant.engine._queue:
                 continue
             assert link.stream is not None
@@ -357,14 +375,34 @@ class World:
             plant.books.nothing_left()
         assert self.settled(), self.unsettled()
 
+    def come_to_rest(self) -> None:
+        if self.governed:
+            self.calm()
+        while any(plant.engine.busy() for plant in self.plants):
+            self.pass_time(0.01)
+
+    def check_recovery(self) -> None:
+        """Every agent is back with the next request, and knows what was the matter."""
+        if self.injected is None:
+            return
+        guards = [plant.engine.scheduler._guard for plant in self.plants]
+        for plant, guard in zip(self.plants, guards, strict=True):
+            assert plant.engine.agent is not None, f"{plant.name} stays without its agent: {guard.fault}"
+        if self.injected.raised:
+            said = [guard.last_fault for guard in guards]
+            assert all("injected" in fault for fault in said if fault), f"something else failed: {said}"
+            assert any(said), "nobody says what failed"
+
     def settled(self) -> bool:
         return not self.unsettled()
 
-    def unsettled(self) -> str:
+    def unsettled(self) -> str:  # noqa: PLR0911 - as many reasons
         """What keeps the two sides from being at rest with each other; empty when they are."""
         for plant in self.plants:
             link = plant.link
             assert link is not None
+            if plant.engine.scheduler._guard.rest_s():
+                return f"the agent of {plant.name} is off"
             if not link.quiet():
                 return f"{plant.name} is not connected, or says something still"
             assert link.stream is not None

@@ -1,13 +1,22 @@
-"""The guard: nothing of the agent's reaches vLLM."""
+"""The guard: nothing of the agent's reaches vLLM, and what failed comes back a few times."""
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Never
 
 import pytest
 
-from meridian_agent.guard import Guard
+from meridian_agent import guard as guard_module
+from meridian_agent.guard import RESTS_S, WINDOW_S, Guard
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def fail(text: str = "no such block") -> Never:
@@ -18,10 +27,10 @@ def test_results_and_arguments_pass() -> None:
     guard = Guard()
     assert guard.run(divmod, 7, 2) == (3, 1)
     assert guard.run(int, "ff", base=16) == 255
-    assert guard.fault == ""
+    assert (guard.fault, guard.rest_s()) == ("", 0)
 
 
-def test_the_first_failure_switches_off_for_good(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_failure_switches_off(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
     calls: list[int] = []
     trips: list[str] = []
@@ -30,11 +39,59 @@ def test_the_first_failure_switches_off_for_good(caplog: pytest.LogCaptureFixtur
     assert guard.fault == "fail: KeyError: 'no such block'"
     assert guard.run(calls.append, 1) is None
     assert guard.run(fail, "another") is None
+    assert not guard.come_back()
     assert (calls, trips) == ([], [guard.fault])
     assert "another" not in guard.fault
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.ERROR, "vllm.meridian")
     assert record.exc_info is not None
+    assert record.message.endswith("no such block'; for 10 s")
+
+
+def test_a_fault_within_a_fault_does_not_count() -> None:
+    guard = Guard()
+
+    def outer() -> None:
+        guard.run(fail, "inner")
+        fail("outer")
+
+    guard.run(outer)
+    assert guard.fault == "fail: KeyError: 'inner'"
+    assert dict(guard.faults) == {"fail": 1}
+
+
+def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    guard = Guard(clock=clock)
+    for rest_s in RESTS_S:
+        guard.run(fail)
+        assert guard.rest_s() == rest_s
+        clock.now_s += rest_s - 1
+        assert not guard.come_back()
+        clock.now_s += 1
+        assert guard.come_back()
+        assert guard.run(int, "7") == 7
+    guard.run(fail)
+    clock.now_s += 10 * WINDOW_S
+    assert (guard.come_back(), guard.rest_s()) == (False, math.inf)
+    assert (guard.faults["fail"], guard.last_fault) == (4, "fail: KeyError: 'no such block'")
+    assert caplog.records[-1].message.endswith("until the engine is started again: 4 faults within 60 minutes")
+
+
+def test_faults_of_long_ago_do_not_count() -> None:
+    clock = Clock()
+    guard = Guard(clock=clock)
+    for _ in range(10):
+        guard.run(fail)
+        assert guard.rest_s() == RESTS_S[0]
+        clock.now_s += WINDOW_S + 1
+        assert guard.come_back()
+
+
+def test_switched_off_for_good() -> None:
+    guard = Guard()
+    guard.switch_off("no device")
+    assert (guard.run(int, "7"), guard.come_back(), guard.fault, guard.faults) == (None, False, "no device", {})
 
 
 def test_a_failing_report_of_the_fault_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,25 +102,39 @@ def test_a_failing_report_of_the_fault_does_no_harm(caplog: pytest.LogCaptureFix
     assert [r.message for r in caplog.records][1:] == ["meridian: could not report the fault"]
 
 
+def test_without_memory_for_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenError(MemoryError):
+        def __str__(self) -> str:
+            raise MemoryError
+
+    def hook() -> None:
+        raise BrokenError
+
+    monkeypatch.setattr(guard_module.logger, "exception", hook)
+    guard = Guard()
+    assert guard.run(hook) is None
+    assert guard.fault == "a fault"
+    assert guard.rest_s() == math.inf
+
+
 def test_a_callable_without_a_name() -> None:
     class Hook:
         def __call__(self) -> None:
             raise ValueError("x")
 
-        def __str__(self) -> str:
-            return "hook"
-
     guard = Guard()
     guard.run(Hook())
-    assert guard.fault == "hook: ValueError: x"
+    assert guard.fault == "other: ValueError: x"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> None:
+    """And what it left half done is let go: at a user's prompt the process lives on."""
+
     def hook() -> None:
         raise error
 
     guard = Guard()
     with pytest.raises(error):
         guard.run(hook)
-    assert guard.fault == ""
+    assert guard.fault == f"hook: {error.__name__}: "

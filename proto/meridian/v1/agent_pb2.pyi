@@ -399,6 +399,26 @@ class Hello(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FaultsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     AGENT_VERSION_FIELD_NUMBER: _builtins.int
@@ -415,6 +435,9 @@ class Hello(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FREEZE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
+    LAST_FAULT_FIELD_NUMBER: _builtins.int
+    RECOVER_MS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable over restarts of the engine process."""
     incarnation: _builtins.str
@@ -439,6 +462,12 @@ class Hello(_message.Message):
     """The stopped-for reason when an agent fault has switched the agent off; empty otherwise."""
     state: Global___AgentState.ValueType
     """What it was in until this stream."""
+    last_fault: _builtins.str
+    """The newest of them; it stays when the agent has come back."""
+    recover_ms: _builtins.int
+    """Milliseconds until an agent that is off comes back by itself; absent while it is on, and where it stays off until the
+    engine is started again.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What operators call the engine by: MERIDIAN_LABELS in its environment."""
@@ -454,6 +483,10 @@ class Hello(_message.Message):
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
         """The newest revisions that this incarnation has refused, with its error: not sent again."""
+
+    @_builtins.property
+    def faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Faults of the agent since the engine started, by the hook that failed; `observer` for the workers'."""
 
     def __init__(
         self,
@@ -474,12 +507,17 @@ class Hello(_message.Message):
         state: Global___AgentState.ValueType = ...,
         freeze: Global___FreezeStatus | None = ...,
         refused: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        last_fault: _builtins.str = ...,
+        recover_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "freeze", b"freeze"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
+    _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recover_ms) -> _WhichOneofReturnType__recover_ms | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 

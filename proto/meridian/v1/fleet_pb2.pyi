@@ -132,6 +132,26 @@ class Engine(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FaultsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -166,6 +186,9 @@ class Engine(_message.Message):
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
+    LAST_FAULT_FIELD_NUMBER: _builtins.int
+    RECOVER_TIME_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """As in Hello."""
     incarnation: _builtins.str
@@ -208,6 +231,8 @@ class Engine(_message.Message):
     """As the agent says; of an engine that is not connected, what it is in by now if it lives."""
     replica: _builtins.str
     """Id of the replica of the control plane that it is, or was last, connected to."""
+    last_fault: _builtins.str
+    """The newest of them; it stays when the agent has come back."""
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
         """When its stream began."""
@@ -269,6 +294,16 @@ class Engine(_message.Message):
     def shadow(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowComparison]:
         """What the rules in shadow would have done, since the revision that gave them their present form."""
 
+    @_builtins.property
+    def faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Faults of the agent since the engine started, by the hook that failed; `observer` for the workers'."""
+
+    @_builtins.property
+    def recover_time(self) -> _timestamp_pb2.Timestamp:
+        """When an agent that is off comes back by itself; absent while it is on, and where it stays off until the engine is
+        started again.
+        """
+
     def __init__(
         self,
         *,
@@ -306,10 +341,13 @@ class Engine(_message.Message):
         think_tokens: Global___Histogram | None = ...,
         replica: _builtins.str = ...,
         shadow: _abc.Iterable[Global___ShadowComparison] | None = ...,
+        faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        last_fault: _builtins.str = ...,
+        recover_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,164 @@
+"""One engine's agents, one after the other: the first is built at start, another when a fault has been rested from.
+
+What they share is here: the link, who the engine is, what was read of its tokenizer and template. Engine-core thread,
+but for `hello` and `prepare`, which the link calls on its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent import hooks, observe, probes
+from meridian_agent.agent import Agent, Known
+from meridian_agent.credentials import Credentials
+from meridian_agent.environment import identity_of_engine, targets
+from meridian_agent.link import Link
+from meridian_agent.phases import NO_MARKERS, Markers
+from meridian_agent.settings import check
+from meridian_agent.state import StateFile, state_folder
+
+if TYPE_CHECKING:
+    from meridian_agent.guard import Guard
+
+logger = logging.getLogger("vllm.meridian")
+
+
+class Keeper:
+    """Builds the agents of one engine core, from the environment and the engine's own configuration."""
+
+    def __init__(self, scheduler: Any, guard: Guard) -> None:
+        self._scheduler, self._guard = scheduler, guard
+        # The newest, also while it is off; None where none could be built.
+        self.agent: Agent | None = None
+        model = scheduler.vllm_config.model_config.served_model_name
+        self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
+        self._identity = identity_of_engine(getattr(scheduler.vllm_config.parallel_config, "data_parallel_rank", 0))
+        self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
+        self._strips_think = False
+        self.link = Link(
+            targets(),
+            self.hello,
+            self.prepare,
+            self._state.keep,
+            credentials=Credentials.from_environment(),
+            rest_s=guard.rest_s,
+        )
+
+    def start(self) -> Agent:
+        """The first agent. It begins with the settings of the last start, until a control plane says otherwise."""
+        config = self._scheduler.vllm_config
+        self._markers = _markers(config)
+        template = hooks.template_of(hooks.tokenizer_of(config), self._markers)
+        self._strips_think = template.strips_think
+        hooks.hide_from_cache_stats(self._scheduler.kv_cache_manager, probes.PREFIX)
+        shares_blocks = hooks.share_blocks(self._scheduler, self._shared_with, self._guard)
+        boundaries = hooks.boundaries(config)
+        self._known = Known(self._model, boundaries, shares_blocks, template.tool_call, self._guard.note)
+        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        self._start_from_file(agent)
+        if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
+            logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
+            self.link.freeze_for(math.inf)
+        self.agent = agent
+        self._guard.on_trip, self._guard.may_return = self.link.step_aside, True
+        name = type(self._scheduler).__name__
+        logger.info("meridian: governing %s, control plane %s", name, ", ".join(targets()))
+        self.link.start()
+        return agent
+
+    def _start_from_file(self, agent: Agent) -> None:
+        settings = self._state.load()
+        if settings is None:
+            return
+        try:
+            check(settings)
+            markers = self.prepare(settings)
+        except ValueError as error:
+            logger.warning("meridian: %s is ignored: %s", self._state.path, error)
+            return
+        agent.put_in_force(settings, markers)
+        self.link.hold(settings, markers)
+        logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
+
+    def again(self, steps_under_way: int) -> Agent:
+        """Another agent, with the settings that were in force last; it takes up the engine's requests bit by bit.
+
+        Nothing here reads a tokenizer or a file: that was done at the start.
+        """
+        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        if self.link.held is not None:
+            agent.put_in_force(*self.link.held)
+        agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
+        agent.no_entropy = self._no_entropy
+        self.link.come_back()
+        self.agent = agent
+        logger.warning("meridian: agent on again; the fault was: %s", self._guard.last_fault)
+        return agent
+
+    def _shared_with(self, request_id: str) -> tuple[str, int] | None:
+        return self.agent.shared_with(request_id) if self.agent is not None else None
+
+    @property
+    def _no_entropy(self) -> str:
+        return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
+
+    # ------------------------------------------------------------------------------------------- on the link's thread
+
+    def hello(self) -> agent_pb2.Hello:
+        """The first message of a stream. An idle engine whose rest is over counts as on: it comes back with whatever it
+        does next."""
+        config, link, guard = self._scheduler.vllm_config, self.link, self._guard
+        rest_s = guard.rest_s()
+        hello = agent_pb2.Hello(
+            **self._identity,
+            model=self._model,
+            block_size_tokens=self._scheduler.block_size,
+            num_blocks=config.cache_config.num_gpu_blocks,
+            max_num_seqs=self._scheduler.max_num_running_reqs,
+            vocab_size=config.model_config.get_vocab_size(),
+            capabilities=capabilities(self._scheduler, self._strips_think, self._no_entropy),
+            revision=link.revision,
+            fault=guard.fault if rest_s else "",
+            state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
+            freeze=link.freeze_status(),
+            refused=link.refused,
+            faults=guard.faults,
+            last_fault=guard.last_fault,
+        )
+        if 0 < rest_s < math.inf:
+            hello.recover_ms = math.ceil(rest_s * 1e3)
+        return hello
+
+    def prepare(self, settings: agent_pb2.Settings) -> Markers:
+        """The thinking markers that settings come to. Raises ValueError."""
+        if self._guard.rest_s():
+            raise ValueError(f"the agent is off: {self._guard.fault}")
+        return hooks.resolve_markers(self._scheduler.vllm_config, settings)
+
+
+def _markers(config: Any) -> Markers:
+    try:
+        return hooks.resolve_markers(config, agent_pb2.Settings())
+    except ValueError as error:
+        logger.warning("meridian: nothing counts as thinking until policy names the markers: %s", error)
+        return NO_MARKERS
+
+
+def capabilities(scheduler: Any, strips_think: bool, no_entropy: str) -> agent_pb2.Capabilities:
+    """What this engine can honour. no_entropy: why its worker measures nothing, if it said so."""
+    caching = bool(scheduler.kv_cache_manager.enable_caching)
+    one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
+    entropy = not no_entropy and observe.possible(str(scheduler.vllm_config.device_config.device_type))
+    return agent_pb2.Capabilities(
+        token_entropy=entropy,
+        force_end=True,
+        eat_probe=entropy and caching,
+        dispatch=True,
+        reclaim=caching and one_group,
+        template_strips_think=strips_think,
+    )

@@ -1,0 +1,107 @@
+"""Faults inside the agent: an exception at any line of it that a run reaches, as the line is about to run.
+
+Lines are counted where the guard runs them. What is left out is the guard itself and what only passes vLLM's own call
+on (`GLUE`): an exception there is one of the interpreter's, or vLLM's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import meridian_agent
+from meridian_agent import guard as guard_module
+from meridian_agent.guard import Guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    import pytest
+
+HERE = str(Path(meridian_agent.__file__).parent)
+GLUE = {
+    "guard.py": (),
+    "scheduler.py": (
+        "_tell",
+        "add_request",
+        "finish_requests",
+        "schedule",
+        "get_grammar_bitmask",
+        "update_from_output",
+        "_preempt_request",
+        "_free_request_blocks",
+        "_settle_fault",
+    ),
+    "hooks.py": ("record_unless_hidden", "get_computed_blocks"),
+}
+# File and number of a line.
+Line: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """line: where, None for nowhere; raised the `nth` time it is reached. early: number of a hook in the run that fails
+    in any case, so that what follows a fault is reached too; None for none. at_start: where the agent is built, and not
+    in its hooks."""
+
+    line: Line | None = None
+    nth: int = 1
+    error: type[BaseException] = RuntimeError
+    early: int | None = None
+    at_start: bool = False
+
+
+class Injected:
+    """One run's faults. `reached` says how often each line came, in the guard's keeping."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.reached: Counter[Line] = Counter()
+        self.raised = False
+        self._hooks = 0
+
+    def install(self, patch: pytest.MonkeyPatch, rests_s: tuple[float, ...]) -> None:
+        patch.setattr(guard_module, "RESTS_S", rests_s)
+        run = Guard.run
+
+        def traced(guard: Guard, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.raised or (hook.__name__ == "_begin") is not self.fault.at_start:
+                return run(guard, hook, *args, **kwargs)
+            self._hooks += 1
+            if self._hooks == self.fault.early:
+                return run(guard, _fails)
+            outer = sys.gettrace()
+            sys.settrace(self._call)
+            try:
+                return run(guard, hook, *args, **kwargs)
+            finally:
+                sys.settrace(None if self.raised else outer)
+
+        patch.setattr(Guard, "run", traced)
+
+    def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(HERE):
+            return None
+        name = code.co_filename[len(HERE) + 1 :]
+        left_out = GLUE.get(name)
+        if left_out is not None and (not left_out or code.co_name in left_out):
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "line":
+            line = frame.f_code.co_filename[len(HERE) + 1 :], frame.f_lineno
+            self.reached[line] += 1
+            if line == self.fault.line and self.reached[line] == self.fault.nth:
+                self.raised = True
+                raise self.fault.error("injected")
+        return self._line
+
+
+def _fails() -> None:
+    raise RuntimeError("injected early")
