@@ -184,6 +184,9 @@ def rate(metric: str) -> tuple[str, str]:
     return total(metric, "engine", where=ONE), PER
 
 
+FAULTS = f"sum by (engine) (meridian_agent_faults_total{{{ONE}}})"
+NO_FAULTS = f"sum by (engine) (0 * meridian_engine_info{{{ONE}}})"
+
 ENGINE = [
     panel("Engines by state", "short", (states(ONE + ","), "{{state}}"), stacked=True),
     panel(
@@ -218,6 +221,12 @@ ENGINE = [
         (total("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE), "{{engine}} {{tier}}"),
     ),
     panel("Reports dropped", "ops", rate("meridian_agent_reports_dropped_total")),
+    panel(
+        "Faults of the agent",
+        "short",
+        (f"{FAULTS} or {NO_FAULTS}", PER),
+        text="Since the engine started.",
+    ),
     panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
     panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
     panel("Open decisions", "short", gauge("meridian_engine_open_decisions")),
