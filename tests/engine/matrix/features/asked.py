@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,8 +139,8 @@ def reentry(engine: Engine) -> None:
 @feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", "v1", "async")
 def tool_loop(engine: Engine) -> None:
     """Where the template keeps thinking until the tool has answered (here: any full stop is a call)."""
-    agent, known = engine.agent, engine.agent.tool_call
-    agent.tool_call = engine.token(".")
+    agent, known = engine.agent, engine.agent.known
+    agent.known = replace(known, tool_call=engine.token("."))
     try:
         prompt = engine.chat("A>B B>B start A")
         for turn in range(3):
@@ -152,7 +153,7 @@ def tool_loop(engine: Engine) -> None:
             result = [engine.token(word) for word in ("is", "where")]
             prompt = [*prompt, *answer.tokens, *result, engine.start]
     finally:
-        agent.tool_call = known
+        agent.known = known
 
 
 @feature("a grammar after thinking, also after a forced end", *ALL, "ngram")
