@@ -122,44 +122,50 @@ def uncached(engine: Engine) -> None:
 def preemption(engine: Engine) -> None:
     """More requests than the cache holds, in vLLM's own order; prompts come in pieces, so they are preempted too."""
     engine.control.apply({**NEUTRAL, "scheduler": {"enabled": False}})
+    last_goes_first = [squeezed(engine, order) for order in ("taoc", "tcoa", "aoct")]
+    assert set().union(*last_goes_first) == {Phase.PROMPT, Phase.THINK, Phase.OUTPUT}, last_goes_first
+
+
+def squeezed(engine: Engine, order: str) -> set[Phase]:
+    """Four requests in this order (t and o think, c with a cap of its own, a answers), then two more while blocks run
+    out. Returns the phases in which some were preempted; all must come out as from stock."""
     own = {"extra_args": {"meridian_max_think_tokens": 50}}
-    more = {**engine.endless(max_tokens=90), **own}
-    asks = {f"think{i}": Ask(engine.prompt(i), engine.endless(max_tokens=90)) for i in range(2)}
-    asks["capped"] = Ask(engine.prompt(2), more)
-    asks["answer"] = Ask(engine.prompt(3, CLOSED), engine.endless(max_tokens=80))
+    capped = {**engine.endless(max_tokens=90), **own}
+    asks = {
+        "t": Ask(engine.prompt(0), engine.endless(max_tokens=90)),
+        "o": Ask(engine.prompt(1), engine.endless(max_tokens=90)),
+        "c": Ask(engine.prompt(2), capped),
+        "a": Ask(engine.prompt(3, CLOSED), engine.endless(max_tokens=80)),
+    }
     late = {"prompt": Ask(engine.chat("A>B " * 100, {}), engine.endless(max_tokens=4))}
-    late |= {"capped_too": Ask(engine.prompt(0), more)}
-    first = len(asks["think0"].prompt)
-    phases: list[Phase] = []
+    late["capped"] = Ask(engine.prompt(0), capped)
+    phases: set[Phase] = set()
     preempted = engine.agent.preempted
 
     def watch(scheduler: Any, request: Any) -> None:
-        phases.append(engine.agent.tracker.by_id[request.request_id].state.phase)
+        phases.add(engine.agent.tracker.by_id[request.request_id].state.phase)
         preempted(scheduler, request)
 
     engine.agent.preempted = watch
     try:
         with engine.watched() as seen:
-            run = engine.run(asks)
-            # The prompt comes in while blocks run out.
-            run.until(lambda: (first + len(run.tokens["think0"])) % 32 == 24)
+            run = engine.run({name: asks[name] for name in order})
+            run.until(lambda: (len(asks["t"].prompt) + len(run.tokens["t"])) % 32 == 24)
             for name, ask in late.items():
                 ask.put(run, name)
             run.until()
     finally:
         del engine.agent.preempted
-    assert set(phases) == {Phase.PROMPT, Phase.THINK, Phase.OUTPUT}, phases
     asks |= late
     free = dict(zip(asks, engine.stock.ask(list(asks.values())), strict=True))
     for said in seen:
         name = said.name.split("-")[0]
-        engine.check_phases(
-            asks[name].prompt, run.tokens[name], said, asks[name].prompt[-1] != engine.start and name != "prompt"
-        )
-        if name.startswith("capped"):
+        engine.check_phases(asks[name].prompt, run.tokens[name], said, name == "a")
+        if asks[name].params is capped:
             assert run.tokens[name][:51] == [*free[name][0].tokens[:50], engine.end]
         else:
             assert run.tokens[name] == free[name][0].tokens
+    return phases
 
 
 @feature("answers are never preempted before thinking", *TIGHT)
