@@ -105,6 +105,9 @@ class Control:
     options: Sequence[str] = ()
     cores: set[int] | None = None
     credentials: grpc.ChannelCredentials | None = None
+    # What its command begins with, and where it listens if that is not where its clients find it.
+    within: Sequence[str] = ()
+    listen = ""
 
     def __init__(
         self,
@@ -130,11 +133,12 @@ class Control:
     def start(self) -> None:
         """Start, or start again on the same port and store."""
         command = [
+            *self.within,
             sys.executable,
             "-m",
             "meridian_control",
             "--listen",
-            self.target,
+            self.listen or self.target,
             "--metrics-listen",
             "",
             "--page-listen",

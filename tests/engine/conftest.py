@@ -1,14 +1,11 @@
 """One real vLLM engine in this process, governed by a real meridian-control, for the whole session of tests.
 
-The engine core runs in-process (its worker is a process of its own), so that tests can look at the scheduler. A stock
-vLLM in another process gives the greedy reference once.
+The engine core runs in-process (its worker is a process of its own), so that tests can look at the scheduler.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +13,14 @@ import pytest
 
 from tests.engine import ENGINE_ARGS
 from tests.engine.policies import NEUTRAL
-from tests.processes import ENGINE_ENV, Control, Process, free_port
+from tests.processes import ENGINE_ENV, Control, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm import LLM
+
+    from tests.processes import Process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,17 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engine")
-
-
-@pytest.fixture(scope="session")
-def stock_process(folder: Path) -> Iterator[Process]:
-    """Stock vLLM's greedy tokens, made while the governed engine starts."""
-    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": ""}
-    process = Process(
-        [sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")], folder / "stock.log", env
-    )
-    yield process
-    process.stop()
 
 
 @pytest.fixture(scope="session")
@@ -73,14 +61,6 @@ def llm(stock_process: Process, control: Control) -> Iterator[LLM]:
     control.engine()
     yield llm
     llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="session")
-def stock(stock_process: Process, folder: Path) -> list[list[int]]:
-    """Greedy token ids of stock vLLM for `tests.engine.cases()`."""
-    assert stock_process.popen.wait(240) == 0, stock_process.output()[-3000:]
-    tokens: list[list[int]] = json.loads((folder / "stock.json").read_text())
-    return tokens
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,143 @@
+"""A real vLLM engine under steady load in a process of its own: `python -m tests.chaos.engine SOCKET SETTINGS`.
+
+It connects to SOCKET, where `driver.Engine` listens, and goes on stepping until it is told to pause: between two steps
+it answers commands. SETTINGS is JSON: the engine's arguments, the load, the cores. Everything runs on the main thread,
+which is the engine core's; with MERIDIAN_CONTROL unset in the environment this is stock vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.reports import Done, Report
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+# How often the agent is looked at, between two steps.
+LOOK_S = 0.005
+
+
+class Load:
+    """Requests in flight, always as many, one case after the other."""
+
+    def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        from tests.engine import prompt_ids
+
+        self._llm, self._in_flight = llm, settings["in_flight"]
+        self._prompts = [prompt_ids(llm, case) for case in settings["cases"]]
+        self._params = SamplingParams(temperature=0.0, detokenize=False, **settings["sampling"])
+        self._added = 0
+        # Case, tokens so far and beginning of each request in flight.
+        self._live: dict[str, tuple[int, int, float]] = {}
+
+    def step(self, report: Report, now_s: float) -> None:
+        engine = self._llm.llm_engine
+        while len(self._live) < self._in_flight:
+            case = self._added % len(self._prompts)
+            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case]}, self._params.clone())
+            self._live[str(self._added)] = case, 0, now_s
+            self._added += 1
+        for output in engine.step():
+            case, had, began_s = self._live[output.request_id]
+            completion = output.outputs[0]
+            tokens = len(completion.token_ids)
+            report.tokens += tokens - had
+            self._live[output.request_id] = case, tokens, began_s
+            if output.finished:
+                del self._live[output.request_id]
+                said, reason = tuple(completion.token_ids), str(completion.finish_reason)
+                report.finished.append(Done(case, said, reason, began_s, time.monotonic()))
+        report.steps += 1
+
+
+class Engine:
+    """The engine, its load, and what is told of both."""
+
+    def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
+        self._load = Load(llm, settings)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        # None in stock vLLM.
+        self._agent: Any = getattr(scheduler, "_agent", None)
+        self._guard: Any = getattr(scheduler, "_guard", None)
+        self._report = Report()
+        self._running = False
+        self._stepped_s = self._looked_s = 0.0
+
+    def serve(self, connection: Connection[Any, Any]) -> None:
+        while True:
+            while not self._running or connection.poll(0):
+                command = connection.recv()
+                if command == "stop":
+                    return
+                self._running = command != "pause"
+                self._stepped_s = time.monotonic()
+                connection.send(self._take())
+            self._step()
+
+    def _step(self) -> None:
+        before = self._report.tokens
+        self._load.step(self._report, self._stepped_s)
+        now_s = time.monotonic()
+        took_s = now_s - self._stepped_s
+        self._report.busy_s += took_s
+        if self._report.tokens > before:
+            self._report.longest_s = max(self._report.longest_s, took_s)
+        if self._agent is not None and now_s - self._looked_s > LOOK_S:
+            self._look(now_s)
+        self._stepped_s = now_s
+
+    def _look(self, now_s: float) -> None:
+        link, report = self._agent.link, self._report
+        self._looked_s = now_s
+        report.ring, report.inbox = max(report.ring, link._ring.qsize()), max(report.inbox, len(link.inbox))
+        caps = [tr.cap for tr in self._agent.tracker.by_id.values() if tr.cap is not None]
+        seen = _name(link.state), link.connected and any(cap.decision_id for cap in caps)
+        if not report.states or report.states[-1][1:] != seen:
+            report.states.append((now_s, *seen))
+
+    def _take(self) -> Report:
+        """The report, and begin the next one."""
+        report, self._report = self._report, Report()
+        if self._agent is not None:
+            # What it is in now is where the next report begins.
+            self._report.states = report.states[-1:]
+            report.dropped, report.revision = self._agent.link.reports_dropped, self._agent.link.revision
+            report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
+        own = Path("/proc/self")
+        report.rss_mb = int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        report.threads, report.files = len(list((own / "task").iterdir())), len(list((own / "fd").iterdir()))
+        return report
+
+
+def _name(state: Any) -> str:
+    from meridian.v1 import agent_pb2
+
+    return agent_pb2.AgentState.Name(state).removeprefix("AGENT_STATE_")
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[2])
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"])
+    import torch
+    import vllm
+
+    torch.set_num_threads(1)
+    llm = vllm.LLM(**settings["engine"])
+    with Client(sys.argv[1], "AF_UNIX") as connection:
+        connection.send("ready")
+        Engine(llm, settings).serve(connection)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The emulated network with a control plane on its far side, and faults of that: how each begins and ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+
+from tests.chaos.network import CONTROL_ADDRESS, Network
+from tests.processes import Control, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.processes import Process
+
+# In a network namespace of its own nobody else has a port.
+PORT, METRICS_PORT = 7000, 9464
+TARGET = f"{CONTROL_ADDRESS}:{PORT}"
+
+
+class FarControl(Control):
+    """A `meridian-control` in the control plane's namespace. This process reaches it whatever the network does."""
+
+    def __init__(self, network: Network, folder: Path, cores: Sequence[int] = ()) -> None:
+        self.folder, self.port, self.cores = folder, PORT, set(cores) or None
+        self.within, self.listen = network.within("control"), f"0.0.0.0:{PORT}"
+        self.options = ["--insecure", "--metrics-listen", f"127.0.0.1:{METRICS_PORT}"]
+        self.target = network.relay(PORT)
+        self._metrics = network.relay(METRICS_PORT).removeprefix("unix:")
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample, by its name with labels as Prometheus writes it."""
+        with httpx.Client(transport=httpx.HTTPTransport(uds=self._metrics)) as client:
+            text = client.get("http://control/metrics").raise_for_status().text
+        lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+
+class Scene:
+    """What faults act on. `control` is not started yet."""
+
+    def __init__(self, folder: Path, seed: int, cores: Sequence[int] = ()) -> None:
+        self.folder = folder
+        self.network = Network(seed)
+        self.control = FarControl(self.network, folder, cores)
+        self._cores = cores
+        self._foreign: Process | None = None
+
+    def kill(self) -> None:
+        self.control.process.kill()
+
+    def answer_as(self, kind: str) -> None:
+        """Another program takes the control plane's address."""
+        self.kill()
+        command = [sys.executable, "-m", "tests.chaos.foreign", kind, f"0.0.0.0:{PORT}"]
+        log = self.folder / f"foreign-{kind}-{time.monotonic_ns()}.log"
+        self._foreign = foreign = self.network.run("control", command, log)
+        wait_for(lambda: "ready" in foreign.output(), 20, f"{kind} to answer")
+
+    def give_back(self) -> None:
+        """The control plane has its address again."""
+        if self._foreign is not None:
+            self._foreign.kill()
+            self._foreign = None
+        self.control.start()
+
+    def stop(self) -> None:
+        if self._foreign is not None:
+            self._foreign.kill()
+        if "process" in self.control.__dict__:
+            # It may stand still.
+            self.control.process.signal(signal.SIGCONT)
+            self.control.process.stop()
+        self.network.stop()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, during which nothing is heard of a control plane, so that the leases end."""
+
+    name: str
+    begin: Callable[[Scene], None]
+    end: Callable[[Scene], None]
+
+
+def _other(kind: str) -> Fault:
+    return Fault(kind, lambda s: s.answer_as(kind), Scene.give_back)
+
+
+def _stop(scene: Scene) -> None:
+    scene.control.process.signal(signal.SIGSTOP)
+
+
+def _go_on(scene: Scene) -> None:
+    scene.control.process.signal(signal.SIGCONT)
+
+
+# `mute` accepts and never says anything, `noise` says random bytes, `unknown` is gRPC without the service.
+FAULTS = (
+    Fault("killed", Scene.kill, Scene.give_back),
+    Fault("hung", _stop, _go_on),
+    _other("mute"),
+    _other("noise"),
+    _other("unknown"),
+)

@@ -1,0 +1,68 @@
+"""Several addresses of a control plane, some of which lead nowhere: the agent's real link on the emulated network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.chaos.scene import TARGET
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from tests.chaos.network import Network
+
+# On this network nobody has it, and nobody says so.
+NOWHERE = "10.99.0.9"
+NAME = "control.test"
+# Prints how many seconds it took to be connected.
+CONNECT = """
+import asyncio, json, sys, time
+from meridian_agent import link
+from tests.fakes.linked import LinkedEngine, until
+link.PATIENCE_S = (1.0, 60.0)
+async def main():
+    began_s = time.monotonic()
+    with LinkedEngine(sys.argv[1:]) as engine:
+        await until(lambda: engine.link.connected, 50)
+    print(json.dumps(time.monotonic() - began_s))
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def control(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    log = tmp_path_factory.mktemp("far") / "silent.log"
+    command = [sys.executable, "-m", "tests.chaos.foreign", "newer", TARGET]
+    process = network.run("control", command, log)
+    wait_for(lambda: "ready" in process.output(), 30, "a server")
+    yield
+    process.stop()
+
+
+def connect(network: Network, *targets: str, before: Sequence[str] = ()) -> float:
+    command = [*network.within("engine"), *before, sys.executable, "-c", CONNECT, *targets]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return float(json.loads(done.stdout))
+
+
+@pytest.mark.usefixtures("control")
+def test_the_next_of_several_addresses(network: Network) -> None:
+    """After the patience for the first, not after gRPC's own twenty seconds."""
+    assert 1.0 <= connect(network, f"{NOWHERE}:7000", TARGET) < 20.0
+
+
+@pytest.mark.usefixtures("control")
+def test_a_name_with_several_addresses(network: Network, tmp_path: Path) -> None:
+    """gRPC tries them side by side; the patience is for all of them together."""
+    hosts = tmp_path / "hosts"
+    lines = [f"{address} {NAME}" for address in (NOWHERE, TARGET.partition(":")[0], "10.99.0.8")]
+    hosts.write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
+    mount = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
+    connect(network, f"{NAME}:7000", before=mount)

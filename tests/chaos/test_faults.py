@@ -1,0 +1,165 @@
+"""Faults of the control plane on a real engine that serves all along.
+
+One engine meets every fault in turn. It is governed by a cap that is an experiment's: `scheduler.lease_ms` ends it soon
+after the stream. So the tokens of each request say what held: capped is a decision that was applied, equal to stock is
+none.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.chaos.driver import Engine
+from tests.chaos.network import NoNamespacesError
+from tests.chaos.scene import FAULTS, TARGET, Fault, Scene
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.chaos.reports import Done, Report
+
+LEASE_S, CAP = 0.5, 12
+CAPPED: dict[str, Any] = {
+    "scheduler": {"max_think_tokens": CAP, "lease_ms": int(LEASE_S * 1000)},
+    "fallback": {"lease_ms": int(LEASE_S * 2000)},
+    "entropy": {"shadow": True},
+}
+# Requests that are awaited during a fault; those of them that began after the leases were over count.
+DURING = 12
+# Far more than a step takes on a busy machine, less than any fault lasts.
+STANDSTILL_S = 2.0
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+@dataclass
+class World:
+    """The engine, what is around it, and what each case's tokens are: of stock, and under the cap."""
+
+    scene: Scene
+    engine: Engine
+    stock: list[tuple[int, ...]]
+    capped: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The token that ends thinking."""
+        case = next(case for case, tokens in self.capped.items() if tokens != self.stock[case])
+        return self.capped[case][_common(self.capped[case], self.stock[case])]
+
+    def explained(self, done: Done) -> bool:
+        """Whether a request says what stock says, up to where a cap ended its thinking."""
+        stock = self.stock[done.case]
+        common = _common(done.tokens, stock)
+        return done.tokens == stock or (common >= CAP and done.tokens[common] == self.end)
+
+    def collect(self, enough: Callable[[list[Report]], Any], timeout_s: float, what: str) -> list[Report]:
+        """Reports until there are enough, while the engine goes on. All of them must show a healthy engine."""
+        reports: list[Report] = []
+
+        def more() -> Any:
+            reports.append(self.engine.run())
+            return enough(reports)
+
+        wait_for(more, timeout_s, what)
+        healthy(reports)
+        return reports
+
+    def governed(self) -> list[Report]:
+        """Until decisions are applied again: of requests that begin from now on, each case was capped."""
+        since_s = time.monotonic()
+
+        def capped(reports: list[Report]) -> bool:
+            said = {done.case: done.tokens for done in finished(reports) if done.began_s > since_s}
+            return said == self.capped
+
+        return self.collect(capped, 40, "decisions to be applied")
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def finished(reports: list[Report]) -> list[Done]:
+    return [done for report in reports for done in report.finished]
+
+
+def healthy(reports: list[Report]) -> None:
+    """No request failed, the engine never stood still, nothing piled up, the agent is on."""
+    assert {done.reason for done in finished(reports)} <= {"stop", "length"}
+    assert max(report.longest_s for report in reports) < STANDSTILL_S
+    assert not any(report.fault for report in reports)
+    assert max(report.ring for report in reports) <= 4098
+    assert max(report.inbox for report in reports) <= 4097
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> Iterator[World]:
+    """An engine that serves, and a control plane that does not exist yet."""
+    folder = tmp_path_factory.mktemp("chaos")
+    try:
+        scene = Scene(folder, seed=5)
+    except NoNamespacesError as error:
+        pytest.skip(f"network namespaces and TUN devices cannot be made here: {error}")
+    engine = Engine(folder, "chaos", TARGET, scene.network.within("engine"))
+    try:
+        engine.ready()
+        engine.run()
+        yield World(scene, engine, [tuple(tokens) for tokens in stock])
+    finally:
+        engine.stop()
+        scene.stop()
+
+
+def test_absent_at_start(world: World) -> None:
+    """Stock vLLM until there is one, and governed from then on."""
+    reports = world.collect(lambda r: len(finished(r)) >= 24, 60, "requests without a control plane")
+    assert all(done.tokens == world.stock[done.case] for done in finished(reports))
+    world.scene.control.start()
+    world.scene.control.apply(CAPPED)
+    since_s = time.monotonic()
+    reports = world.collect(lambda r: len(finished(r)) >= 24, 60, "capped requests")
+    for done in finished(reports):
+        if done.began_s > since_s:
+            assert world.capped.setdefault(done.case, done.tokens) == done.tokens, "said in two ways"
+    assert sum(tokens != world.stock[case] for case, tokens in world.capped.items()) >= 4
+    assert set(world.capped) == set(range(len(world.stock)))
+    world.governed()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_fault(world: World, fault: Fault) -> None:
+    world.engine.run()
+    began_s = time.monotonic()
+    fault.begin(world.scene)
+    reports = world.collect(lambda r: len(ungoverned(r, began_s)) >= DURING, 120, "requests past the leases")
+    ended_s = time.monotonic()
+    fault.end(world.scene)
+    reports += world.governed()
+    assert all(world.explained(done) for done in finished(reports))
+    alone = [done for done in ungoverned(reports, began_s) if done.ended_s < ended_s]
+    assert [done.tokens for done in alone] == [world.stock[done.case] for done in alone]
+    wait_for(lambda: shown_well(world), 20, "the control plane to show the engine")
+    assert world.scene.control.metrics()["meridian_unknown_outcomes_total"] == 0
+
+
+def shown_well(world: World) -> bool:
+    """Whether operators see that all is well, and what was lost meanwhile."""
+    metrics, engine = world.scene.control.metrics(), world.scene.control.engine()
+    dropped = world.engine.run().dropped
+    return (
+        (engine.engine_id, engine.fault, engine.nack_error) == ("chaos", "", "")
+        and metrics['meridian_engine_state{engine="chaos",state="ready"}'] == 1
+        and metrics['meridian_agent_reports_dropped_total{engine="chaos"}'] == dropped
+    )
+
+
+def ungoverned(reports: list[Report], began_s: float) -> list[Done]:
+    """The requests of a fault that began when all leases were over."""
+    states = [seen for report in reports for seen in report.states]
+    since_s = next((at_s for at_s, state, _ in states if at_s > began_s and state == "DEGRADED"), float("inf"))
+    return [done for done in finished(reports) if done.began_s > since_s]
