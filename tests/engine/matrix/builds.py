@@ -47,6 +47,7 @@ BUILDS = {
         Build("v2", "V2", env=INTERPRETER, v2=True),
         Build("v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
         Build("ngram", "V1 with drafts", {"speculative_config": NGRAM}),
+        Build("tp2", "V1 on two ranks", {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
         Build("tight", "V1", TIGHT),
         Build("tight-async", "async", TIGHT, asynchronous=True),
         Build("tight-v2", "V2", TIGHT, env=INTERPRETER, v2=True),

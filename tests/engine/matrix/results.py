@@ -22,9 +22,13 @@ BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!--
 KEPT = ("build", "feature", "result", "detail")
 
 
+# What is looked up in a version's sources (tests/vllm_sources.py), without an engine.
+SOURCES = ("sources", "every hook that is used, with its parameters")
+
+
 def declared() -> set[tuple[str, str]]:
     """Every (build, feature) there is."""
-    return {(build, f.name) for f in features.all_of_them().values() for build in f.builds}
+    return {SOURCES} | {(build, f.name) for f in features.all_of_them().values() for build in f.builds}
 
 
 def path_of(version: str) -> Path:
@@ -60,6 +64,9 @@ def table() -> str:
     """Rows are features, columns versions; a cell names the engines on which the feature passed."""
     saved = {version: load(path_of(version)) for version in versions()}
     lines = [f"| | {' | '.join(saved)} |", "|---|" + "---|" * len(saved)]
+    looked_up = [found.get(SOURCES, {}) for found in saved.values()]
+    cells = ["in its sources" if line.get("result") == "passed" else line.get("detail", "") for line in looked_up]
+    lines.append(f"| {SOURCES[1]} | {' | '.join(cells)} |")
     for chosen in features.all_of_them().values():
         cells = []
         for found in saved.values():

@@ -35,7 +35,7 @@ def _as_stock(engine: Engine, **params: Any) -> None:
         engine.check_signals(ask.prompt, answer.tokens, said)
 
 
-@feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE)
+@feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE, "tp2")
 def greedy(engine: Engine) -> None:
     _as_stock(engine, temperature=0.0, max_tokens=60 if engine.slow else 300)
 

@@ -1,0 +1,51 @@
+"""Several workers: every rank is told the same and comes to the same tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.engine.matrix import feature
+from tests.engine.matrix.asks import Ask
+
+if TYPE_CHECKING:
+    from tests.engine.matrix.engine import Engine
+
+
+@feature("every rank masks and samples the same", "tp2")
+def same_on_every_rank(engine: Engine) -> None:
+    asks = [Ask(engine.prompt(i), {"temperature": 0.0, "max_tokens": 40}) for i in range(6)]
+    free = engine.tokens(asks)
+    engine.llm.collective_rpc(watch)
+    engine.control.apply({"scheduler": {"max_think_tokens": 20}})
+    for before, after in zip(free, engine.tokens(asks), strict=True):
+        engine.check_ends_once(before, after, 20)
+    first, *others = engine.llm.collective_rpc(watched)
+    assert len(others) == engine.build.args["tensor_parallel_size"] - 1
+    assert all(seen == first for seen in others)
+    masks = [mask for mask, _ in first if mask]
+    assert sum(len(ids) for ids, _ in masks) == len(asks)
+    assert all(sampled for _, sampled in first)
+
+
+def watch(worker: Any) -> None:
+    """On each worker: keep what it is told to mask, and what it samples."""
+    runner, seen = worker.model_runner, []
+    sample_tokens = runner.sample_tokens
+
+    def watching(grammar_output: Any) -> Any:
+        output = sample_tokens(grammar_output)
+        told = grammar_output and (
+            grammar_output.structured_output_request_ids,
+            grammar_output.grammar_bitmask.tolist(),
+        )
+        seen.append((told, [list(map(int, tokens)) for tokens in output.sampled_token_ids]))
+        return output
+
+    runner.sample_tokens, worker.meridian_seen = watching, (seen, sample_tokens)
+
+
+def watched(worker: Any) -> list[Any]:
+    """What was kept; from now on nothing is."""
+    seen, worker.model_runner.sample_tokens = worker.meridian_seen
+    found: list[Any] = seen
+    return found
