@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meridian_agent.hooks import vllm_version
 from tests.engine.matrix import results
 from tests.engine.matrix.__main__ import run
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 BUILDS = ("async", "ngram", "v2", "priority", "grammar")
 # Of a whole build: its first test waits for it.
 pytestmark = pytest.mark.timeout(1200)
-PASSED = results.load(results.path_of(results.versions()[0]))
+SAVED = results.load(results.path_of(vllm_version())).values()
+PASSED = [(line["build"], line["feature"]) for line in SAVED if line["result"] == "passed"]
 CHOSEN = [(build, feature) for build in BUILDS for of, feature in PASSED if of == build]
 
 
