@@ -41,7 +41,8 @@ def load(path: Path) -> dict[tuple[str, str], dict[str, str]]:
 
 def save(lines: list[dict[str, Any]]) -> None:
     """Replace what these lines are about in their version's file; what failed, or is no longer declared, goes."""
-    for version in {line["vllm"] for line in lines}:
+    # An engine that ended without a word is of no version.
+    for version in {line["vllm"] for line in lines} - {""}:
         path = path_of(version)
         found = load(path) if path.exists() else {}
         found |= {(line["build"], line["feature"]): _kept(line) for line in lines if line["vllm"] == version}
