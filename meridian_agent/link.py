@@ -113,6 +113,8 @@ class Link:
         self._credentials = credentials or Credentials()
         # Why there is no stream, as far as the log has it.
         self._complaints: set[tuple[str, object]] = set()
+        # Why this side has ended the stream, where the engine's log would not tell otherwise.
+        self._why = ""
         self._clock, self._jitter, self._shuffle, self._rest_s = clock, jitter, shuffle, rest_s
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
         self._ring: RecordRing = Ring()
@@ -267,6 +269,7 @@ class Link:
                 if silent_s > lease_s:
                     parts |= ending
         if parts and self.connected:
+            self._why = f"nothing heard for {silent_s:.1f} s"
             self.restart()
         return parts
 
@@ -349,7 +352,7 @@ class Link:
 
     def _stream(self, target: str, patience_s: float) -> bool:
         """One stream from connect to its end; returns whether the server answered at all."""
-        heard = False
+        heard, self._why = False, ""
         self._ring = Ring()
         self._outcomes_out = self._outcomes_in
         try:
@@ -376,7 +379,7 @@ class Link:
                     self._receive(response)
             except grpc.RpcError as error:
                 if heard and not self._stop.is_set():
-                    logger.warning("meridian: stream to %s ended: %s", target, _status(error))
+                    logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
                     self._complain(target, _code(error), _status(error))
             finally:

@@ -733,7 +733,9 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         assert sum(m.step.steps for m in servicer.received) == sent + 2 - 100
 
 
-async def test_a_stream_that_is_silent_past_the_lease_is_given_up(scripted: tuple[Scripted, str]) -> None:
+async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
+    scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture
+) -> None:
     servicer, target = scripted
     servicer.reading.set()
     clock = Clock()
@@ -751,6 +753,7 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(scripted: tupl
         await until(lambda: servicer.kinds().count("hello") == 2)
         await until(lambda: engine.link.connected and not engine.link.lapsed())
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+    assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
 
 
 async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
