@@ -166,8 +166,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "inbox taken past the lease",
         AGENT,
-        "        inbox = self.link.inbox if not self._lapsed else ()",
-        "        inbox = self.link.inbox",
+        "        inbox, taken = self.link.inbox if not self._lapsed else (), 0",
+        "        inbox, taken = self.link.inbox, 0",
     ),
     Mutant(
         "plan in force past the lease",
@@ -343,13 +343,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "probes held for ever",
         AGENT,
-        "            if answered or now > tr.held_until or tr.state.phase is not Phase.THINK or tr.preempted:",
+        "            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:",
         "            if answered or tr.state.phase is not Phase.THINK or tr.preempted:",
     ),
     Mutant(
         "a probe's output reaches clients",
         AGENT,
-        "        group.outputs = [o for o in group.outputs if not o.request_id.startswith(probes.PREFIX)]\n",
+        "        restore.hide_probes([group])\n",
         "",
     ),
     Mutant(

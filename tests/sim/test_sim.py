@@ -12,6 +12,8 @@ pytest.importorskip("vllm")
 from meridian_control.policy import Policy
 from tests.sim.engine import Script, Shape, words
 from tests.sim.lines import broken, cases
+from tests.sim.mutants import MUTANTS
+from tests.sim.mutations import ROOT
 from tests.sim.seeds import REGRESSIONS
 from tests.sim.world import Options, World, run
 
@@ -34,6 +36,12 @@ def test_seeds(first: int) -> None:
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_seeds_that_failed_once(seed: int) -> None:
     run(seed)
+
+
+def test_mutations_fit_the_source() -> None:
+    """Each changes one place that is there; whether the simulator notices takes `python -m tests.sim.mutations`."""
+    places = {mutant.name: (ROOT / mutant.path).read_text().count(mutant.old) for mutant in MUTANTS}
+    assert places == dict.fromkeys(places, 1)
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
