@@ -15,7 +15,8 @@ from meridian_agent.phases import Event, Markers, PhaseState, after_prompt, tail
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Tokens that are read in a step, about a tenth of a millisecond; a request counts as REQUEST_TOKENS at least.
+# Tokens that are read in a step, tenths of a millisecond where markers are rare; a request counts as REQUEST_TOKENS
+# at least.
 STEP_TOKENS, REQUEST_TOKENS = 8192, 256
 
 
