@@ -440,7 +440,8 @@ class Agent:
         self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
         before = len(self.placed)
         for decision_id, tr, flags, hold_ms in asked:
-            if tr.state.phase is Phase.THINK and tr.ending is None and tr.boundary & flags != flags:
+            misplaced = tr.boundary & flags != flags or tr.state.may_be_in_marker(self.tracker.markers)
+            if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
                 self.directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue
             appended = self.tracker.markers.probe

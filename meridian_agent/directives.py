@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_agent.phases import PhaseState
+
 # Stands for a draft token that is not known: no marker holds it.
 UNKNOWN_TOKEN = -2
 # meridian.v1.ForceReason of a soft close, the one force that belongs to the scheduler section.
@@ -230,20 +232,24 @@ class Directives:
             reached = None if limit is None else self._row_at(tr, limit, rows, drafts)
             if reached is None:
                 return {}
-            first, cap = reached, tr.cap
+            (first, state), cap = reached, tr.cap
             counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
             self._tracker.run.end()
-            tr.ending = Ending(self._tracker.markers.ending, cap.decision_id if cap and counts else 0, by_cap=True)
+            tokens = state.ending(self._tracker.markers)
+            tr.ending = Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True)
+        elif not _begun(tr):
+            tr.ending.tokens = tr.state.ending(self._tracker.markers)
         left = tr.ending.tokens[tr.ending.position :]
         tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
         return tr.expected
 
-    def _row_at(self, tr: Tracked, limit: int, rows: int, drafts: Sequence[int]) -> int | None:
-        """The row that finds the request thinking with `limit` thinking tokens done, if these rows get there."""
+    def _row_at(self, tr: Tracked, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
+        """The row that finds the request thinking with `limit` thinking tokens done, and its state there, if these rows
+        get there."""
         state = replace(tr.state, tail=list(tr.state.tail))
         for row in range(rows):
             if state.phase is Phase.THINK and state.think_tokens >= limit:
-                return row
+                return row, state
             state.feed(drafts[row] if row < len(drafts) else UNKNOWN_TOKEN, self._tracker.markers)
         return None
 

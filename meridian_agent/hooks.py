@@ -8,6 +8,7 @@ here touches a GPU at import.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -32,6 +33,15 @@ SUPPORTED = ((0, 30), (0, 33))
 _INSTALLED = "_meridian_installed"
 # A tool call to render chat templates with.
 TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument": 1}}
+
+# Where gpt-oss begins and ends thinking, in Harmony; vLLM's parser for it names neither. The first end is what a forced
+# one writes. Messages to tools and the preambles to them (commentary) are not thinking.
+_NEXT = "<|end|><|start|>assistant"
+_ANSWERS = ("final<|message|>", "final json<|message|>", "final <|constrain|>json<|message|>", "commentary")
+HARMONY = (
+    [f"{before}<|channel|>analysis<|message|>" for before in (_NEXT, "")],
+    [f"{before}<|channel|>{answer}" for answer in _ANSWERS for before in (_NEXT, "")] + [f"{_NEXT} to"],
+)
 
 
 class Unsupported(RuntimeError):  # noqa: N818
@@ -179,7 +189,7 @@ def _tokens(vllm_config: Any, text: str, name: str) -> tuple[int, ...]:
     tokenizer = tokenizer_of(vllm_config)
     if tokenizer is None:
         raise ValueError(f"the engine has no tokenizer: {name} cannot be encoded")
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return _ids(tokenizer, text)
 
 
 def _markers_from_parser(vllm_config: Any, parser_name: str) -> Markers:
@@ -191,30 +201,51 @@ def _markers_from_parser(vllm_config: Any, parser_name: str) -> Markers:
         raise ValueError("the engine has no tokenizer: set think_start_token_ids and think_end_token_ids")
     if not name:
         return _encoded(tokenizer, ["<think>"], ["</think>"])
+    if name == "openai_gptoss":
+        return _encoded(tokenizer, *HARMONY)
     try:
         parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
     except (KeyError, ValueError, RuntimeError) as error:
         raise ValueError(f"reasoning parser {name!r}: {error}") from error
-    return _encoded(tokenizer, _spellings(parser, "start"), _spellings(parser, "end"))
+    if prose := _prose(parser):
+        return _encoded(tokenizer, *prose, in_prose=True)
+    start, end = (getattr(parser, f"reasoning_{which}_str", None) for which in ("start", "end"))
+    return _encoded(tokenizer, [start] if start else [], [end] if end else [])
 
 
-def _spellings(parser: Any, which: str) -> list[str]:
-    """The texts that open or close thinking, as the parser itself names them."""
-    if text := getattr(parser, f"reasoning_{which}_str", None):
-        return [text]
-    several = getattr(parser, "valid_think_starts" if which == "start" else "valid_response_starts", None)
-    return list(several or ())
+def _prose(parser: Any) -> tuple[list[str], list[str]] | None:
+    """The sentences that open and close thinking for a parser that looks for text; the usual one is its last."""
+    starts, ends = getattr(parser, "valid_think_starts", None), getattr(parser, "valid_response_starts", None)
+    return (list(starts), list(ends)[::-1]) if starts and ends else None
 
 
-def _encoded(tokenizer: Any, starts: list[str], ends: list[str]) -> Markers:
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+def _encoded(tokenizer: Any, starts: list[str], ends: list[str], in_prose: bool = False) -> Markers:
+    def ids(text: str) -> list[tuple[int, ...]]:
+        return _in_running_text(tokenizer, text) if in_prose else [_ids(tokenizer, text)]
 
     unknown = getattr(tokenizer, "unk_token_id", None)
-    opening, closing = (tuple(ids(t) for t in texts) for texts in (starts, ends))
+    opening, closing = (tuple(dict.fromkeys(m for t in texts for m in ids(t))) for texts in (starts, ends))
     if not closing or any(unknown is not None and unknown in s for s in closing):
         raise ValueError("no end-of-thinking marker: start vLLM with --reasoning-parser, or set think_end_token_ids")
     return Markers(opening, closing)
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _in_running_text(tokenizer: Any, text: str) -> list[tuple[int, ...]]:
+    """The ways to write a text in tokens, by itself first: a tokenizer may put the blank before it, or the line feeds
+    after it, into one token with its first or last."""
+    found = []
+    for before, after in itertools.product(("", " ", "\n"), ("", "\n", "\n\n")):
+        tokens = _ids(tokenizer, before + text + after)
+        first = max((i for i in range(len(tokens)) if text in tokenizer.decode(tokens[i:])), default=0)
+        last = next(
+            (i for i in range(first, len(tokens) + 1) if text in tokenizer.decode(tokens[first:i])), len(tokens)
+        )
+        found.append(tokens[first:last])
+    return found
 
 
 def boundaries(vllm_config: Any) -> bytes:

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class Phase(IntEnum):
@@ -101,6 +101,17 @@ class Markers:
         """The tokens that a forced end writes: the closing text, which counts as thinking, and the marker."""
         return self.closing + self.end
 
+    def ending_after(self, tail: Sequence[int]) -> tuple[int, ...]:
+        """What a forced end writes after these text tokens, the newest of them last.
+
+        Where they begin an end marker, its rest: what has the model's own beginning twice reads as neither marker nor
+        text. Where they begin a start marker only, that is completed first, for the same reason.
+        """
+        end, start = _longest_begun(self.ends, tail), _longest_begun(self.starts, tail)
+        if end[0] and end[0] >= start[0]:
+            return end[1]
+        return start[1] + self.ending
+
     def is_text(self, token: int, phase: Phase) -> bool:
         """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""
         return self.longest == 1 and token not in self.by_last and phase is not Phase.PROMPT
@@ -132,6 +143,17 @@ class Markers:
 
 # What an engine without known markers has: nothing it generates is thinking.
 NO_MARKERS = Markers((), ((-1,),))
+
+
+def _begun(marker: tuple[int, ...], tail: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How many of the marker's first tokens the tail ends with, less than all, and the marker's rest."""
+    most = min(len(marker) - 1, len(tail))
+    length = next((n for n in range(most, 0, -1) if tuple(tail[-n:]) == marker[:n]), 0)
+    return length, marker[length:] if length else ()
+
+
+def _longest_begun(markers: Iterable[tuple[int, ...]], tail: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    return max((_begun(m, tail) for m in markers), key=lambda begun: begun[0], default=(0, ()))
 
 
 def boundary_flag(text: str) -> int:
@@ -201,6 +223,15 @@ class PhaseState:
                 self.output_tokens += len(part)
             if markers.longest > 1:
                 self.tail = [*self.tail, *part][-markers.longest :]
+
+    def ending(self, markers: Markers) -> tuple[int, ...]:
+        """The tokens that a forced end writes now."""
+        own = min(self.text_run, len(self.tail))
+        return markers.ending_after(self.tail[len(self.tail) - own :])
+
+    def may_be_in_marker(self, markers: Markers) -> bool:
+        """Whether the newest tokens begin a marker of several."""
+        return self.ending(markers) != markers.ending
 
     def _text(self) -> tuple[Phase, int]:
         self.text_run += 1

@@ -386,7 +386,7 @@ class EngineBooks:
             by_cap = at >= min(now, *late)
             assert at >= 0, f"{request_id} is forced outside thinking"
             assert by_cap or watched.force, f"thinking of {request_id} is ended at {at} tokens for no reason"
-            watched.ending_left = len(watched.markers.ending) - 1
+            watched.ending_left = len(state.ending(watched.markers)) - 1
             watched.force = 0
         else:
             limit = max(now, *late)

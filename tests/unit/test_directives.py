@@ -328,7 +328,27 @@ def test_caps_are_exact_with_any_drafts(
             break
     assert tr.state.think_tokens <= limit + (len(markers.ending) - 1 if tr.ending or not tr.state.ends else 0)
     if tr.forced:
-        assert tr.state.think_tokens == limit
+        # The model's last token before the cap may begin the marker, which is completed then.
+        begun = len(markers.end) > 1 and yielded[:limit][-1:] == [markers.end[0]]
+        assert tr.state.think_tokens == limit - begun
+
+
+@pytest.mark.parametrize("by_cap", [True, False])
+@pytest.mark.parametrize(("begun", "rest"), [([], [5, 6, 7]), ([5], [6, 7]), ([5, 6], [7]), ([5, 6, 5], [6, 7])])
+def test_a_marker_that_the_model_has_begun_is_completed(by_cap: bool, begun: list[int], rest: list[int]) -> None:
+    """By a cap that falls into it and by a force: no second beginning, and the first is no thinking."""
+    engine = FakeEngine(Markers(((START,),), ((5, 6, 7),)))
+    tr = engine.open("a", own_cap=2 + len(begun) if by_cap else None)
+    for token in [TEXT, TEXT, *begun]:
+        engine.run({"a": token})
+    if not by_cap:
+        engine.accept(message(forces=[force(1, 0)]))
+    for _ in rest:
+        engine.run({"a": TEXT})
+    assert (tr.state.phase, tr.forced) == (Phase.OUTPUT, True)
+    assert tr.state.think_tokens == 2 + (begun == [5, 6, 5]) * 2
+    engine.run({"a": TEXT})
+    assert tr.state.output_tokens == 1
 
 
 # --------------------------------------------------------------------------------------------------------- shadowed

@@ -277,6 +277,45 @@ def test_a_forced_ending_writes_the_closing_text_first() -> None:
     assert (state.phase, state.think_tokens, state.output_tokens) == (Phase.OUTPUT, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("tail", "writes"),
+    [
+        ([], [4, 3, 5, 7, 8]),
+        ([90], [4, 3, 5, 7, 8]),
+        # An end is begun, alone or as much of it as of a start: its rest. Then the shorter spelling.
+        ([90, 4], [3, 5, 7, 8]),
+        ([90, 4, 3, 5], [7, 8]),
+        ([90, 4, 3, 5, 7], [8]),
+        ([90, 5, 7], [8]),
+        ([90, 5], [7, 8]),
+        # A start is begun: it is completed, and thinking ended after it.
+        ([4, 3, 5, 6], [8, 4, 3, 5, 7, 8]),
+        ([90, 5, 6], [8, 4, 3, 5, 7, 8]),
+        # What looked like a beginning was none.
+        ([4, 3, 90], [4, 3, 5, 7, 8]),
+        ([4, 3, 5, 7, 4], [3, 5, 7, 8]),
+    ],
+)
+def test_a_forced_end_goes_on_where_the_model_has_begun(tail: list[int], writes: list[int]) -> None:
+    """gpt-oss: `end start channel final message`, and the same with analysis, with and without the first two."""
+    markers = Markers(((4, 3, 5, 6, 8), (5, 6, 8)), ((4, 3, 5, 7, 8), (5, 7, 8)))
+    state = PhaseState(Phase.THINK)
+    feed(state, tail, markers)
+    assert list(state.ending(markers)) == writes
+    assert state.may_be_in_marker(markers) == (writes != [4, 3, 5, 7, 8])
+    feed(state, writes, markers)
+    assert state.phase is Phase.OUTPUT
+    feed(state, [90], markers)
+    assert state.output_tokens == 1
+
+
+def test_a_beginning_in_the_prompt_or_in_a_marker_is_not_gone_on_with() -> None:
+    assert begin(CHANNELS, [5, 6, 8, 50, 5], True).ending(CHANNELS) == CHANNELS.ending
+    state = PhaseState(Phase.THINK)
+    feed(state, [1, 2], OVERLAPPING)
+    assert state.ending(OVERLAPPING) == OVERLAPPING.ending
+
+
 @pytest.mark.parametrize("closing", [(5,), (1, 5, 2), (3, 4), (7, 3, 4, 7), (6,)])
 def test_a_closing_text_holds_no_marker(closing: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="closing text"):
