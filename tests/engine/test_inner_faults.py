@@ -1,0 +1,345 @@
+"""Faults inside the agent while the real engine serves: its sender or its link's thread stands still, its clocks jump,
+the process forks; and what could pile up or grow: very many requests, a very long one.
+
+A hook that waited for what stands still here would never come back: that the engine's steps go on is the check.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+from vllm import SamplingParams
+
+from meridian_agent import agent as agent_module
+from meridian_agent import link as link_module
+from meridian_agent import scheduler as scheduler_module
+from meridian_agent.tracker import StepRecord, Tracked
+from tests.engine import Run, cases, chat, prompt_ids
+from tests.engine.test_decisions import endless, opened
+from tests.engine.test_equality import GREEDY
+from tests.engine.test_fail_static import CAPPED
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from tests.processes import Control
+
+# Far from every cap, and no rule that asks for a probe.
+UNRULED: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
+FULL = 16
+HOUR_S = 3600.0
+# In batches as a client sends them; the first ones warm up what the engine keeps.
+SHORT, BATCH = 10_000, 500
+# Of the whole engine, which has only just begun to serve; what Python holds is looked at more closely.
+MAX_GROWTH_MB = 96
+
+
+@pytest.fixture
+def gate(agent: Any) -> Iterator[threading.Event]:
+    """What stands still waits for this, at the latest until the test is over; then the link is whole again."""
+    opening = threading.Event()
+    yield opening
+    opening.set()
+    agent.link.__dict__.pop("_receive", None)
+    agent.link._clock = time.monotonic
+
+
+def capped_again(llm: Any, agent: Any, control: Control) -> None:
+    """Decisions hold once more, each has its outcome, nothing has failed, and no table has anything in it."""
+    (own,) = chat(llm, [opened()], endless(agent, max_tokens=40))
+    assert agent.tracker.markers.end[0] not in own
+    control.apply(CAPPED)
+    (own,) = chat(llm, [opened()], endless(agent, max_tokens=40))
+    assert own.index(agent.tracker.markers.end[0]) == 12
+    engine = control.settled()
+    assert (engine.fault, engine.open_decisions) == ("", 0)
+    assert engine.agent_state == agent_pb2.AGENT_STATE_READY
+    assert_empty(agent)
+
+
+def assert_empty(agent: Any) -> None:
+    tracker = agent.tracker
+    for table in (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held):
+        assert not table
+    assert (tracker.thinking, tracker.answering, agent.directives.probes) == (0, 0, [])
+
+
+def counted(agent: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of requests in each snapshot that is made from now on."""
+    made, snapshot = list[int](), agent.tracker.snapshot
+
+    def counts() -> Any:
+        rows = snapshot()
+        made.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(agent.tracker, "snapshot", counts)
+    return made
+
+
+def test_a_full_ring(  # noqa: PLR0917
+    llm: Any,
+    agent: Any,
+    control: Control,
+    stock: list[list[int]],
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC takes no report any more: they are dropped and counted; then one snapshot tells all that was missed."""
+    monkeypatch.setattr(link_module, "RING_RECORDS", FULL)
+    control.apply(UNRULED)
+    snapshots, link = counted(agent, monkeypatch), agent.link
+    run = Run(llm)
+    run.add("through", opened(), endless(agent, max_tokens=900))
+    run.until(lambda: len(run.tokens["through"]) > 5)
+    ring, dropped, before = link._ring, link.reports_dropped, len(snapshots)
+    monkeypatch.setattr(ring, "rest", lambda _: gate.wait())
+    for i, case in enumerate(cases()):
+        run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
+    run.until(lambda: len(run.finished) == len(cases()))
+    assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
+    assert ring.qsize() == FULL
+    # The one under the sender's hand left room for another, at most.
+    assert link.reports_dropped - dropped > 100
+    assert (link._ring is ring, link.connected, len(snapshots)) == (True, True, before)
+    assert not gate.is_set()
+    gate.set()
+    run.until(lambda: len(snapshots) > before, pause_s=0.003)
+    assert snapshots[before:] == [1]
+    known = len(run.tokens["through"])
+    run.until(lambda: ring.qsize() == 0, pause_s=0.003)
+    (shown,) = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= known], 10, "what was missed")
+    assert shown.think_tokens <= len(run.tokens["through"])
+    run.until(lambda: len(run.tokens["through"]) == 900)
+    run.until()
+    wait_for(lambda: control.settled().counters.reports_dropped == link.reports_dropped, 10, "the drops to be shown")
+    capped_again(llm, agent, control)
+
+
+def test_the_links_thread_stands_still(
+    llm: Any, agent: Any, control: Control, stock: list[list[int]], gate: threading.Event
+) -> None:
+    """It sleeps over a message, without its lock: the engine serves by what holds; what came meanwhile holds later."""
+    control.apply(CAPPED)
+    capped = chat(llm, cases(), GREEDY)
+    control.apply(UNRULED)
+    link, receive, asleep = agent.link, agent.link._receive, threading.Event()
+
+    def sleeps(response: Any) -> None:
+        asleep.set()
+        gate.wait()
+        receive(response)
+
+    link._receive = sleeps
+    assert chat(llm, cases(), GREEDY) == stock
+    assert asleep.wait(10)
+    revision = control.set_policy(CAPPED)
+    assert chat(llm, cases(), GREEDY) == stock
+    assert (link.handover.locked(), len(link.inbox), len(link.arrived)) == (False, 0, 0)
+    # Past the lease the state says so, and the next step has the stream ended; whose thread still sleeps.
+    link._clock = lambda: time.monotonic() + link.lease_s + 1
+    assert chat(llm, cases(), GREEDY) == stock
+    assert link.state == agent_pb2.AGENT_STATE_DEGRADED
+    assert (gate.is_set(), link._thread.is_alive()) == (False, True)
+    link._clock = time.monotonic
+    gate.set()
+    wait_for(lambda: link.connected and control.engine().acked_revision == revision, 20, "the policy to hold")
+    assert chat(llm, cases(), GREEDY) == capped
+    control.apply(UNRULED)
+    capped_again(llm, agent, control)
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["forwards", "backwards"])
+def test_clocks_jump(  # noqa: PLR0917
+    llm: Any,
+    agent: Any,
+    scheduler: Any,
+    control: Control,
+    stock: list[list[int]],
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: float,
+) -> None:
+    """Those that the agent reads, while requests run and probes are under way. A wall clock is none of them."""
+    jumped = [0.0]
+
+    def reads(clock: Callable[[], float]) -> Callable[[], float]:
+        return lambda: clock() + jumped[0]
+
+    clocks = SimpleNamespace(monotonic=reads(time.monotonic), perf_counter=reads(time.perf_counter))
+    for module in (agent_module, scheduler_module, link_module):
+        monkeypatch.setattr(module, "time", clocks)
+    monkeypatch.setattr(scheduler._guard, "_clock", clocks.monotonic)
+    agent.link._clock = clocks.monotonic
+    run = Run(llm)
+    for i, case in enumerate(cases()):
+        run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
+    run.until(lambda: len(run.tokens["0"]) > 20)
+    jumped[0] = jump_s
+    run.until()
+    assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
+    assert not scheduler._guard.fault
+    wait_for(lambda: agent.link.connected, 20, "a stream")
+    # And back, while nothing runs.
+    jumped[0] = 0.0
+    assert chat(llm, cases(), GREEDY) == stock
+    wait_for(lambda: agent.link.state == agent_pb2.AGENT_STATE_READY, 20, "the agent to be ready")
+    control.apply(UNRULED)
+    capped_again(llm, agent, control)
+
+
+def rss_mb() -> float:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(o) is kind for o in gc.get_objects())
+
+
+def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
+    """Nothing of a request stays behind; slots are used again; each has as many tokens as it asked for."""
+    control.apply(UNRULED)
+    prompts = [{"prompt_token_ids": prompt_ids(llm, case)[-8:]} for case in cases()]
+    length = [1, 2, 3]
+
+    def batch() -> int:
+        params = [SamplingParams(max_tokens=length[i % 3], ignore_eos=True) for i in range(BATCH)]
+        outputs = llm.generate([prompts[i % len(prompts)] for i in range(BATCH)], params, use_tqdm=False)
+        return sum(len(o.outputs[0].token_ids) == length[i % 3] for i, o in enumerate(outputs))
+
+    finished = [batch() for _ in range(3)]
+    before, tracked, slots = rss_mb(), alive(Tracked), agent.tracker._next_slot
+    blocks = sys.getallocatedblocks()
+    finished += [batch() for _ in range(SHORT // BATCH - 3)]
+    assert finished == [BATCH] * (SHORT // BATCH)
+    assert not scheduler._guard.fault
+    assert_empty(agent)
+    assert (alive(Tracked), agent.tracker._next_slot) == (tracked, slots)
+    # Less than one piece of memory for each request: none is left behind by each.
+    assert sys.getallocatedblocks() - blocks < SHORT / 2
+    assert alive(StepRecord) <= link_module.RING_RECORDS
+    assert rss_mb() - before < MAX_GROWTH_MB
+    assert control.settled().open_decisions == 0
+    capped_again(llm, agent, control)
+
+
+def _in_the_child(link: Any) -> None:
+    """What a fork of the engine core finds: no thread of the link's, and an end that waits for none."""
+    assert not link._thread.is_alive()
+    assert [t.name for t in threading.enumerate()] == [threading.current_thread().name]
+
+
+@pytest.mark.parametrize("how", ["process", "fork", "command"])
+def test_the_process_forks(llm: Any, agent: Any, control: Control, how: str) -> None:
+    """With the stream up and a request under way: the child ends, the parent's stream and the request go on."""
+    control.apply({"scheduler": {"max_think_tokens": 200}})
+    connected = control.engine().connect_time
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=400))
+    run.until(lambda: len(run.tokens["r"]) > 10)
+    for _ in range(3):
+        assert fork(how, agent.link) == 0
+        run.step()
+    run.until()
+    assert run.tokens["r"].index(agent.tracker.markers.end[0]) == 200
+    engine = control.settled()
+    assert (engine.connect_time, agent.link.connected, agent.link._thread.is_alive()) == (connected, True, True)
+    control.apply(UNRULED)
+    capped_again(llm, agent, control)
+
+
+def fork(how: str, link: Any) -> int | None:
+    """Fork and see the child end; its status."""
+    if how == "command":
+        return subprocess.run([sys.executable, "-S", "-c", ""], check=False, timeout=60).returncode
+    if how == "process":
+        child = multiprocessing.get_context("fork").Process(target=_in_the_child, args=(link,))
+        child.start()
+        child.join(60)
+        return child.exitcode
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if not link._thread.is_alive() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
+    """As long as the model allows: the agent does as much in a late step as in an early one, and reads its tokens
+    for probes only, which are requests of these tokens."""
+    control.apply(UNRULED)
+    before = control.settled().decisions["probe"]
+    run = Run(llm)
+    run.add("long", opened(), endless(agent, max_tokens=1024))
+    run.until(lambda: len(run.tokens["long"]) > 100)
+    (tracked,) = agent.tracker.by_id.values()
+    reads = watched(tracked.ref)
+    early = [calls_in(run.step) for _ in range(50)]
+    run.until(lambda: len(run.tokens["long"]) > 850)
+    late = [calls_in(run.step) for _ in range(50)]
+    # An answer of the control plane may come in any of them.
+    assert 0 < min(late) <= min(early)
+    assert sorted(late)[25] <= sorted(early)[25] + 3
+    run.until()
+    assert set(reads) <= {"_place_probes"}
+    probes = control.settled().decisions["probe"] - before
+    # How many there are is asked for, then they are copied.
+    assert len(reads) <= 3 * probes < len(run.tokens["long"]) / 4
+    assert len(run.tokens["long"]) > 950
+    capped_again(llm, agent, control)
+
+
+def watched(request: Any) -> list[str]:
+    """Grows with each look of the agent's at a request's tokens, by the function that looks."""
+    reads: list[str] = []
+    for name in ("all_token_ids", "output_token_ids"):
+        tokens = getattr(request, name)
+        setattr(request, name, type("Watched", (type(tokens),), looks(type(tokens), reads))(tokens._x))
+    return reads
+
+
+def looks(kind: type, reads: list[str]) -> dict[str, Any]:
+    def look(name: str) -> Any:
+        original = getattr(kind, name)
+
+        def reading(self: Any, *args: Any) -> Any:
+            if ours(sys._getframe(1)):
+                reads.append(sys._getframe(1).f_code.co_name)
+            return original(self, *args)
+
+        return reading
+
+    return {name: look(name) for name in ("__getitem__", "__iter__", "__len__")}
+
+
+def ours(frame: FrameType) -> bool:
+    return "/meridian_agent/" in frame.f_code.co_filename
+
+
+def calls_in(step: Callable[[], None]) -> int:
+    """Calls made by the agent on the engine's thread in a step, into C too."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"} and ours(frame)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
