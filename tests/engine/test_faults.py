@@ -176,9 +176,10 @@ vllm.__version__ = "0.99.0"
 from meridian_agent.plugin import register
 register()
 from vllm.config.scheduler import SchedulerConfig
-assert "meridian" not in SchedulerConfig.get_scheduler_cls.__module__
-assert SchedulerConfig.get_scheduler_cls.__qualname__ == "SchedulerConfig.get_scheduler_cls"
-assert not getattr(SchedulerConfig, "_meridian_installed", False)
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+assert not hasattr(WorkerWrapperBase.init_device, "__wrapped__")
+chosen = SchedulerConfig.get_scheduler_cls(SchedulerConfig.default_factory())
+assert "meridian" not in str(chosen.__mro__), chosen
 """
 
 MISSING_HOOK = """
@@ -189,7 +190,8 @@ del Scheduler._preempt_request
 from meridian_agent.plugin import register
 register()
 from vllm.config.scheduler import SchedulerConfig
-assert not getattr(SchedulerConfig, "_meridian_installed", False)
+chosen = SchedulerConfig.get_scheduler_cls(SchedulerConfig.default_factory())
+assert "meridian" not in str(chosen.__mro__), chosen
 """
 
 

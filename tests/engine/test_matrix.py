@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from meridian_agent.hooks import vllm_version
 from tests.engine.matrix import results
 from tests.engine.matrix.__main__ import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUILDS = ("async", "ngram", "v2", "priority", "grammar")
 # Of a whole build: its first test waits for it.
@@ -22,10 +19,11 @@ CHOSEN = [(build, feature) for build in BUILDS for of, feature in PASSED if of =
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def found(request: pytest.FixtureRequest, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, dict[str, Any]]]:
     """A build's name and its line for each feature."""
-    build_folder = folder / request.param
-    build_folder.mkdir()
+    build_folder = tmp_path_factory.mktemp(request.param)
     features = [feature for build, feature in CHOSEN if build == request.param]
     return request.param, {line["feature"]: line for line in run(request.param, build_folder, features)}
 
