@@ -13,6 +13,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.matrix import features_of
+from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare
 from tests.engine.matrix.stock import Stock, StockFailed
 from tests.processes import Control
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from tests.engine.matrix import Feature
     from tests.engine.matrix.builds import Build
     from tests.engine.matrix.engine import Engine
+
+# What every build has to answer without the agent; it says the same again and again, so that drafts are made.
+PLAIN = Ask([1, 2, 3] * 8, {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True})
 
 
 def start(build: Build, control: Control, stock: Stock) -> Engine:
@@ -66,7 +70,7 @@ def main() -> None:
         print("\n" + json.dumps({**said, "vllm": vllm.__version__, "seconds": round(seconds, 1)}), flush=True)
 
     try:
-        stock.ask([])
+        stock.ask([PLAIN])
     except StockFailed as error:
         for one in chosen:
             say(one.name, "not supported", str(error)[-2000:], 0.0)
