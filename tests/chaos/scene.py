@@ -1,4 +1,4 @@
-"""The emulated network with a control plane on its far side, and faults of that: how each begins and ends."""
+"""The emulated network with a control plane on its far side, and the faults of both: how each begins and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from tests.chaos.network import CONTROL_ADDRESS, Network
+from tests.chaos.network import CONTROL_ADDRESS, CUT, FINE, Conditions, Network
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
@@ -82,15 +82,31 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, during which nothing is heard of a control plane, so that the leases end."""
+    """One fault. says: what the engine's log says meanwhile. loses: whether nothing is heard of a control plane while
+    it lasts, so that the leases end."""
 
     name: str
     begin: Callable[[Scene], None]
     end: Callable[[Scene], None]
+    says: Sequence[str] = ()
+    loses: bool = False
+
+
+GONE, UNHEARD = ("meridian: DEGRADED",), ("meridian: DEGRADED", "ended: nothing heard for")
 
 
 def _other(kind: str) -> Fault:
-    return Fault(kind, lambda s: s.answer_as(kind), Scene.give_back)
+    return Fault(kind, lambda s: s.answer_as(kind), Scene.give_back, GONE, loses=True)
+
+
+def _network(name: str, up: Conditions, down: Conditions) -> Fault:
+    cut = CUT in (up, down)
+    says = UNHEARD if cut else ()
+    return Fault(name, lambda s: s.network.set(up, down), lambda s: s.network.mend(), says, loses=cut)
+
+
+def _both(name: str, conditions: Conditions) -> Fault:
+    return _network(name, conditions, conditions)
 
 
 def _stop(scene: Scene) -> None:
@@ -101,10 +117,19 @@ def _go_on(scene: Scene) -> None:
     scene.control.process.signal(signal.SIGCONT)
 
 
-# `mute` accepts and never says anything, `noise` says random bytes, `unknown` is gRPC without the service.
+# Slow: every answer comes a second late. `mute` accepts and never says anything, `noise` says random bytes, `unknown`
+# is gRPC without the service.
 FAULTS = (
-    Fault("killed", Scene.kill, Scene.give_back),
-    Fault("hung", _stop, _go_on),
+    _both("partition", CUT),
+    _network("half-open-up", CUT, FINE),
+    _network("half-open-down", FINE, CUT),
+    _network("slow", FINE, Conditions(delay_ms=1000)),
+    _both("delay", Conditions(delay_ms=200, jitter_ms=100)),
+    _both("loss", Conditions(delay_ms=5, loss=0.1)),
+    _both("heavy-loss", Conditions(delay_ms=5, loss=0.33)),
+    _both("reordering", Conditions(delay_ms=5, jitter_ms=5, reorder=0.2, duplicate=0.05)),
+    Fault("killed", Scene.kill, Scene.give_back, GONE, loses=True),
+    Fault("hung", _stop, _go_on, UNHEARD, loses=True),
     _other("mute"),
     _other("noise"),
     _other("unknown"),
