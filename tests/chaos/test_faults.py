@@ -127,11 +127,22 @@ def test_absent_at_start(world: World) -> None:
     world.scene.control.start()
     world.scene.control.apply(CAPPED)
     since_s = time.monotonic()
-    reports = world.collect(lambda r: len(finished(r)) >= 24, 60, "capped requests")
-    for done in finished(reports):
-        if done.began_s > since_s:
-            assert world.capped.setdefault(done.case, done.tokens) == done.tokens, "said in two ways"
-    assert sum(tokens != world.stock[case] for case, tokens in world.capped.items()) >= 4
+
+    def differing(reports: list[Report]) -> dict[int, set[tuple[int, ...]]]:
+        """What each case said since then; besides what stock says, for a cap's lease may end on a busy machine."""
+        said: dict[int, set[tuple[int, ...]]] = {case: set() for case in range(len(world.stock))}
+        for done in finished(reports):
+            if done.began_s > since_s:
+                said[done.case].add(done.tokens)
+        return {case: tokens - {world.stock[case]} for case, tokens in said.items()}
+
+    def enough(reports: list[Report]) -> bool:
+        return len(finished(reports)) >= 48 and sum(map(len, differing(reports).values())) >= 4
+
+    reports = world.collect(enough, 60, "capped requests")
+    for case, tokens in differing(reports).items():
+        assert len(tokens) <= 1, "said in two ways"
+        world.capped[case] = next(iter(tokens), world.stock[case])
     assert set(world.capped) == set(range(len(world.stock)))
     world.governed()
 

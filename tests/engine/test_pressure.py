@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -237,7 +238,8 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     """Blocks past the prompt lose their hash and head the free queue; the prompt's stay cached. Off, all stay; so they
     do when the output calls a tool (here: any sentence end does), for the next turn repeats it."""
     llm.llm_engine.reset_prefix_cache()
-    monkeypatch.setattr(agent, "tool_call", tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call))
+    calls = tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call)
+    monkeypatch.setattr(agent, "known", replace(agent.known, tool_call=calls))
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=120))
