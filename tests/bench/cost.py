@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,7 +112,9 @@ def arguments() -> argparse.Namespace:
 def run() -> None:
     """Raises BenchError."""
     options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-cost-"))
-    found = cost_throughput.measure(folder / "throughput", options.throughput_pairs)
+    # vLLM loads its plugins once in a process, and stock's engine would have it load none of ours.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        found = apart.submit(cost_throughput.measure, folder / "throughput", options.throughput_pairs).result()
     (folder / "steps").mkdir()
     steps = Steps(folder / "steps", STEP_MS)
     try:

@@ -112,7 +112,8 @@ class Arm:
         async def place() -> None:
             nonlocal tokens
             for request in waiting:
-                tokens += len((await engine.stream(request)).tokens)
+                done = await engine.stream(request)
+                tokens += len(done.tokens)
 
         await asyncio.gather(*(place() for _ in range(PLACES)))
         took_s = time.perf_counter() - began_s
