@@ -68,23 +68,27 @@ def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int3
 
 
 def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:
-    end = x[:, ends].amax(dim=1, keepdim=True)
-    # NumPy finds the place several times as fast as torch.
-    top_id = x.numpy().argmax(axis=1)
-    top = x.amax(dim=1, keepdim=True)
-    above = (x > end).sum(dim=1)
-    x = x - top
-    weight = x.clamp_(min=_FLOOR).exp()
-    total = weight.sum(dim=1)
-    log_total = total.log()
-    floats[0] = (log_total - weight.mul_(x).sum(dim=1) / total).numpy()
-    floats[1] = (top[:, 0] + log_total).numpy()
-    floats[2] = -log_total.numpy()
-    floats[3] = ((end - top)[:, 0] - log_total).numpy()
+    """torch where all logits are computed with, on all its threads; NumPy, whose calls cost less, for the rest."""
+    import torch
+
+    plain = x.numpy()
+    end, top_id = plain[:, ends].max(axis=1), plain.argmax(axis=1)
+    top = plain[np.arange(len(plain)), top_id]
+    above = np.count_nonzero(plain > end[:, None], axis=1)
+    x = (x - torch.from_numpy(top)[:, None]).clamp_(min=_FLOOR)
+    weight = x.exp()
+    total = weight.sum(dim=1).numpy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        log_total = np.log(total)
+        floats[0] = log_total - weight.mul_(x).sum(dim=1).numpy() / total
+        floats[1] = top + log_total
+        floats[2] = -log_total
+        floats[3] = end - top - log_total
     # With nothing but -inf, or with +inf, shifting made NaN of the sum and not of all that was added to it.
-    floats[:, np.isnan(floats[2])] = np.nan
-    integers[0] = np.where(np.isnan(floats[2]), -1, top_id)
-    integers[1] = above.numpy() + 1
+    unfit = np.isnan(log_total)
+    floats[:, unfit] = np.nan
+    integers[0] = np.where(unfit, -1, top_id)
+    integers[1] = above + 1
 
 
 def reference(
