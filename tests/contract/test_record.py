@@ -67,9 +67,9 @@ class Recorder:
         return [response.record async for response in self.responses]
 
 
-async def stream_of(control: Control, agent: FakeAgent, steps: int) -> None:
+async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
     """Play an agent's whole stream, its requests opened now and then, and leave."""
-    async with grpc.aio.insecure_channel(control.target) as channel:
+    async with grpc.aio.insecure_channel(target) as channel:
         call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
 
@@ -111,7 +111,7 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
     await control.set_policy(policy(entropy={"shadow": False, "eat_probe_interval_tokens": 2, "eat_warmup_samples": 2}))
     agent = FakeAgent()
     async with Recorder(control) as recorder:
-        playing = asyncio.create_task(stream_of(control, agent, 120))
+        playing = asyncio.create_task(stream_of(control.target, agent, 120))
         await until(lambda: any(engine.step > 40 for engine in control.fleet.engines()))
         await control.set_policy(policy(scheduler={"max_think_tokens": 5, "min_think_tokens": 0}))
         await playing
@@ -218,7 +218,7 @@ async def test_record_so_many_requests(control: Control, tmp_path: Path) -> None
     out = tmp_path / "a.trace"
     recording_ = asyncio.create_task(run("record", out, "--requests", 3, server=control.target))
     await until(lambda: control.fleet.recordings)
-    await stream_of(control, FakeAgent(), 60)
+    await stream_of(control.target, FakeAgent(), 60)
     result = await recording_
     assert result.exit_code == OK, result.output
     assert result.stdout.startswith(f"{out}: 3 requests, ")
@@ -243,7 +243,7 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
     try:
         await until(lambda: control.fleet.recordings, 30)
-        await stream_of(control, FakeAgent(), 40)
+        await stream_of(control.target, FakeAgent(), 40)
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(30):
             told, errors = await process.communicate()

@@ -20,6 +20,7 @@ from tests.soak import picture, trace, watch
 from tests.soak.clients import Clients
 from tests.soak.faults import Faults
 from tests.soak.proxy import Proxy
+from tests.soak.record import Recording
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +46,6 @@ class Soak:
         self._out, self._seed, self._seconds, self._clients = out, seed, seconds, clients
         self._samples: list[watch.Sample] = []
         self._rates: picture.Rates = []
-        self._traces: list[Path] = []
         self._found: list[str] = []
         self._began = 0.0
 
@@ -62,21 +62,15 @@ class Soak:
         await self._proxy.open()
         self._server = Served(out, f"127.0.0.1:{self._proxy.port}", options=OPTIONS)
         try:
-            self._recorder = self._record(control)
+            self._recording = Recording(out, control)
             await asyncio.to_thread(wait_for, self._server.ready, 240, "vLLM to serve")
             await asyncio.to_thread(wait_for, lambda: stock.popen.poll() is not None, 240, "stock vLLM's answers")
             return await self._soak(control, json.loads((out / "stock.json").read_text()))
         finally:
             await self._proxy.end()
             control.process.signal(signal.SIGCONT)
-            for process in (stock, self._recorder, self._server.process, control.process):
+            for process in (stock, self._recording.process, self._server.process, control.process):
                 process.stop()
-
-    def _record(self, control: Control) -> Process:
-        self._traces.append(self._out / f"{len(self._traces)}.trace")
-        meridianctl = [sys.executable, "-c", "from meridian_control.ctl import main; main()"]
-        command = [*meridianctl, "--server", control.target, "record", str(self._traces[-1])]
-        return Process(command, self._out / "record.log")
 
     async def _soak(self, control: Control, stock: dict[str, list[list[int]]]) -> dict[str, Any]:
         from transformers import AutoTokenizer
@@ -105,7 +99,8 @@ class Soak:
         watching.cancel()
         await asyncio.wait({watching})
         self._found += await self._counted()
-        await asyncio.to_thread(self._recorder.stop)
+        await self._proxy.close()
+        await self._recording.finish()
         return await asyncio.to_thread(self._summary, lasted)
 
     async def _watch(self, control: Control) -> None:
@@ -117,8 +112,7 @@ class Soak:
             pids = {**roles, watch.CONTROL: control.process.popen.pid}
             found = [watch.sample(now, role, pid) for role, pid in pids.items()]
             self._samples += [one for one in found if one is not None]
-            if self._recorder.popen.poll() is not None:
-                self._recorder = self._record(control)
+            self._recording.keep()
             if now - shown >= SHOW_S or now >= before[0] + 5:
                 before = self._rate(now, before)
             if now - shown >= SHOW_S:
@@ -162,7 +156,7 @@ class Soak:
         tally, faults = self._load.tally, self._faults
         # So that a soak whose reckoning is stopped leaves what it takes.
         watch.save(self._samples, self._out / "processes.csv")
-        audit = trace.audit(path for path in self._traces if path.exists())
+        audit = trace.audit(self._recording.paths)
         warm_s = min(WARM_S, self._seconds / 4)
         # Too short a time shows how a process warms up, not what it keeps.
         length_s = lasted if self._seconds >= 2 * WARM_S else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,11 @@ pytest.importorskip("vllm")
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.trace import TraceWriter, read
+from tests.contract.test_record import stream_of
+from tests.fakes.agent import FakeAgent
+from tests.processes import Control, wait_for
 from tests.soak import asks, trace, watch
+from tests.soak.record import Recording
 from tests.soak.run import Soak
 from tests.soak.watch import Sample
 
@@ -69,6 +74,25 @@ def test_what_is_wrong_in_a_trace_is_found(summary: dict[str, Any], folder: Path
         for record in records:
             out.write(record)
     assert trace.audit([tmp_path / "harmed.trace"]).violations
+
+
+async def test_what_was_said_last_is_in_the_trace(tmp_path: Path) -> None:
+    """A recorder that does nothing while an engine says all it has to say, until the control plane is gone."""
+    control = Control(tmp_path)
+    recording = Recording(tmp_path, control)
+    try:
+        await asyncio.to_thread(wait_for, lambda: "recording begins" in control.process.output(), 30, "a recording")
+        recording.process.signal(signal.SIGSTOP)
+        agent = FakeAgent()
+        await stream_of(control.target, agent, 100)
+        finishing = asyncio.create_task(recording.finish())
+        await asyncio.to_thread(wait_for, lambda: control.process.popen.poll() is not None, 20, "the end")
+        recording.process.signal(signal.SIGCONT)
+        await finishing
+    finally:
+        for process in (recording.process, control.process):
+            process.kill()
+    assert max(record.up.step.step for path in recording.paths for record in read(path)) == agent.engine.step
 
 
 def words(tokens: Sequence[int]) -> str:
