@@ -59,9 +59,9 @@ class Ask:
 
 @dataclass
 class Answer:
-    """One choice, as the client got it."""
+    """One choice, as the client got it. name: vLLM's for the request."""
 
-    prompt: list[int]
+    name: str
     tokens: list[int] = field(default_factory=list)
     reasoning: str = ""
     content: str = ""

@@ -91,8 +91,7 @@ class Clients:
         try:
             answers = await self._stream(ask)
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            tally.failed.append(f"{ask.kind}: {type(error).__name__}: {error}"[:400])
-            print(tally.failed[-1], flush=True)
+            self._note(tally.failed, f"{ask.kind} {json.dumps(ask.body)[:300]}: {type(error).__name__}: {error}"[:800])
             return
         finally:
             self._under_way -= 1
@@ -109,9 +108,14 @@ class Clients:
             self.tally.compared += 1
             self.tally.untouched += untouched and not ask.own_cap
             found += asks.against_stock(ask, answer, self._stock[ask.mode][ask.known], untouched)
-        for complaint in found:
-            self.tally.complaints.append(f"{ask.kind} {json.dumps(ask.body)[:300]}: {complaint}")
-            print(self.tally.complaints[-1], flush=True)
+        if found:
+            what = f"{ask.kind} {answer.name} {json.dumps(ask.body)[:300]}: {'; '.join(found)}"
+            self._note(self.tally.complaints, f"{what}; its tokens: {answer.tokens}")
+
+    def _note(self, where: list[str], what: str) -> None:
+        """When it was, too: the logs go by the clock."""
+        where.append(f"{time.strftime('%H:%M:%S')} {what}")
+        print(where[-1], flush=True)
 
     async def _stream(self, ask: asks.Ask) -> dict[int, asks.Answer]:
         """Raises httpx.HTTPError, and ValueError for what is no answer."""
@@ -135,14 +139,14 @@ class Clients:
                     used = piece["usage"]["completion_tokens"]
                 self._take(piece, answers)
         if used != (got := sum(len(a.tokens) for a in answers.values())):
-            self.tally.complaints.append(f"{ask.kind}: usage counts {used} tokens, {got} came")
+            self._note(self.tally.complaints, f"{ask.kind}: usage counts {used} tokens, {got} came")
         if not all(answer.finish for answer in answers.values()) or len(answers) != ask.body.get("n", 1):
             raise ValueError("the stream broke off")
         return answers
 
     def _take(self, piece: dict[str, Any], answers: dict[int, asks.Answer]) -> None:
         for choice in piece["choices"]:
-            answer = answers.setdefault(choice["index"], asks.Answer(piece.get("prompt_token_ids") or []))
+            answer = answers.setdefault(choice["index"], asks.Answer(piece["id"]))
             tokens = choice.get("token_ids") or []
             answer.tokens += tokens
             answer.reasoning += choice["delta"].get("reasoning") or ""

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import random
 import re
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tests.engine import ENGINE_ARGS
-from tests.engine.test_served import Served
-from tests.processes import ENGINE_ENV, MODEL, Control, Process, free_port, wait_for
+from tests.processes import Control, free_port
 from tests.soak import picture, trace, watch
-from tests.soak.clients import Clients
 from tests.soak.faults import Faults
+from tests.soak.load import Load
 from tests.soak.proxy import Proxy
 from tests.soak.record import Recording
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Steady enough for slopes, and no load.
-SAMPLE_S, SHOW_S = 1.0, 30.0
-# After the start, and for each process, before what it keeps counts; a quarter of the run in short ones.
-WARM_S = 180.0
 # Longest that no token may come while requests wait for one.
 STALL_S = 20.0
-# Where the pool is small, requests are preempted.
-OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override"]))
 ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|RuntimeWarning|never retrieved")
 # Lines that say what this soak does to them.
 EXPLAINED = re.compile(r"meridian: revision \d+ refused")
@@ -44,105 +35,61 @@ class Soak:
 
     def __init__(self, out: Path, seed: int, seconds: float, clients: int) -> None:
         self._out, self._seed, self._seconds, self._clients = out, seed, seconds, clients
-        self._samples: list[watch.Sample] = []
-        self._rates: picture.Rates = []
         self._found: list[str] = []
-        self._began = 0.0
 
     async def run(self) -> dict[str, Any]:
         """Returns the summary. What was started is stopped, whatever happens."""
-        out = self._out
-        stock = Process(
-            [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")],
-            out / "stock.log",
-            {**ENGINE_ENV, "MERIDIAN_CONTROL": ""},
-        )
-        control = Control(out)
+        self._control = control = Control(self._out)
         self._proxy = Proxy(free_port(), control.port)
         await self._proxy.open()
-        self._server = Served(out, f"127.0.0.1:{self._proxy.port}", options=OPTIONS)
+        self._faults = Faults(control, self._proxy, random.Random(f"faults {self._seed}"), self._seconds)
+        self._load = Load(self._out, self._seed, f"127.0.0.1:{self._proxy.port}")
+        self._recording = Recording(self._out, control)
         try:
-            self._recording = Recording(out, control)
-            await asyncio.to_thread(wait_for, self._server.ready, 240, "vLLM to serve")
-            await asyncio.to_thread(wait_for, lambda: stock.popen.poll() is not None, 240, "stock vLLM's answers")
-            return await self._soak(control, json.loads((out / "stock.json").read_text()))
+            await self._load.begin(lambda: self._faults.untouched)
+            lasted = await self._soak()
+            return await asyncio.to_thread(self._summary, lasted)
         finally:
             await self._proxy.end()
             control.process.signal(signal.SIGCONT)
-            for process in (stock, self._recording.process, self._server.process, control.process):
+            self._load.stop()
+            for process in (self._recording.process, control.process):
                 process.stop()
 
-    async def _soak(self, control: Control, stock: dict[str, list[list[int]]]) -> dict[str, Any]:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        self._faults = Faults(control, self._proxy, random.Random(f"faults {self._seed}"), self._seconds)
-        self._load = Clients(
-            f"http://127.0.0.1:{self._server.port}",
-            random.Random(f"asks {self._seed}"),
-            stock,
-            lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
-            lambda: self._faults.untouched,
-        )
-        self._began = time.monotonic()
-        watching = asyncio.create_task(self._watch(control))
-        asking = asyncio.create_task(self._load.run(self._clients))
-        breaking = asyncio.create_task(self._faults.run())
+    async def _soak(self) -> float:
+        """Returns how many seconds there were requests."""
+        load, faults = self._load, self._faults
+        watching = asyncio.create_task(load.watch(self._others, lambda: f"{sum(faults.counts.values())} faults, "))
+        asking = asyncio.create_task(load.clients.run(self._clients))
+        breaking = asyncio.create_task(faults.run())
         await asyncio.wait({watching, asking, breaking}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
-        self._faults.stop()
+        faults.stop()
         await breaking
-        await self._faults.calm()
-        self._load.stop()
+        await faults.calm()
+        load.clients.stop()
         await asking
-        lasted = time.monotonic() - self._began
-        self._found += await self._faults.at_rest()
+        lasted = time.monotonic() - load.began
+        self._found += await faults.at_rest()
         watching.cancel()
-        await asyncio.wait({watching})
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
         self._found += await self._counted()
         await self._proxy.close()
         await self._recording.finish()
-        return await asyncio.to_thread(self._summary, lasted)
+        return lasted
 
-    async def _watch(self, control: Control) -> None:
-        """Sample the processes, keep a recording going, and say how it goes."""
-        roles, shown, before = watch.roles(self._server.process.popen.pid), 0.0, (0.0, 0, 0)
-        assert len(roles) == 3, f"vLLM's processes are {roles}"
-        while True:
-            now = time.monotonic() - self._began
-            pids = {**roles, watch.CONTROL: control.process.popen.pid}
-            found = [watch.sample(now, role, pid) for role, pid in pids.items()]
-            self._samples += [one for one in found if one is not None]
-            self._recording.keep()
-            if now - shown >= SHOW_S or now >= before[0] + 5:
-                before = self._rate(now, before)
-            if now - shown >= SHOW_S:
-                shown = now
-                self._show(now)
-            await asyncio.sleep(SAMPLE_S)
-
-    def _rate(self, now: float, before: tuple[float, int, int]) -> tuple[float, int, int]:
-        tally, (then, requests, tokens) = self._load.tally, before
-        took = now - then
-        self._rates.append((now, (tally.requests - requests) / took, (tally.tokens - tokens) / took))
-        return now, tally.requests, tally.tokens
-
-    def _show(self, now: float) -> None:
-        tally, memory = self._load.tally, {one.role: one.rss_mb for one in self._samples[-4:]}
-        print(
-            f"{now:5.0f} s: {tally.requests} requests, {tally.tokens} tokens, {len(tally.failed)} failed, "
-            f"{sum(self._faults.counts.values())} faults, {len(tally.complaints)} complaints, "
-            + ", ".join(f"{role} {mb:.0f} MB" for role, mb in memory.items()),
-            flush=True,
-        )
+    def _others(self) -> dict[str, int]:
+        """Processes that come and go; the recording is kept going by the way."""
+        self._recording.keep()
+        return {watch.CONTROL: self._control.process.popen.pid}
 
     async def _counted(self) -> list[str]:
         """vLLM has counted no more requests than clients made: probes are none."""
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._server.port}") as client:
+        made = self._load.clients.tally.choices
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._load.server.port}") as client:
             lines = (await client.get("/metrics")).text.splitlines()
         counted = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total"))
-        if 0 < counted <= self._load.tally.choices:
-            return []
-        return [f"vLLM counts {counted:.0f} requests, clients made {self._load.tally.choices}"]
+        return [] if 0 < counted <= made else [f"vLLM counts {counted:.0f} requests, clients made {made}"]
 
     def _logged(self) -> list[str]:
         """Errors in the logs that nothing here explains."""
@@ -153,22 +100,17 @@ class Soak:
         return found
 
     def _summary(self, lasted: float) -> dict[str, Any]:
-        tally, faults = self._load.tally, self._faults
-        # So that a soak whose reckoning is stopped leaves what it takes.
-        watch.save(self._samples, self._out / "processes.csv")
+        load, faults = self._load, self._faults
+        tally, (kept, grown) = load.clients.tally, load.kept(self._seconds)
+        events = [(at - load.began, kind) for at, kind in faults.events]
+        picture.draw(load.samples, load.rates, events, self._out / "soak.png")
         audit = trace.audit(self._recording.paths)
-        warm_s = min(WARM_S, self._seconds / 4)
-        # Too short a time shows how a process warms up, not what it keeps.
-        length_s = lasted if self._seconds >= 2 * WARM_S else 0.0
-        rss_mb, grown = watch.grown(self._samples, warm_s, length_s)
         stalled = tally.longest_stall_s
         found = [*self._found, *tally.complaints, *faults.complaints, *audit.violations, *grown, *self._logged()]
         if audit.sessions == audit.joined_late:
             found.append("no session was recorded from its beginning")
         if stalled > STALL_S:
             found.append(f"no token for {stalled:.1f} s while requests waited")
-        events = [(at - self._began, kind) for at, kind in faults.events]
-        picture.draw(self._samples, self._rates, events, self._out / "soak.png")
         for line in found[:SHOWN]:
             print(line)
         return {
@@ -178,7 +120,6 @@ class Soak:
             "faults": sum(faults.counts.values()),
             "decisions": audit.decisions,
             "outcomes": sum(audit.outcomes.values()) + audit.unheard,
-            "rss_growth_mb": round(rss_mb, 2),
             "violations": len(found),
             "seed": self._seed,
             "tokens": tally.tokens,
@@ -191,8 +132,5 @@ class Soak:
             "reports": audit.reports,
             "preempted_answers": audit.preempted_answers,
             "longest_stall_s": round(stalled, 2),
-            "growth": {
-                name: {role: round(g, 2) for role, g in watch.growth(self._samples, name, warm_s, length_s).items()}
-                for name in watch.LIMITS
-            },
+            **kept,
         }

@@ -101,7 +101,7 @@ def words(tokens: Sequence[int]) -> str:
 
 def answer(*tokens: int, finish: str = "stop") -> asks.Answer:
     thinking, saying = asks.split(asks.OPENED, list(tokens))
-    return asks.Answer([1], list(tokens), words(thinking), words(saying), finish)
+    return asks.Answer("test", list(tokens), words(thinking), words(saying), finish)
 
 
 def ask(**fields: Any) -> asks.Ask:

@@ -1,0 +1,114 @@
+"""vLLM's server under the clients' load, governed or not: what a soak and its measure, stock vLLM, have in common.
+
+Owns the server, the clients and what was seen of them over time. Runs on the soak's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.engine import ENGINE_ARGS
+from tests.engine.test_served import Served
+from tests.processes import ENGINE_ENV, MODEL, Process, wait_for
+from tests.soak import watch
+from tests.soak.clients import Clients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.soak import picture
+
+# Steady enough for slopes, and no load.
+SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
+START_S = 240.0
+# After the start, and for each process, before what it keeps counts; a quarter of the run in short ones.
+WARM_S = 180.0
+# Where the pool is small, requests are preempted.
+OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override"]))
+
+
+class Load:
+    """control: where the agent finds its control plane; empty for stock vLLM. `samples` and `rates`, at seconds since
+    `begin`, are what was seen; everything lies in `out`."""
+
+    clients: Clients
+
+    def __init__(self, out: Path, seed: int, control: str = "") -> None:
+        self._out, self._seed = out, seed
+        self.samples: list[watch.Sample] = []
+        self.rates: picture.Rates = []
+        self.began = 0.0
+        self.server = Served(out, control, options=OPTIONS)
+        answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
+        self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, "MERIDIAN_CONTROL": ""})
+
+    async def begin(self, untouched: Callable[[], int]) -> None:
+        """Wait until the server is up and stock vLLM's answers are known; then there are `clients`, and time begins."""
+        from transformers import AutoTokenizer
+
+        await asyncio.to_thread(wait_for, self.server.ready, START_S, "vLLM to serve")
+        await asyncio.to_thread(wait_for, lambda: self._stock.popen.poll() is not None, START_S, "stock vLLM's answers")
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.clients = Clients(
+            f"http://127.0.0.1:{self.server.port}",
+            random.Random(f"asks {self._seed}"),
+            json.loads((self._out / "stock.json").read_text()),
+            lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+            untouched,
+        )
+        self.began = time.monotonic()
+
+    def stop(self) -> None:
+        for process in (self._stock, self.server.process):
+            process.stop()
+
+    async def watch(self, others: Callable[[], dict[str, int]] = dict, more: Callable[[], str] = str) -> None:
+        """Sample the processes, the `others` by role too, and show how it goes, with `more`; until cancelled."""
+        roles = watch.roles(self.server.process.popen.pid)
+        assert len(roles) == 3, f"vLLM's processes are {roles}"
+        rated, shown = (0.0, 0, 0), 0.0
+        while True:
+            now = time.monotonic() - self.began
+            found = [watch.sample(now, role, pid) for role, pid in (roles | others()).items()]
+            self.samples += [one for one in found if one is not None]
+            if now >= rated[0] + RATE_S:
+                rated = self._rate(now, rated)
+            if now >= shown + SHOW_S:
+                shown = now
+                self._show(now, more())
+            await asyncio.sleep(SAMPLE_S)
+
+    def _rate(self, now: float, before: tuple[float, int, int]) -> tuple[float, int, int]:
+        tally, (then, requests, tokens) = self.clients.tally, before
+        took = now - then
+        self.rates.append((now, (tally.requests - requests) / took, (tally.tokens - tokens) / took))
+        return now, tally.requests, tally.tokens
+
+    def _show(self, now: float, more: str) -> None:
+        tally, memory = self.clients.tally, {one.role: one.rss_mb for one in self.samples[-4:]}
+        print(
+            f"{now:5.0f} s: {tally.requests} requests, {tally.tokens} tokens, {len(tally.failed)} failed, "
+            f"{len(tally.complaints)} complaints, {more}"
+            + ", ".join(f"{role} {mb:.0f} MB" for role, mb in memory.items()),
+            flush=True,
+        )
+
+    def kept(self, seconds: float) -> tuple[dict[str, Any], list[str]]:
+        """What the processes have gained, for the summary, and what of it is too much. seconds: as was asked for."""
+        # So that a soak whose reckoning is stopped leaves what it takes.
+        watch.save(self.samples, self._out / "processes.csv")
+        warm_s, lasted = min(WARM_S, seconds / 4), self.samples[-1].at_s
+        # Too short a time shows how a process warms up, not what it keeps.
+        length_s = lasted if seconds >= 2 * WARM_S else 0.0
+        worst, found = watch.grown(self.samples, warm_s, length_s)
+        growth = {
+            name: {role: round(g, 2) for role, g in watch.growth(self.samples, name, warm_s, length_s).items()}
+            for name in watch.LIMITS
+        }
+        return {"rss_growth_mb": round(worst, 2), "growth": growth}, found
