@@ -31,10 +31,15 @@ PROMPTS = maze.prompts(6, seed=5)
 
 
 class Served:
-    """The server and its client's address. options: more of vLLM's own."""
+    """The server and its client's address. options: more of vLLM's own. more: of its environment."""
 
     def __init__(
-        self, folder: Path, control_target: str, own: Issued | None = None, options: Sequence[str] = ()
+        self,
+        folder: Path,
+        control_target: str,
+        own: Issued | None = None,
+        options: Sequence[str] = (),
+        more: dict[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
@@ -51,7 +56,7 @@ class Served:
                 "MERIDIAN_TLS_CERT": str(own.cert),
                 "MERIDIAN_TLS_KEY": str(own.key),
             }
-        self.process = Process(command, folder / "served.log", env)
+        self.process = Process(command, folder / "served.log", {**env, **(more or {})})
 
     def ready(self) -> bool:
         assert self.process.popen.poll() is None, self.process.output()[-3000:]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 # Of the whole run, the time between two faults of one group; and bounds for it.
 GAPS, SHORTEST_GAP_S, LONGEST_GAP_S = 30, 1.5, 20.0
-# The time after a start in which nobody reaches the control plane, so that a recording of it has begun before.
-RECORDED_FIRST_S = 1.2
+# The longest that nobody reaches the control plane after a start, so that a recording of it has begun before.
+RECORDED_FIRST_S = 15.0
 LONGEST_S = 15.0
 INVALID: tuple[dict[str, Any], ...] = (
     {"entropy": {"ema_alpha": 1.5}},
@@ -39,6 +41,13 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"fallback": {"lease_ms": 0}},
     {"scheduler": {"strategy": "backwards"}},
 )
+# Of the agent, in the engine core and in the worker; see harm/sitecustomize.py.
+HOOKS = (
+    *("before_schedule", "after_schedule", "bitmask", "after_update", "opened", "finished", "freeing"),
+    *("begin", "before_sampling", "signals", "put_now_or_later"),
+)
+OBSERVER = "observer"
+HARM = Path(__file__).parent / "harm"
 # Accepted by the control plane, refused by the engine: ids that no vocabulary has.
 REFUSED: dict[str, Any] = {"model": {"maze": {"think_end_token_ids": [1 << 20]}}}
 # What a control plane says that is being restarted, or has a rollout under way.
@@ -53,10 +62,13 @@ NOT_NOW = (
 
 class Faults:
     """`counts` says what was done. `untouched` is even while nothing of ours can change an answer, and another number
-    every time that begins or ends."""
+    every time that begins or ends. recorded: whether somebody records the control plane that runs."""
 
-    def __init__(self, control: Control, proxy: Proxy, rng: random.Random, seconds: float) -> None:
-        self.control, self.proxy, self._rng = control, proxy, rng
+    def __init__(
+        self, control: Control, proxy: Proxy, recorded: Callable[[], bool], rng: random.Random, seconds: float
+    ) -> None:
+        self.control, self.proxy, self._recorded, self._rng = control, proxy, recorded, rng
+        self._harm = control.folder / "harm"
         self._gap_s = min(max(seconds / GAPS, SHORTEST_GAP_S), LONGEST_GAP_S)
         self._longest_s = min(LONGEST_S, seconds / 6)
         self.counts: Counter[str] = Counter()
@@ -73,6 +85,7 @@ class Faults:
             for faults in (
                 (self.kill, self.end, self.hang),
                 (self.slow, self.cut, self.half_open, self.unreachable),
+                (self.harm,),
                 changes,
             ):
                 group.create_task(self._group(faults, first=self.leave_alone if faults is changes else None))
@@ -115,9 +128,14 @@ class Faults:
         await self._pause(self._a_while())
         async with self._network:
             await self.proxy.close()
-            await asyncio.to_thread(self.control.start)
-            await asyncio.sleep(RECORDED_FIRST_S)
+            await self._start()
             await self.proxy.open()
+
+    async def _start(self) -> None:
+        await asyncio.to_thread(self.control.start)
+        deadline = time.monotonic() + RECORDED_FIRST_S
+        while not self._recorded() and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
 
     async def hang(self) -> None:
         """It accepts and never answers."""
@@ -147,6 +165,22 @@ class Faults:
             await self.proxy.close()
             await self._pause(self._a_while())
             await self.proxy.open()
+
+    # ---------------------------------------------------------------------------------------------------- the agent
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the server needs so that its agent can be harmed."""
+        paths = [str(HARM), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"MERIDIAN_SOAK_HARM": str(self._harm), "PYTHONPATH": os.pathsep.join(paths)}
+
+    async def harm(self) -> None:
+        """A hook of the agent's fails, before or after it has done its work; the agent comes back by itself."""
+        asked = self._harm.with_suffix(".new")
+        asked.write_text(f"{self._rng.choice(('before', 'after'))} {self._rng.choice(HOOKS)}")
+        asked.rename(self._harm)
+        await self._pause(self._a_while())
+        self._harm.unlink(missing_ok=True)
 
     # --------------------------------------------------------------------------------------------------- the policy
 
@@ -245,10 +279,14 @@ class Faults:
         self.control.process.signal(signal.SIGCONT)
         self.proxy.delay_s = 0.0
         if self.control.process.popen.poll() is not None:
-            await asyncio.to_thread(self.control.start)
+            await self._start()
         await self.proxy.open()
         await self._tell(self.control.thaw)
         deadline = time.monotonic() + 60
+        while not self._recorded():
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody records although all is well again")
+            await asyncio.sleep(0.1)
         while not await self._neutral():
             if time.monotonic() > deadline:
                 raise TimeoutError("the engine does not take a policy although all is well again")
@@ -260,6 +298,10 @@ class Faults:
             done = not engine.open_decisions and sum(engine.decisions.values()) == sum(engine.outcomes.values())
             return done and not engine.running and engine.agent_state == agent_pb2.AGENT_STATE_READY
 
+        def harmed(engine: fleet_pb2.Engine) -> bool:
+            return not set(engine.faults) <= {*HOOKS, OBSERVER}
+
         if await self._until(rests, 30):
-            return []
+            others = await self._tell(self.control.engines) or []
+            return [f"hooks fail that nobody harmed: {dict(e.faults)}, {e.last_fault}" for e in others if harmed(e)]
         return [f"not at rest in the end: {[str(e)[:600] for e in await self._tell(self.control.engines) or []]}"]

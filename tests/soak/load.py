@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Steady enough for slopes, and no load.
 SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
-START_S = 240.0
+START_S = 400.0
 # After the start, and for each process, before what it keeps counts; a quarter of the run in short ones.
 WARM_S = 180.0
 # Where the pool is small, requests are preempted.
@@ -34,17 +34,19 @@ OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override
 
 
 class Load:
-    """control: where the agent finds its control plane; empty for stock vLLM. `samples` and `rates`, at seconds since
-    `begin`, are what was seen; everything lies in `out`."""
+    """control: where the agent finds its control plane; empty for stock vLLM. env: more of the server's environment.
+
+    `samples` and `rates`, at seconds since `begin`, are what was seen; everything lies in `out`.
+    """
 
     clients: Clients
 
-    def __init__(self, out: Path, seed: int, control: str = "") -> None:
+    def __init__(self, out: Path, seed: int, control: str = "", env: dict[str, str] | None = None) -> None:
         self._out, self._seed = out, seed
         self.samples: list[watch.Sample] = []
         self.rates: picture.Rates = []
         self.began = 0.0
-        self.server = Served(out, control, options=OPTIONS)
+        self.server = Served(out, control, options=OPTIONS, more=env)
         answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
         self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, "MERIDIAN_CONTROL": ""})
 

@@ -42,6 +42,11 @@ class Recording:
         if self.process.popen.poll() is not None:
             self.process = self._begin()
 
+    def follows(self) -> bool:
+        """Whether the control plane that runs now is being recorded."""
+        said = self._control.process.output().rpartition("listening on")[2]
+        return said.count("recording begins") > said.count("recording ended")
+
     async def finish(self) -> None:
         """End control plane and recording, with all in the files that the control plane had to say.
 

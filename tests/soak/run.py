@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 # Longest that no token may come while requests wait for one.
 STALL_S = 20.0
 ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|RuntimeWarning|never retrieved")
-# Lines that say what this soak does to them.
-EXPLAINED = re.compile(r"meridian: revision \d+ refused")
+# Records that say what this soak does to them; the lines of one name the same place.
+EXPLAINED = re.compile(rf"meridian: revision \d+ refused|{trace.INJECTED}")
+PLACE = re.compile(r"\[(\w+\.py:\d+)\]")
 SHOWN = 20
 
 
@@ -42,9 +44,10 @@ class Soak:
         self._control = control = Control(self._out)
         self._proxy = Proxy(free_port(), control.port)
         await self._proxy.open()
-        self._faults = Faults(control, self._proxy, random.Random(f"faults {self._seed}"), self._seconds)
-        self._load = Load(self._out, self._seed, f"127.0.0.1:{self._proxy.port}")
         self._recording = Recording(self._out, control)
+        chance = random.Random(f"faults {self._seed}")
+        self._faults = Faults(control, self._proxy, self._recording.follows, chance, self._seconds)
+        self._load = Load(self._out, self._seed, f"127.0.0.1:{self._proxy.port}", self._faults.env)
         try:
             await self._load.begin(lambda: self._faults.untouched)
             lasted = await self._soak()
@@ -96,7 +99,10 @@ class Soak:
         found = []
         for log in ("served.log", "control.log", "record.log"):
             lines = (self._out / log).read_text(errors="replace").splitlines()
-            found += [f"{log}: {line[:300]}" for line in lines if ERROR.search(line) and not EXPLAINED.search(line)]
+            for _, group in groupby(lines, lambda line: PLACE.findall(line)[:1]):
+                record = list(group)
+                if not any(map(EXPLAINED.search, record)):
+                    found += [f"{log}: {line[:300]}" for line in record if ERROR.search(line)]
         return found
 
     def _summary(self, lasted: float) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-SECONDS, SEED = 25.0, 4
+SECONDS, SEED = 15.0, 4
 STOCK = [7, 8, asks.END, 20, 21]
 
 
@@ -93,6 +93,16 @@ async def test_what_was_said_last_is_in_the_trace(tmp_path: Path) -> None:
         for process in (recording.process, control.process):
             process.kill()
     assert max(record.up.step.step for path in recording.paths for record in read(path)) == agent.engine.step
+
+
+@pytest.mark.parametrize(("why", "found"), [("injected by the soak, before bitmask", 0), ("no such slot", 3)])
+def test_errors_in_a_log_that_nobody_ordered(tmp_path: Path, why: str, found: int) -> None:
+    for log in ("control.log", "record.log"):
+        (tmp_path / log).write_text("")
+    lines = [f"agent off; bitmask: RuntimeError: {why}; for 2 s", "Traceback (most recent call last):", "  in run"]
+    served = [f"(EngineCore pid=1) ERROR 11-20 17:05:08 [guard.py:78] {line}" for line in lines]
+    (tmp_path / "served.log").write_text("\n".join(["INFO [link.py:1] connected", *served, "INFO [link.py:1] on"]))
+    assert len(Soak(tmp_path, 1, 1.0, clients=1)._logged()) == found
 
 
 def words(tokens: Sequence[int]) -> str:
