@@ -1,8 +1,8 @@
-"""How a dispatch plan becomes an order, a share and a choice of who is left out. Pure; engine-core thread."""
+"""Which running requests a step leaves out, and how vLLM is told. Knows no vLLM type; engine-core thread."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meridian_agent.tracker import Tracked
@@ -18,3 +18,8 @@ def left_out(sequences: list[Tracked], per_step: int | None, max_skip_steps: int
         return []
     by_wait = sorted(sequences, key=lambda tr: tr.joined_step)
     return [tr for tr in by_wait[per_step:] if tr.skipped_steps < max_skip_steps]
+
+
+def skip_step(scheduler: Any, tr: Tracked) -> None:
+    """Leave a running request out of the coming step; what vLLM itself put off longer stays so."""
+    tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, scheduler.current_step + 2)

@@ -101,7 +101,7 @@ class Keeper:
         return agent
 
     def _shared_with(self, request_id: str) -> tuple[str, int] | None:
-        return self.agent.shared_with(request_id) if self.agent is not None else None
+        return self.agent.probing.shared_with(request_id) if self.agent is not None else None
 
     @property
     def _no_entropy(self) -> str:

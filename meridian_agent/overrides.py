@@ -1,12 +1,20 @@
-"""What a request says of itself in `vllm_xargs`. Clients write it, so nothing in it may do harm. Pure."""
+"""What policy may match on of a request, with what it says of itself in `vllm_xargs`.
+
+Clients write that, so nothing in it may do harm. Pure but for a line in the log.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_agent.tracker import RequestInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.meridian")
 
 MAX_TEXT = 128
 # Request ids are the client's too (X-Request-Id).
@@ -24,6 +32,25 @@ class Overrides(NamedTuple):
     min_think_tokens: int | None
     max_think_tokens: int | None
     complaint: str
+
+
+def info_of(request: Any, model: str) -> RequestInfo:
+    """What is told of a request. model: the engine's, for requests without a LoRA adapter of their own."""
+    lora, own = request.lora_request, read(request.sampling_params.extra_args)
+    if own.complaint:
+        logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
+    return RequestInfo(
+        request_id=request.request_id,
+        model=clean(lora.lora_name) if lora is not None else model,
+        tenant=own.tenant,
+        slo_class=own.slo_class,
+        effort=own.effort,
+        prompt_tokens=request.num_prompt_tokens,
+        max_tokens=min(request.max_tokens, MAX_TOKENS),
+        min_think_tokens=own.min_think_tokens,
+        max_think_tokens=own.max_think_tokens,
+        traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
+    )
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:

@@ -156,7 +156,7 @@ class GovernedScheduler:
         outputs: what is about to go to the clients.
         """
         if self._agent is not None:
-            self._ordered, self._agent, self._to_restore = self._agent.ordered, None, True
+            self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
             self._to_restore = not restore.as_stock(self, self._ordered, self._restore_limits, outputs)
         if self._keeper is not None and self._guard.come_back():

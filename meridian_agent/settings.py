@@ -16,6 +16,10 @@ MIN_LEASE_MS = 100
 # Records of so many steps wait to be merged.
 MAX_INTERVAL_STEPS = 1000
 MAX_TEXT, MAX_MARKER_TOKENS = 2000, 64
+SIZES = (
+    (("closing_text", "eat_answer_prefix", "reasoning_parser"), MAX_TEXT, "characters"),
+    (("think_start_token_ids", "think_end_token_ids"), MAX_MARKER_TOKENS, "tokens"),
+)
 
 
 def check(settings: agent_pb2.Settings) -> None:
@@ -29,9 +33,7 @@ def check(settings: agent_pb2.Settings) -> None:
         raise ValueError(
             f"report_interval_steps must be at most {MAX_INTERVAL_STEPS}; got {settings.report_interval_steps}"
         )
-    for name in ("closing_text", "eat_answer_prefix", "reasoning_parser"):
-        if (size := len(getattr(settings, name))) > MAX_TEXT:
-            raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {size}")
-    for name in ("think_start_token_ids", "think_end_token_ids"):
-        if (size := len(getattr(settings, name))) > MAX_MARKER_TOKENS:
-            raise ValueError(f"{name} must have at most {MAX_MARKER_TOKENS} tokens; got {size}")
+    for names, limit, unit in SIZES:
+        for name in names:
+            if (size := len(getattr(settings, name))) > limit:
+                raise ValueError(f"{name} must have at most {limit} {unit}; got {size}")

@@ -22,6 +22,7 @@ from vllm import SamplingParams
 
 from meridian_agent import agent as agent_module
 from meridian_agent import link as link_module
+from meridian_agent import probing as probing_module
 from meridian_agent import scheduler as scheduler_module
 from meridian_agent.tracker import StepRecord, Tracked
 from tests.engine import Run, cases, chat, prompt_ids
@@ -71,7 +72,8 @@ def capped_again(llm: Any, agent: Any, control: Control) -> None:
 
 def assert_empty(agent: Any) -> None:
     tracker = agent.tracker
-    for table in (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held):
+    probing = agent.probing
+    for table in (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held):
         assert not table
     assert (tracker.thinking, tracker.answering, agent.directives.probes) == (0, 0, [])
 
@@ -179,7 +181,7 @@ def test_clocks_jump(  # noqa: PLR0917
         return lambda: clock() + jumped[0]
 
     clocks = SimpleNamespace(monotonic=reads(time.monotonic), perf_counter=reads(time.perf_counter))
-    for module in (agent_module, scheduler_module, link_module):
+    for module in (agent_module, probing_module, scheduler_module, link_module):
         monkeypatch.setattr(module, "time", clocks)
     monkeypatch.setattr(scheduler._guard, "_clock", clocks.monotonic)
     agent.link._clock = clocks.monotonic
@@ -294,7 +296,7 @@ def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
     assert 0 < min(late) <= min(early)
     assert sorted(late)[25] <= sorted(early)[25] + 3
     run.until()
-    assert set(reads) <= {"_place_probes"}
+    assert set(reads) <= {"place", "_enter"}
     probes = control.settled().decisions["probe"] - before
     # How many there are is asked for, then they are copied.
     assert len(reads) <= 3 * probes < len(run.tokens["long"]) / 4

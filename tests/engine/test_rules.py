@@ -123,7 +123,7 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
         if paragraph in f[: f.index(end)]:
             assert h[at - 1] == paragraph
             assert at in probed
-    assert not agent.held
+    assert not agent.probing.held
     control.settled()
 
 
@@ -134,7 +134,7 @@ def test_nobody_is_held_longer_than_allowed(llm: Any, agent: Any, control: Contr
     run = Run(llm)
     for i, case in enumerate(CASES):
         run.add(f"r{i}", case, GREEDY)
-    run.until(lambda: bool(agent.directives.probes) or bool(agent.placed))
+    run.until(lambda: bool(agent.directives.probes) or bool(agent.probing.placed))
     control.process.signal(signal.SIGSTOP)
     try:
         run.until()
@@ -146,5 +146,5 @@ def test_nobody_is_held_longer_than_allowed(llm: Any, agent: Any, control: Contr
         at = tokens.index(end)
         assert tokens[:at] == f[:at]
     assert run.finished.keys() == run.tokens.keys()
-    assert not agent.held
+    assert not agent.probing.held
     control.settled()

@@ -92,10 +92,10 @@ def test_probes_stay_invisible(llm: Any, agent: Any, control: Any, stock: list[l
     from tests.engine.test_equality import GREEDY
 
     control.apply(DENSE)
-    before, counted = agent.probe_tokens, counts(llm)
+    before, counted = agent.probing.tokens, counts(llm)
     assert chat(llm, cases(), GREEDY) == stock
-    assert agent.probe_tokens > before
-    assert not agent.placed
+    assert agent.probing.tokens > before
+    assert not agent.probing.placed
     prompts = sum(len(prompt_ids(llm, case)) for case in cases())
     assert {name: after - counted[name] for name, after in counts(llm).items()} == {
         "vllm:prefix_cache_queries": prompts,

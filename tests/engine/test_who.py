@@ -111,9 +111,9 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
     control.apply(DENSE)
     reference = chat(llm, chosen, params)
     monkeypatch.setattr(place_reserve, "PLACE_SHARE", 2)
-    before, preempted = agent.probe_tokens, agent.preempted_think
+    before, preempted = agent.probing.tokens, agent.preempted_think
     assert chat(llm, chosen, params) == reference
-    assert agent.probe_tokens > before + 2 * 100
+    assert agent.probing.tokens > before + 2 * 100
     assert agent.preempted_think == preempted
     control.settled()
 

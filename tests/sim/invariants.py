@@ -446,7 +446,7 @@ class EngineBooks:
             watched, tr = self.requests.get(request.request_id), agent.tracker.by_id.get(request.request_id)
             if watched is None or tr is None:
                 continue
-            if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.held:
+            if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.probing.held:
                 watched.skipped = watched.may_skip = 0
                 continue
             watched.skipped, watched.may_skip = watched.skipped + 1, max(bound, watched.may_skip)
@@ -491,7 +491,8 @@ class EngineBooks:
         if agent is None:
             return
         tracker, directives = agent.tracker, agent.directives
-        kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, agent.placed, agent.held)
+        probing = agent.probing
+        kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held)
         assert not any(kept), f"left behind: {kept}"
         assert not directives.probes
         assert (tracker.thinking, tracker.answering) == (0, 0)

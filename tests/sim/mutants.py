@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 AGENT, DIRECTIVES, LINK = "meridian_agent/agent.py", "meridian_agent/directives.py", "meridian_agent/link.py"
+QUEUES, PROBING, MASKS = "meridian_agent/queues.py", "meridian_agent/probing.py", "meridian_agent/masks.py"
+ACCOUNTS, BLOCKS = "meridian_agent/accounts.py", "meridian_agent/blocks.py"
 TRACKER, MESSAGES, SHARE = "meridian_agent/tracker.py", "meridian_agent/messages.py", "meridian_agent/dispatch.py"
 SESSION, ENDS = "meridian_control/session.py", "meridian_control/termination.py"
 FLEET, TABLE = "meridian_control/fleet.py", "meridian_control/requests.py"
@@ -196,13 +198,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "forced while frozen",
         AGENT,
-        "        if self.frozen or not due or",
-        "        if not due or",
+        "        if self.frozen or not (self.tracker.due",
+        "        if not (self.tracker.due",
     ),
     Mutant(
         "order kept while frozen",
         AGENT,
-        "        if ended & ORDER:\n            self._stock_order(scheduler)\n",
+        "        if ended & ORDER:\n            self.queues.undo(scheduler)\n",
         "",
     ),
     Mutant(
@@ -256,9 +258,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no cap on thinking anew in drafts",
-        AGENT,
-        "        due = [*self.tracker.due, *self._drafted_to_think(output)]",
-        "        due = [*self.tracker.due]",
+        MASKS,
+        "        for tr in [*self._tracker.due, *self._drafted_to_think(output)]:",
+        "        for tr in [*self._tracker.due]:",
     ),
     Mutant(
         "ending of two tokens cut by one",
@@ -311,25 +313,25 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "prompts not held back",
-        AGENT,
+        QUEUES,
         "        return tokens if tokens < scheduler.max_num_scheduled_tokens else None",
         "        return None",
     ),
     Mutant(
         "admission not held",
-        AGENT,
+        QUEUES,
         "        if hold:\n            limit = min(",
         "        if False:\n            limit = min(",
     ),
     Mutant(
         "a preemption not noticed as over",
-        AGENT,
+        ACCOUNTS,
         "            if tr.preempted and not hooks.waits_preempted(tr.ref):",
         "            if tr.preempted:",
     ),
     Mutant(
         "rank in the priority for good",
-        AGENT,
+        QUEUES,
         "            request.priority = math.floor(request.priority)\n\n",
         "            pass\n\n",
     ),
@@ -342,19 +344,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "probes held for ever",
-        AGENT,
+        PROBING,
         "            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:",
         "            if answered or tr.state.phase is not Phase.THINK or tr.preempted:",
     ),
     Mutant(
         "a probe's output reaches clients",
-        AGENT,
+        PROBING,
         "        restore.hide_probes([group])\n",
         "",
     ),
     Mutant(
         "shared blocks unhashed",
-        AGENT,
+        BLOCKS,
         "lambda b: int(pool[b].ref_cnt))",
         "lambda b: 1)",
     ),

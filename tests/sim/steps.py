@@ -49,11 +49,11 @@ class Steps:
         self._scheduler.kv_cache_manager.evict_blocks = self._watched_evict
 
     def _watched_before(self, scheduler: Any) -> Any:
-        placed = set(self._agent.placed)
+        placed = set(self._agent.probing.placed)
         limits = self._before(scheduler)
         self._prepared = Prepared({r.request_id for r in scheduler.running})
         self._check_held()
-        self._check_places(set(self._agent.placed) - placed)
+        self._check_places(set(self._agent.probing.placed) - placed)
         plan = self._agent.directives.plan
         if plan is not None and not self._agent.frozen:
             self._prepare(plan, self._prepared)
@@ -73,7 +73,7 @@ class Steps:
             self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared)
         if plan.prefill_tokens_per_step is not None and answering:
             decodes = len(prepared.running) * (1 + self._scheduler.num_spec_tokens)
-            probes = sum(not placed.cost_tokens for placed in agent.placed.values())
+            probes = sum(not placed.cost_tokens for placed in agent.probing.placed.values())
             probing = probes * (1 + len(agent.tracker.markers.probe))
             prepared.tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
 
@@ -97,7 +97,7 @@ class Steps:
 
     def _check_held(self) -> None:
         """Nobody waits for an answer about a probe for longer than the policy says."""
-        held, now = self._agent.held, self._clock()
+        held, now = self._agent.probing.held, self._clock()
         self._held = {tr: since for tr, since in self._held.items() if tr in held}
         for tr in held:
             until, since = self._held.get(tr, (0.0, 0.0))
@@ -108,7 +108,7 @@ class Steps:
 
     def _check_places(self, newly_placed: set[str]) -> None:
         scheduler = self._scheduler
-        waiting = sum(not placed.cost_tokens for placed in self._agent.placed.values())
+        waiting = sum(not placed.cost_tokens for placed in self._agent.probing.placed.values())
         left = scheduler.max_num_running_reqs - len(scheduler.running) - waiting
         assert not newly_placed or left > 0, "a probe takes the last place"
 

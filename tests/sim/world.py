@@ -17,6 +17,7 @@ from meridian_agent import agent as agent_module
 from meridian_agent import hooks
 from meridian_agent import keeper as keeper_module
 from meridian_agent import link as link_module
+from meridian_agent import probing as probing_module
 from meridian_agent import scheduler as scheduler_module
 from meridian_agent.guard import Guard
 from meridian_control import dispatch
@@ -174,7 +175,7 @@ class World:
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)
         self.patch.setattr(hooks, "boundaries", lambda _: known_boundaries)
-        for module in (agent_module, scheduler_module):
+        for module in (agent_module, probing_module, scheduler_module):
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))

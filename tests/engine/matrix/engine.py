@@ -55,7 +55,7 @@ class Engine:
         engine = self.control.settled()
         assert engine.open_decisions == 0
         agent = self.agent
-        assert [*agent.tracker.by_id, *agent.placed, *agent.held] == []
+        assert [*agent.tracker.by_id, *agent.probing.placed, *agent.probing.held] == []
 
     def drain(self) -> None:
         """Step until the core is empty, as a core of its own does: of a probe the front end knows nothing."""

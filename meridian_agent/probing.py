@@ -1,0 +1,166 @@
+"""EAT probes in the engine: placing them, collecting what they measured, holding the requests that wait for it.
+
+Owns the probes under way and the requests held for them. Which probe fits is in `probes`, what is asked for comes from
+`directives`. Engine-core thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent import hooks, probes, restore
+from meridian_agent.directives import MAX_HOLD_MS, Outcome
+from meridian_agent.dispatch import skip_step
+from meridian_agent.phases import Phase
+
+if TYPE_CHECKING:
+    from meridian_agent.directives import Directives
+    from meridian_agent.tracker import StepRecord, Tracked, Tracker
+
+
+class Probing:
+    """The probes of one engine.
+
+    shares_blocks: they may begin on a block that is filled in part.
+    """
+
+    def __init__(self, tracker: Tracker, directives: Directives, block_size: int, shares_blocks: bool) -> None:
+        self._tracker, self._directives = tracker, directives
+        self._block_size, self._shares_blocks = block_size, shares_blocks
+        self.placed: dict[str, probes.Placed] = {}
+        # Thinking requests that wait for what is decided from their probes.
+        self.held: set[Tracked] = set()
+        self.tokens = 0
+        self._number = 0
+        self._keep_places_until = 0
+
+    def place(self, scheduler: Any, observes: bool) -> int:
+        """Put the probes whose place has come at the head of the queue; returns how many. observes: entropy is
+        measured."""
+        asked, self._directives.probes = self._directives.probes, []
+        self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
+        before, markers = len(self.placed), self._tracker.markers
+        for decision_id, tr, flags, hold_ms in asked:
+            misplaced = tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
+            if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
+                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+                continue
+            # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
+            known = len(tr.ref.all_token_ids)
+            again = 1 if self._shares_blocks else known % self._block_size
+            reason = probes.refusal(tr, self._room(scheduler), self._block_size, len(markers.probe) + again)
+            if reason or not observes:
+                self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
+                continue
+            self._enter(scheduler, tr, probes.Placed(decision_id, tr, tr.state.think_tokens, known - 1), hold_ms)
+        return len(self.placed) - before
+
+    def _enter(self, scheduler: Any, tr: Tracked, placed: probes.Placed, hold_ms: int) -> None:
+        self._number += 1
+        tokens = [*tr.ref.all_token_ids, *self._tracker.markers.probe]
+        probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._number}", tokens)
+        self.placed[probe.request_id] = placed
+        if hold_ms:
+            tr.held_until, tr.asked_in = time.monotonic() + hold_ms / 1e3, 0
+            self.held.add(tr)
+        scheduler.add_request(probe)
+        scheduler.waiting.remove_requests([probe])
+        scheduler.waiting.prepend_request(probe)
+
+    def _room(self, scheduler: Any) -> probes.Room:
+        limit = min(getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
+        waiting = sum(not placed.cost_tokens for placed in self.placed.values())
+        return probes.Room(
+            limit - len(scheduler.running) - waiting,
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            scheduler.max_num_scheduled_tokens,
+            scheduler.kv_cache_manager.enable_caching,
+        )
+
+    def reserved(self, scheduler: Any) -> int:
+        """Running places to leave free in the coming step."""
+        if scheduler.current_step >= self._keep_places_until:
+            return 0
+        return probes.reserve(int(getattr(scheduler, hooks.admission_limit_name(scheduler))))
+
+    def shared_with(self, request_id: str) -> tuple[str, int] | None:
+        """The request whose blocks a probe shares, and how many tokens of it."""
+        placed = self.placed.get(request_id)
+        if placed is None or placed.parent.ref.num_computed_tokens < placed.shared_tokens:
+            return None
+        return placed.parent.info.request_id, placed.shared_tokens
+
+    def hold(self, scheduler: Any, answered_step: int) -> None:
+        """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
+        now = time.monotonic()
+        for tr in list(self.held):
+            answered = tr.asked_in and tr.asked_in <= answered_step
+            # A clock that was set back would have it wait for as long.
+            waits = 0 <= tr.held_until - now <= MAX_HOLD_MS / 1e3
+            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:
+                self.held.discard(tr)
+            else:
+                skip_step(scheduler, tr)
+
+    def scheduled(self, scheduler: Any, tokens: dict[str, int]) -> None:
+        """The step has so many tokens of each request. A probe that is not in it has come too late."""
+        for request_id, placed in list(self.placed.items()):
+            if request_id in tokens:
+                placed.cost_tokens += tokens[request_id]
+            elif not placed.cost_tokens:
+                self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
+
+    def collect(self, group: Any, signals: Any, index: dict[str, int]) -> None:
+        """Take probe results out of what goes to the clients."""
+        for out in group.outputs:
+            placed = self.placed.pop(out.request_id, None)
+            if placed is None:
+                continue
+            row = index.get(out.request_id)
+            if signals is None or row is None:
+                self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+                continue
+            self._measured(placed, out.new_token_ids[0], float(signals.entropy_nats[signals.row(row)]))
+        restore.hide_probes([group])
+
+    def _measured(self, placed: probes.Placed, answer: int, eat_nats: float) -> None:
+        self.tokens += placed.cost_tokens
+        tr = placed.parent
+        if self._tracker.by_slot.get(tr.slot) is not tr:
+            # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
+            self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, tr)
+            return
+        tr.same_answer = tr.same_answer + 1 if answer == tr.trial_answer else 1
+        tr.trial_answer = answer
+        empty = answer in tr.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
+        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
+        self._tracker.record.probes.append((*measured, tr.same_answer, empty))
+        self._directives.report(placed.decision_id, Outcome.APPLIED)
+
+    def sent(self, record: StepRecord) -> None:
+        """The record is about to be sent: those held wait for the answer to the one that has their result."""
+        for tr in self.held:
+            if not tr.asked_in and any(probe[1] == tr.slot for probe in record.probes):
+                tr.asked_in = record.step
+
+    def new_stream(self) -> None:
+        """Nobody waits any more for what is under way."""
+        self.held.clear()
+        for placed in self.placed.values():
+            placed.decision_id = 0
+
+    def end(self, scheduler: Any) -> None:
+        """Withdraw all, and let those held go on."""
+        self.held.clear()
+        self._keep_places_until = 0
+        for request_id in list(self.placed):
+            self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
+
+    def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
+        """Take a probe back out of the engine."""
+        placed = self.placed[request_id]
+        scheduler.finish_requests(request_id, hooks.aborted_status())
+        del self.placed[request_id]
+        self.held.discard(placed.parent)
+        self._directives.report(placed.decision_id, outcome, detail=detail)

@@ -1,0 +1,156 @@
+"""A dispatch plan on vLLM's queues: who runs first, who is left out, how much of a step is for others.
+
+Owns the order it has made and the memory of it; who is urgent is the control plane's decision. Knows probes only by
+their number. Engine-core thread, before vLLM schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent import hooks, restore
+from meridian_agent.dispatch import left_out, skip_step
+from meridian_agent.phases import Phase
+from meridian_agent.tracker import PHASE_RANK
+
+if TYPE_CHECKING:
+    from meridian_agent.directives import Plan
+    from meridian_agent.tracker import Tracker
+
+# Under vLLM's priority policy a rank is this fraction of a priority.
+MAX_RANK, RANK_SCALE = 1023, 1024
+
+
+class Queues:
+    """One engine's queues, and what plans have done to them."""
+
+    def __init__(self, tracker: Tracker, scheduler: Any) -> None:
+        self._tracker = tracker
+        self._is_fcfs = hooks.fcfs(scheduler)
+        self._can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._can_redraw = hooks.can_redraw(scheduler)
+        # The running list, priorities or the queue are not as vLLM alone would have them.
+        self.ordered = False
+        self.think_skips = 0
+        self._tail: Any = None
+        # When the running list was last sorted, prompts in pieces were at its end.
+        self._prompts_last = False
+
+    def obey(self, scheduler: Any, plan: Plan) -> None:
+        """Order the queues and leave out those for whom the step has no share."""
+        self._order(scheduler)
+        if plan.think_per_step is not None and self._tracker.answering:
+            self._leave_out(scheduler, Phase.THINK, plan.think_per_step, plan.max_skip_steps)
+        elif plan.output_per_step is not None and self._tracker.thinking:
+            self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
+
+    def undo(self, scheduler: Any) -> None:
+        """Take back what an order has left behind."""
+        self._tail = None
+        if self.ordered:
+            restore.order(scheduler)
+            self.ordered = False
+
+    def preempting(self, request: Any) -> None:
+        """A request is about to go back to the queue: only its own priority counts there."""
+        if not self._is_fcfs:
+            request.priority = math.floor(request.priority)
+
+    def _order(self, scheduler: Any) -> None:
+        """Running: most urgent first, for vLLM preempts from the end, and prompts last. Waiting: preempted answers
+        before all else.
+
+        Under vLLM's priority policy the victim is the request of the highest priority number, and the queue is a heap:
+        there a rank is a fraction on top of the request's own priority, so that it decides between equals only.
+        """
+        tracker, running = self._tracker, scheduler.running
+        self.ordered = True
+        # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
+        # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
+        if running and (tracker.reorder or self._prompts_last or running[-1] is not self._tail):
+            self._sort(running)
+        if not (tracker.preempted and self._is_fcfs):
+            return
+        answers = self.preempted_answers()
+        if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
+            answers = [r for r in answers if r in scheduler.waiting]
+            scheduler.waiting.remove_requests(answers)
+            for request in reversed(answers):
+                scheduler.waiting.prepend_request(request)
+
+    def _sort(self, running: list[Any]) -> None:
+        by_id = self._tracker.by_id
+
+        def rank(request: Any) -> int:
+            tr = by_id.get(request.request_id)
+            own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
+            # The step's tokens are given out in this order: a long prompt would leave none to those after it.
+            return own + MAX_RANK if request.is_prefill_chunk else own
+
+        running.sort(key=rank)
+        self._tracker.reorder, self._tail = False, running[-1]
+        self._prompts_last = bool(running[-1].is_prefill_chunk)
+        if not self._is_fcfs:
+            for request in running:
+                if tr := by_id.get(request.request_id):
+                    request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
+
+    def preempted_answers(self) -> list[Any]:
+        return [tr.ref for tr in self._tracker.preempted if tr.state.phase is Phase.OUTPUT]
+
+    def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
+        step = scheduler.current_step + 1
+        by_id = self._tracker.by_id
+        running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
+        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
+        skipped = set(left_out(sequences, per_step, max_skip_steps))
+        for tr in sequences:
+            if tr in skipped:
+                tr.skipped_steps += 1
+                skip_step(scheduler, tr)
+            else:
+                tr.joined_step, tr.skipped_steps = step, 0
+        if phase is Phase.THINK:
+            self.think_skips += len(skipped)
+
+    # ---------------------------------------------------------------------------------- the scheduler's own limits
+
+    def limits(self, scheduler: Any, plan: Plan | None, hold: bool, reserved: int, placed: int) -> dict[str, int]:
+        """Those that are to be lower in this step, by attribute.
+
+        hold: admission is on hold. reserved: running places to leave free. placed: probes, which are first in the
+        queue now.
+        """
+        limits = {}
+        if (running := self._admission_limit(scheduler, hold, reserved, placed)) is not None:
+            limits[hooks.admission_limit_name(scheduler)] = running
+        if (tokens := self._token_limit(scheduler, plan, placed)) is not None:
+            limits["max_num_scheduled_tokens"] = tokens
+        return limits
+
+    def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
+        """Running requests to allow, None for vLLM's own limit. While admission is on hold, nothing but probes and
+        preempted answers comes in."""
+        hold = hold and self._tracker.answering > 0
+        if not (hold or reserved):
+            return None
+        stock = limit = int(getattr(scheduler, hooks.admission_limit_name(scheduler)))
+        if reserved:
+            limit = min(stock, stock - reserved + placed)
+        if hold:
+            limit = min(limit, len(scheduler.running) + len(self.preempted_answers()) + placed)
+        return limit if limit < stock else None
+
+    def _token_limit(self, scheduler: Any, plan: Plan | None, placed: int) -> int | None:
+        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream."""
+        if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
+            return None
+        # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
+        if not self._can_redraw and any(hooks.awaits_seeded_token(tr.ref) for tr in self._tracker.by_id.values()):
+            return None
+        decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
+        probing = placed * (1 + len(self._tracker.markers.probe))
+        # Without a single token a preempted request would never come back.
+        tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
+        return tokens if tokens < scheduler.max_num_scheduled_tokens else None
