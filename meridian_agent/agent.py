@@ -129,7 +129,7 @@ class Agent:
             self.probing.end(scheduler)
         if self.frozen and not frozen:
             logger.info("meridian: no longer frozen")
-            self.link.resync()
+            self.link.outbox.resync()
         self._lapsed, self.frozen = lapsed, frozen
         self.tracker.default_cap = None if lapsed & CAPS else self.default_cap
 
@@ -213,17 +213,19 @@ class Agent:
         probing = self.probing
         placed = probing.place(scheduler, self.observe_entropy) if self.directives.probes else 0
         if probing.held:
-            probing.hold(scheduler, self.link.answered_step)
+            probing.hold(scheduler, self.link.inbox.answered_step)
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission
         return self.queues.limits(scheduler, plan, hold, reserved, placed)
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
         """Take in what was decided, up to the message in which so many decisions are reached."""
-        # Past a lease what came before is not taken in any more.
-        inbox, taken = self.link.inbox if not self._lapsed else (), 0
-        while inbox and taken < limit:
+        if self._lapsed:
+            # What came before the lease was over is not taken in any more.
+            return
+        inbox, taken = self.link.inbox, 0
+        while inbox.messages and taken < limit:
             try:
-                message, size = self.link.take()
+                message, size = inbox.take()
             except IndexError:
                 # A new stream has cleared it this moment.
                 return
@@ -233,7 +235,7 @@ class Agent:
                 self.probing.new_stream()
             else:
                 self.directives.accept(message)
-                self.link.answered_step = max(self.link.answered_step, message.step)
+                inbox.answered_step = max(inbox.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
 
@@ -261,7 +263,7 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
         """
-        self.link.wake()
+        self.link.outbox.wake()
         self._take_inbox()
         if self.frozen or not (self.tracker.due or output.scheduled_spec_decode_tokens):
             return base
@@ -292,9 +294,9 @@ class Agent:
         sent = self.tracker.take_record()
         if self.probing.held:
             self.probing.sent(sent)
-        self.link.send(sent, self.tracker.snapshot)
+        self.link.outbox.send(sent, self.tracker.snapshot)
         if not is_live:
-            self.link.wake()
+            self.link.outbox.wake()
 
     def _hear_worker(self, reason: str) -> None:
         """The worker says why it measures nothing, or that it can again: the next Hello promises what it can."""
@@ -324,9 +326,9 @@ class Agent:
             ("output_critical", self.output_critical),
             ("blocks_reclaimed", self.blocks.reclaimed),
             ("think_skips", self.queues.think_skips),
-            ("reports_dropped", self.link.reports_dropped),
+            ("reports_dropped", self.link.outbox.reports_dropped),
             ("probe_tokens", self.probing.tokens),
             ("agent_seconds", self.agent_seconds),
             ("scheduler_seconds", self.scheduler_seconds),
-            ("round_trip_ms", self.link.round_trip_ms),
+            ("round_trip_ms", self.link.outbox.round_trip_ms),
         )

@@ -158,7 +158,7 @@ class Steps:
             us={name: seconds.get(name, 0.0) for name in (*HOOKS, *STOCK, "stock requests")},
             worker_us=(now[0] - busy_s) / steps * 1e6,
             observe_us=(now[1] - observe_s) / steps * 1e6,
-            round_trip_ms=self._agent.link.round_trip_ms,
+            round_trip_ms=self._agent.link.outbox.round_trip_ms,
         )
 
     def _worker(self) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def engines(target: str, numbers: range, sequences: int, over: Event, trips: mul
         if due - noted >= 1:
             noted = due
             for engine in linked:
-                trips.put(engine.link.round_trip_ms)
+                trips.put(engine.link.outbox.round_trip_ms)
         due += STEP_S
         time.sleep(max(0.0, due - time.monotonic()))
     for engine in linked:

@@ -98,7 +98,8 @@ class Engine:
     def _look(self, now_s: float) -> None:
         link, report = self._agent.link, self._report
         self._looked_s = now_s
-        report.ring, report.inbox = max(report.ring, link._ring.qsize()), max(report.inbox, len(link.inbox))
+        report.ring = max(report.ring, link.outbox.ring.qsize())
+        report.inbox = max(report.inbox, len(link.inbox.messages))
         caps = [tr.cap for tr in self._agent.tracker.by_id.values() if tr.cap is not None]
         seen = _name(link.state), link.connected and any(cap.decision_id for cap in caps)
         if not report.states or report.states[-1][1:] != seen:
@@ -110,7 +111,7 @@ class Engine:
         if self._agent is not None:
             # What it is in now is where the next report begins.
             self._report.states = report.states[-1:]
-            report.dropped, report.revision = self._agent.link.reports_dropped, self._agent.link.revision
+            report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.revision
             report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
         own = Path("/proc/self")
         report.rss_mb = int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -75,7 +75,7 @@ def test_names_follow_the_fields_conventions(entry: Entry) -> None:
 async def test_an_engine_and_its_agent(own: Process) -> None:
     await own.started()
     with LinkedEngine([own.target], "measured") as engine:
-        engine.link.reports_dropped = 3
+        engine.link.outbox.reports_dropped = 3
         engine.open("a")
         await engine.steps_until(engine.caps)
         await engine.steps_until(lambda: value(own, "meridian_outcomes_total", kind="plan", outcome="applied"))

@@ -13,10 +13,11 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
-from meridian_agent import link
+from meridian_agent import inbox, link, outbox
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS
-from meridian_agent.link import INBOX_DECISIONS, INBOX_MESSAGES, RING_RECORDS
+from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from meridian_agent.messages import decisions_in
+from meridian_agent.outbox import RING_RECORDS
 from meridian_agent.tracker import StepRecord
 from meridian_control import fleet
 from meridian_control.database import Database
@@ -599,8 +600,8 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
         for _ in range(100):
             engine.step()
         assert not engine.link.connected
-        assert engine.link._ring.qsize() == 0
-        assert engine.link.reports_dropped == 0, "nothing was promised to anybody"
+        assert engine.link.outbox.ring.qsize() == 0
+        assert engine.link.outbox.reports_dropped == 0, "nothing was promised to anybody"
         clock.now += 30.1
         assert engine.link.lapsed()
 
@@ -697,7 +698,7 @@ def test_reports_are_merged_no_longer_than_a_lease_allows() -> None:
     for lease_ms, steps in ((0, 300), (2000, 33), (400, 8)):
         settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300, scheduler_lease_ms=lease_ms)
         engine.link.hold(settings, None)
-        batch, held = engine.link._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
+        batch, held = engine.link.outbox._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
         assert (len(batch), held) == (steps, None)
 
 
@@ -714,15 +715,15 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
             began = time.perf_counter()
             engine.send(record)
             longest_s = max(longest_s, time.perf_counter() - began)
-            assert engine.link._ring.qsize() <= RING_RECORDS + 2
-            if engine.link.reports_dropped >= 100:
+            assert engine.link.outbox.ring.qsize() <= RING_RECORDS + 2
+            if engine.link.outbox.reports_dropped >= 100:
                 break
-        assert engine.link.reports_dropped == 100
+        assert engine.link.outbox.reports_dropped == 100
         assert longest_s < 1.0
         # It recovers: what had waited arrives, then a snapshot in place of what was lost, and no outcome is missing.
         servicer.reading.set()
-        await until(lambda: engine.link._ring.qsize() == 0)
-        last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.reports_dropped),))
+        await until(lambda: engine.link.outbox.ring.qsize() == 0)
+        last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.outbox.reports_dropped),))
         engine.send(last)
         await until(lambda: servicer.received[-1].step.step == sent + 1)
         assert servicer.kinds()[-2:] == ["snapshot", "step"]
@@ -764,7 +765,7 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
         for number in range(INBOX_MESSAGES + 1):
             servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
         await until(lambda: servicer.kinds().count("hello") == 2, 20)
-        assert len(engine.link.inbox) <= INBOX_MESSAGES + 1, "the one too many is let go with the others"
+        assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the one too many is let go with the others"
         await until(lambda: engine.link.connected)
         engine.take_inbox()
         assert engine.streams == 1, "what the old stream said is gone with it"
@@ -784,9 +785,9 @@ async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) ->
         engine.open("a")
         for message in flooding(50, 300):
             servicer.say.put_nowait(message)
-        await until(lambda: len(engine.link.inbox) == 51)
+        await until(lambda: len(engine.link.inbox.messages) == 51)
         taken = []
-        while engine.link.inbox:
+        while engine.link.inbox.messages:
             before = len(engine.taken)
             engine.step()
             taken.append(len(engine.taken) - before)
@@ -800,8 +801,9 @@ async def test_a_flood_past_all_measure_ends_the_stream(
     scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
     """Whatever waits stays bounded, also for an idle engine, for which the link answers, and nobody reads."""
-    for name in ("RING_RECORDS", "INBOX_MESSAGES", "INBOX_DECISIONS"):
-        monkeypatch.setattr(link, name, 50)
+    monkeypatch.setattr(outbox, "RING_RECORDS", 50)
+    for name in ("INBOX_MESSAGES", "INBOX_DECISIONS"):
+        monkeypatch.setattr(inbox, name, 50)
     servicer, target = scripted
     with LinkedEngine([target]) as engine:
         if not idle:
@@ -809,8 +811,8 @@ async def test_a_flood_past_all_measure_ends_the_stream(
         for message in flooding(300, 1) if idle else flooding(10, 20):
             servicer.say.put_nowait(message)
         await until(lambda: servicer.kinds().count("hello") == 2, 20)
-        assert engine.link._ring.qsize() <= 50 + 50
-        assert sum(decisions_in(m) for m in list(engine.link.inbox) if m) <= 50
+        assert engine.link.outbox.ring.qsize() <= 50 + 50
+        assert sum(decisions_in(m) for m in list(engine.link.inbox.messages) if m) <= 50
 
 
 async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, str]) -> None:
@@ -826,7 +828,7 @@ async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, 
                 break
         await until(lambda: servicer.kinds().count("hello") == 2)
         await until(lambda: engine.link.connected)
-        assert engine.link._outcomes_in - engine.link._outcomes_out <= 2000
+        assert engine.link.outbox._outcomes_in - engine.link.outbox._outcomes_out <= 2000
 
 
 async def test_going_away(control: Control, tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 def records(agent: Any) -> Iterator[list[Any]]:
     """The step records sent inside the block."""
     seen: list[Any] = []
-    send = agent.link.send
+    send = agent.link.outbox.send
 
     def watch(record: Any, snapshot: Any) -> None:
         seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
         send(record, snapshot)
 
-    agent.link.send = watch
+    agent.link.outbox.send = watch
     try:
         yield seen
     finally:
-        agent.link.send = send
+        agent.link.outbox.send = send
 
 
 def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:

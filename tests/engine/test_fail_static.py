@@ -49,7 +49,7 @@ def thawed(control: Control) -> Iterator[None]:
 def lost(control: Control, scheduler: Any) -> Iterator[None]:
     """Whatever a test does to the control plane and the agent's clock, both are well again afterwards."""
     yield
-    scheduler._agent.link._clock = time.monotonic
+    scheduler._agent.link.clock = time.monotonic
     control.process.kill()
     control.start()
     control.engine()
@@ -117,7 +117,7 @@ def test_the_time_limit_holds_without_a_control_plane(
         confirmed(control, True)
         kill(control, agent)
         assert chat(llm, cases(), GREEDY) == stock
-        agent.link._clock = lambda: time.monotonic() + 601
+        agent.link.clock = lambda: time.monotonic() + 601
         assert chat(llm, cases(), GREEDY) == capped
     finally:
         control.start()
@@ -158,7 +158,7 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     again = rebuild(scheduler)
     assert (again.link.revision, again.link.connected) == (revision, False)
     assert chat(llm, cases(), GREEDY) == capped
-    again.link._clock = lambda: time.monotonic() + 100
+    again.link.clock = lambda: time.monotonic() + 100
     assert chat(llm, cases(), GREEDY) == capped, "past the lease, too"
     control.start()
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
@@ -179,11 +179,11 @@ def test_a_sections_lease_ends_its_caps(llm: Any, agent: Any, control: Control, 
     assert capped != stock
     kill(control, agent)
     assert chat(llm, cases(), GREEDY) == capped
-    agent.link._clock = lambda: time.monotonic() + 100
+    agent.link.clock = lambda: time.monotonic() + 100
     assert chat(llm, cases(), GREEDY) == stock
     (own,) = chat(llm, [opened()], endless(agent, max_tokens=40, extra_args={"meridian_max_think_tokens": 7}))
     assert own.index(agent.tracker.markers.end[0]) == 7
-    agent.link._clock = time.monotonic
+    agent.link.clock = time.monotonic
     control.start()
     control.engine()
     wait_for(lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")

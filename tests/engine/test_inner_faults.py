@@ -22,6 +22,7 @@ from vllm import SamplingParams
 
 from meridian_agent import agent as agent_module
 from meridian_agent import link as link_module
+from meridian_agent import outbox as outbox_module
 from meridian_agent import probing as probing_module
 from meridian_agent import scheduler as scheduler_module
 from meridian_agent.tracker import StepRecord, Tracked
@@ -54,7 +55,7 @@ def gate(agent: Any) -> Iterator[threading.Event]:
     yield opening
     opening.set()
     agent.link.__dict__.pop("_receive", None)
-    agent.link._clock = time.monotonic
+    agent.link.clock = time.monotonic
 
 
 def capped_again(llm: Any, agent: Any, control: Control) -> None:
@@ -100,13 +101,13 @@ def test_a_full_ring(  # noqa: PLR0917
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gRPC takes no report any more: they are dropped and counted; then one snapshot tells all that was missed."""
-    monkeypatch.setattr(link_module, "RING_RECORDS", FULL)
+    monkeypatch.setattr(outbox_module, "RING_RECORDS", FULL)
     control.apply(UNRULED)
     snapshots, link = counted(agent, monkeypatch), agent.link
     run = Run(llm)
     run.add("through", opened(), endless(agent, max_tokens=900))
     run.until(lambda: len(run.tokens["through"]) > 5)
-    ring, dropped, before = link._ring, link.reports_dropped, len(snapshots)
+    ring, dropped, before = link.outbox.ring, link.outbox.reports_dropped, len(snapshots)
     monkeypatch.setattr(ring, "rest", lambda _: gate.wait())
     for i, case in enumerate(cases()):
         run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
@@ -114,8 +115,8 @@ def test_a_full_ring(  # noqa: PLR0917
     assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
     assert ring.qsize() == FULL
     # The one under the sender's hand left room for another, at most.
-    assert link.reports_dropped - dropped > 100
-    assert (link._ring is ring, link.connected, len(snapshots)) == (True, True, before)
+    assert link.outbox.reports_dropped - dropped > 100
+    assert (link.outbox.ring is ring, link.connected, len(snapshots)) == (True, True, before)
     assert not gate.is_set()
     gate.set()
     run.until(lambda: len(snapshots) > before, pause_s=0.003)
@@ -126,7 +127,9 @@ def test_a_full_ring(  # noqa: PLR0917
     assert shown.think_tokens <= len(run.tokens["through"])
     run.until(lambda: len(run.tokens["through"]) == 900)
     run.until()
-    wait_for(lambda: control.settled().counters.reports_dropped == link.reports_dropped, 10, "the drops to be shown")
+    wait_for(
+        lambda: control.settled().counters.reports_dropped == link.outbox.reports_dropped, 10, "the drops to be shown"
+    )
     capped_again(llm, agent, control)
 
 
@@ -149,13 +152,13 @@ def test_the_links_thread_stands_still(
     assert asleep.wait(10)
     revision = control.set_policy(CAPPED)
     assert chat(llm, cases(), GREEDY) == stock
-    assert (link.handover.locked(), len(link.inbox), len(link.arrived)) == (False, 0, 0)
+    assert (link.handover.locked(), len(link.inbox.messages), len(link.arrived)) == (False, 0, 0)
     # Past the lease the state says so, and the next step has the stream ended; whose thread still sleeps.
-    link._clock = lambda: time.monotonic() + link.lease_s + 1
+    link.clock = lambda: time.monotonic() + link.lease_s + 1
     assert chat(llm, cases(), GREEDY) == stock
     assert link.state == agent_pb2.AGENT_STATE_DEGRADED
     assert (gate.is_set(), link._thread.is_alive()) == (False, True)
-    link._clock = time.monotonic
+    link.clock = time.monotonic
     gate.set()
     wait_for(lambda: link.connected and control.engine().acked_revision == revision, 20, "the policy to hold")
     assert chat(llm, cases(), GREEDY) == capped
@@ -184,7 +187,7 @@ def test_clocks_jump(  # noqa: PLR0917
     for module in (agent_module, probing_module, scheduler_module, link_module):
         monkeypatch.setattr(module, "time", clocks)
     monkeypatch.setattr(scheduler._guard, "_clock", clocks.monotonic)
-    agent.link._clock = clocks.monotonic
+    agent.link.clock = clocks.monotonic
     run = Run(llm)
     for i, case in enumerate(cases()):
         run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
@@ -233,7 +236,7 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
     assert (alive(Tracked), agent.tracker._next_slot) == (tracked, slots)
     # Less than one piece of memory for each request: none is left behind by each.
     assert sys.getallocatedblocks() - blocks < SHORT / 2
-    assert alive(StepRecord) <= link_module.RING_RECORDS
+    assert alive(StepRecord) <= outbox_module.RING_RECORDS
     assert rss_mb() - before < MAX_GROWTH_MB
     assert control.settled().open_decisions == 0
     capped_again(llm, agent, control)

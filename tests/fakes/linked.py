@@ -99,13 +99,13 @@ class LinkedEngine:
         elif ended := lapsed & ~self.lapsed:
             directives.drop(ended)
         if self.frozen and not frozen:
-            link.resync()
+            link.outbox.resync()
         self.lapsed, self.frozen = lapsed, frozen
         for arrived in taken:
             link.taken_in(arrived)
         decisions = 0
-        while self.link.inbox and decisions < STEP_DECISIONS:
-            message, size = self.link.take()
+        while self.link.inbox.messages and decisions < STEP_DECISIONS:
+            message, size = self.link.inbox.take()
             decisions += size
             if message is None:
                 self.streams += 1
@@ -126,8 +126,8 @@ class LinkedEngine:
             with self.link.handover:
                 self.link.idle = True
                 self.take_inbox()
-        self.link.send(record, self.engine.tracker.snapshot)
-        self.link.wake()
+        self.link.outbox.send(record, self.engine.tracker.snapshot)
+        self.link.outbox.wake()
 
     async def steps_until(self, condition: Callable[[], Any]) -> Any:
         def step_and_check() -> Any:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 AGENT, DIRECTIVES, LINK = "meridian_agent/agent.py", "meridian_agent/directives.py", "meridian_agent/link.py"
 QUEUES, PROBING, MASKS = "meridian_agent/queues.py", "meridian_agent/probing.py", "meridian_agent/masks.py"
 ACCOUNTS, BLOCKS = "meridian_agent/accounts.py", "meridian_agent/blocks.py"
+OUTBOX = "meridian_agent/outbox.py"
 TRACKER, MESSAGES, SHARE = "meridian_agent/tracker.py", "meridian_agent/messages.py", "meridian_agent/dispatch.py"
 SESSION, ENDS = "meridian_control/session.py", "meridian_control/termination.py"
 FLEET, TABLE = "meridian_control/fleet.py", "meridian_control/requests.py"
@@ -26,13 +27,13 @@ MUTANTS: tuple[Mutant, ...] = (
     # Outcomes: one for each decision, on its own stream.
     Mutant(
         "outcomes of dropped reports lost",
-        LINK,
+        OUTBOX,
         "            self._kept_outcomes += record.outcomes\n",
         "",
     ),
     Mutant(
         "outcomes kept for the next stream",
-        LINK,
+        OUTBOX,
         "        if self.snapshot_due:\n            self._kept_outcomes = []\n",
         "",
     ),
@@ -44,9 +45,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "record of the old stream sent",
-        LINK,
-        "        if not self.connected or self._new_stream_waits():",
-        "        if not self.connected:",
+        OUTBOX,
+        "        if not standing.connected or self._inbox.new_stream_waits():",
+        "        if not standing.connected:",
     ),
     Mutant(
         "no outcome for a replaced probe",
@@ -82,8 +83,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nobody answers for an idle engine",
         LINK,
-        "                self._settle_if_idle(response.directives)\n",
-        "",
+        "if report := self.inbox.settle_if_idle(response.directives):",
+        "if report := None:",
     ),
     # Streams: what was told before is void, a hole is followed by a snapshot.
     Mutant(
@@ -94,14 +95,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no snapshot after a dropped report",
-        LINK,
-        "        if self._ring.qsize() >= RING_RECORDS:\n            self._streaming = False\n",
-        "        if self._ring.qsize() >= RING_RECORDS:\n",
+        OUTBOX,
+        "        if self.ring.qsize() >= RING_RECORDS:\n            self._streaming = False\n",
+        "        if self.ring.qsize() >= RING_RECORDS:\n",
     ),
     Mutant(
         "no snapshot after a thaw",
         AGENT,
-        "            self.link.resync()\n",
+        "            self.link.outbox.resync()\n",
         "",
     ),
     Mutant(
@@ -142,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a counter begins anew",
-        LINK,
+        OUTBOX,
         "        self.snapshot_due, self._streaming = False, True\n",
         "        self.snapshot_due, self._streaming, self.reports_dropped = False, True, 0\n",
     ),
@@ -168,8 +169,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "inbox taken past the lease",
         AGENT,
-        "        inbox, taken = self.link.inbox if not self._lapsed else (), 0",
-        "        inbox, taken = self.link.inbox, 0",
+        "        if self._lapsed:\n            # What came",
+        "        if False:\n            # What came",
     ),
     Mutant(
         "plan in force past the lease",

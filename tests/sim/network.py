@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent import link as link_module
 from meridian_agent.link import Link
+from meridian_agent.outbox import MERGE_WAIT_S
 from meridian_control.errors import MeridianError
 from meridian_control.fleet import Fleet
 
@@ -131,7 +132,7 @@ class SteppedLink(Link):
         return (
             stream is not None
             and self.connected
-            and not (self._ring.qsize() or self._holds() or stream.up or stream.down)
+            and not (self.outbox.ring.qsize() or self._holds() or stream.up or stream.down)
         )
 
     def _holds(self) -> bool:
@@ -158,7 +159,10 @@ class SteppedLink(Link):
         self._say(now)
 
     def _connect(self) -> None:
-        self._ring = SteppedRing()  # type: ignore[assignment]
+        # As the beginning of `_stream`.
+        self.outbox.new_ring()
+        ring: Any = SteppedRing()
+        self.outbox.ring = ring
         self._heard = False
         self.stream = self._network.connect()
         if self.stream is None:
@@ -167,7 +171,7 @@ class SteppedLink(Link):
         self._call = self.stream  # type: ignore[assignment]
         if (lasts_s := self._lasts_s()) is not None:
             self.stream.break_off(lasts_s, lasts_s + self._network.delay_s())
-        self._messages = self._requests(self._ring)
+        self._messages = self.outbox.messages(ring, self._hello)
         self.stream.send(self.stream.up, next(self._messages))
 
     def _end(self) -> None:
@@ -182,15 +186,15 @@ class SteppedLink(Link):
     def _say(self, now: float) -> None:
         """Records wait for others of their interval, but not for long."""
         assert self.stream is not None
-        if not self._ring.qsize() and not self._holds():
+        if not self.outbox.ring.qsize() and not self._holds():
             self._first_waits_s = None
             return
         if self._first_waits_s is None:
             self._first_waits_s = now
-        if self._ring.qsize() < self.report_interval_steps and now - self._first_waits_s < link_module.MERGE_WAIT_S:
+        if self.outbox.ring.qsize() < self.report_interval_steps and now - self._first_waits_s < MERGE_WAIT_S:
             return
         self._first_waits_s = None
-        while self._ring.qsize() or self._holds():
+        while self.outbox.ring.qsize() or self._holds():
             self.stream.send(self.stream.up, next(self._messages))
 
 

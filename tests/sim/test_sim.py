@@ -120,7 +120,7 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
             plant.link.stalled_until_s = world.timeline.now_s + 20
             while plant.engine.busy():
                 world.pass_time(0.01)
-            assert plant.link.reports_dropped
+            assert plant.link.outbox.reports_dropped
 
 
 # -------------------------------------------------------------------------------------------------- faults of the agent

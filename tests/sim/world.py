@@ -15,8 +15,9 @@ import pytest
 
 from meridian_agent import agent as agent_module
 from meridian_agent import hooks
+from meridian_agent import inbox as inbox_module
 from meridian_agent import keeper as keeper_module
-from meridian_agent import link as link_module
+from meridian_agent import outbox as outbox_module
 from meridian_agent import probing as probing_module
 from meridian_agent import scheduler as scheduler_module
 from meridian_agent.guard import Guard
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 # Small enough that rings and queues fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (
-    (link_module, "RING_RECORDS", 12),
-    (link_module, "INBOX_MESSAGES", 24),
-    (link_module, "MERGE_RECORDS", 6),
+    (outbox_module, "RING_RECORDS", 12),
+    (inbox_module, "INBOX_MESSAGES", 24),
+    (outbox_module, "MERGE_RECORDS", 6),
     (fleet_module, "QUEUE_MESSAGES", 16),
     (dispatch, "WARM_STEPS", 4),
 )
@@ -224,7 +225,7 @@ class World:
             link = plant.link
             if plant.engine.agent is None:
                 continue
-            if link is None or not link.quiet() or link.snapshot_due or not link._streaming or plant.engine._queue:
+            if link is None or not link.quiet() or not link.outbox.follows or plant.engine._queue:
                 continue
             assert link.stream is not None
             if link.stream.connection is not None and not link.stream.dead:

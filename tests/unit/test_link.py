@@ -23,7 +23,7 @@ def hear(link: Link, step: int, **decisions: Any) -> None:
 def test_an_answer_that_decides_nothing_is_only_a_number() -> None:
     link = link_of(idle=False)
     hear(link, 7)
-    assert (link.answered_step, len(link.inbox)) == (7, 0)
+    assert (link.inbox.answered_step, len(link.inbox.messages)) == (7, 0)
 
 
 def test_what_came_before_is_taken_in_first() -> None:
@@ -31,11 +31,11 @@ def test_what_came_before_is_taken_in_first() -> None:
     link = link_of(idle=False)
     hear(link, 7, forces=[agent_pb2.ForceEnd(decision_id=1)])
     hear(link, 8)
-    assert link.answered_step == 0
-    assert [message.step for message in link.inbox if message] == [7, 8]
-    link.inbox.clear()
+    assert link.inbox.answered_step == 0
+    assert [message.step for message in link.inbox.messages if message] == [7, 8]
+    link.inbox.messages.clear()
     hear(link, 9)
-    assert link.answered_step == 9
+    assert link.inbox.answered_step == 9
 
 
 def test_each_kind_of_decision_is_handed_over() -> None:
@@ -49,4 +49,4 @@ def test_each_kind_of_decision_is_handed_over() -> None:
         for step in (0, 3):
             link = link_of(idle=False)
             hear(link, step, **decisions)
-            assert len(link.inbox) == 1, decisions
+            assert len(link.inbox.messages) == 1, decisions
