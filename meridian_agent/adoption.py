@@ -10,14 +10,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import Event, Markers, PhaseState, after_prompt, tail_of
+from meridian_agent.phases import Event, Markers, PhaseState, Work, begin_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Tokens that are read in a step, tenths of a millisecond where markers are rare; a request counts as REQUEST_TOKENS
-# at least.
-STEP_TOKENS, REQUEST_TOKENS = 8192, 256
+# Work of a step, in tokens of text, one to two tenths of a millisecond; a request counts as REQUEST_TOKENS at least.
+STEP_TOKENS, REQUEST_TOKENS = 8192, 512
 
 
 @dataclass(slots=True)
@@ -31,29 +30,24 @@ class Reading:
     # Tokens of the prompt that are still to be looked at, then tokens generated that have been.
     at: int = -1
 
-    def read(self, tokens: int) -> int:
-        """Read on; returns how many of so many tokens are left. The request is read to its end if any are."""
+    def read(self, work: Work) -> PhaseState | None:
+        """Read on; returns the state that the newest token has left the request in once it has come to that."""
         if self.state is None:
-            tokens = self._read_prompt(tokens)
-        if self.state is not None:
-            new = self.ref.output_token_ids[self.at : self.at + tokens]
-            self.state.feed_all(new, self.markers)
-            self.at += len(new)
-            tokens -= len(new)
-        return tokens
+            self._read_prompt(work)
+        if self.state is None:
+            return None
+        tokens = self.ref.output_token_ids
+        self.at = self.state.feed_some(tokens, self.at, self.markers, work)
+        return self.state if self.at == len(tokens) else None
 
-    def _read_prompt(self, tokens: int) -> int:
+    def _read_prompt(self, work: Work) -> None:
+        """Look for the prompt's last marker, from the end on."""
         prompt = self.ref.prompt_token_ids or []
-        if self.at < 0:
-            self.at = len(prompt)
-        start = max(0, self.at - tokens)
-        event, after = self.markers.last_event(prompt, start, self.at)
-        tokens -= self.at - start
-        self.at = start
-        if event is not Event.TEXT or start == 0:
-            phase = after_prompt(event, after, self.supports_think_disable)
-            self.state, self.at = PhaseState(phase, tail=tail_of(self.markers, prompt)), 0
-        return tokens
+        event, self.at = self.markers.search_back(prompt, self.at if self.at >= 0 else len(prompt), work)
+        if event is not Event.TEXT or self.at == 0:
+            after = len(prompt) - self.at
+            self.state = begin_after(self.markers, prompt, event, after, self.supports_think_disable)
+            self.at = 0
 
 
 class Adoption:
@@ -68,8 +62,8 @@ class Adoption:
 
     def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
         """A step's share: the requests that have been read to their newest token, with the state they are in."""
-        found, left = [], STEP_TOKENS
-        while left > 0 and self:
+        found, work = [], Work(STEP_TOKENS)
+        while work.left > 0 and self:
             reading = self._reading
             # Other markers, another reading.
             if reading is None or reading.markers is not markers:
@@ -78,9 +72,9 @@ class Adoption:
             if reading.ref.is_finished():
                 self._reading = None
                 continue
-            before, left = left, reading.read(left)
-            if left > 0 and reading.state is not None:
-                found.append((reading.ref, reading.state))
+            before = work.left
+            if (state := reading.read(work)) is not None:
+                found.append((reading.ref, state))
                 self._reading = None
-                left -= max(0, REQUEST_TOKENS - (before - left))
+                work.left = min(work.left, before - REQUEST_TOKENS)
         return found

@@ -50,8 +50,22 @@ FLAG_BY_CAP = 16
 FLAG_SENTENCE = 32
 FLAG_PARAGRAPH = 64
 TAKE_BACK_SHIFT = 8
-# Tokens that are looked through at once for a marker: of a prompt, and of what was generated.
-SCAN_TOKENS, TEXT_TOKENS = 4096, 64
+# Tokens that are looked through at once for one that may end a marker.
+PART_TOKENS = 256
+# Where there is one, finding it takes as long as so many tokens of text for each of the part, and looking at it as long
+# as so many in all.
+WALK_TOKENS, LOOK_TOKENS = 2, 128
+
+
+@dataclass(slots=True)
+class Work:
+    """What may still be read at once, in tokens of text. It ends below 0 by what the last look took."""
+
+    left: int
+
+
+# For whoever reads to the end.
+NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -123,22 +137,32 @@ class Markers:
                 return event, len(marker)
         return Event.TEXT, 0
 
-    def last_event(self, tokens: Sequence[int], start: int = 0, stop: int | None = None) -> tuple[Event, int]:
-        """The last marker that ends in tokens[start:stop], and how many of `tokens` follow it; (TEXT, 0) for none.
+    def last_event(self, tokens: Sequence[int]) -> tuple[Event, int]:
+        """The last marker in these tokens, and how many of them follow it; (TEXT, 0) for none."""
+        event, at = self.search_back(tokens, len(tokens), Work(NO_LIMIT))
+        return (event, len(tokens) - at) if event is not Event.TEXT else (event, 0)
+
+    def search_back(self, tokens: Sequence[int], stop: int, work: Work) -> tuple[Event, int]:
+        """The last marker that ends in tokens[:stop], and where it does; TEXT and how far it was looked for if there is
+        none, or the work is done.
 
         Reads from the end, a part at a time: where a prompt ends in a marker, its length does not matter.
         """
-        stop = len(tokens) if stop is None else stop
-        for end in range(stop, start, -SCAN_TOKENS):
-            begin = max(start, end - SCAN_TOKENS)
-            if self.by_last.keys().isdisjoint(tokens[begin:end]):
-                continue
-            for position in range(end - 1, begin - 1, -1):
-                if tokens[position] in self.by_last:
+        while stop > 0 and work.left > 0:
+            begin = max(0, stop - min(PART_TOKENS, work.left))
+            part = tokens[begin:stop]
+            work.left -= len(part)
+            if not self.by_last.keys().isdisjoint(part):
+                work.left -= WALK_TOKENS * len(part)
+                for position in [i for i in range(stop - 1, begin - 1, -1) if part[i - begin] in self.by_last]:
                     found, _ = self.match(list(tokens[max(0, position + 1 - self.longest) : position + 1]))
                     if found is not Event.TEXT:
-                        return found, len(tokens) - 1 - position
-        return Event.TEXT, 0
+                        return found, position + 1
+                    work.left -= LOOK_TOKENS
+                    if work.left <= 0:
+                        return Event.TEXT, position
+            stop = begin
+        return Event.TEXT, stop
 
 
 # What an engine without known markers has: nothing it generates is thinking.
@@ -207,22 +231,40 @@ class PhaseState:
         event, length = markers.match(self.tail)
         return self._text() if event is Event.TEXT else self._marker(event, length)
 
-    def feed_all(self, tokens: Sequence[int], markers: Markers) -> None:
-        """As `feed` for each of them, where nobody asks for rows: text without a marker in it is counted at once."""
-        for at in range(0, len(tokens), TEXT_TOKENS):
-            part = tokens[at : at + TEXT_TOKENS]
+    def feed_some(self, tokens: Sequence[int], at: int, markers: Markers, work: Work) -> int:
+        """As `feed` for each of tokens[at:], where nobody asks for rows, until the work is done. Returns where
+        it ended.
+
+        Text is counted at once; what may end a marker is looked at by itself.
+        """
+        while at < len(tokens) and work.left > 0:
+            part, done = tokens[at : at + PART_TOKENS], 0
+            work.left -= len(part)
             if not markers.by_last.keys().isdisjoint(part):
-                for token in part:
-                    self.feed(token, markers)
-                continue
-            self.text_run += len(part)
-            if self.phase is Phase.THINK:
-                self.think_tokens += len(part)
-            else:
-                self.phase = Phase.OUTPUT
-                self.output_tokens += len(part)
-            if markers.longest > 1:
-                self.tail = [*self.tail, *part][-markers.longest :]
+                work.left -= WALK_TOKENS * len(part)
+                for place in [i for i, token in enumerate(part) if token in markers.by_last]:
+                    self._feed_text(part[done:place], markers)
+                    self.feed(part[place], markers)
+                    done = place + 1
+                    work.left -= LOOK_TOKENS
+                    if work.left <= 0:
+                        return at + done
+            self._feed_text(part[done:], markers)
+            at += len(part)
+        return at
+
+    def _feed_text(self, tokens: Sequence[int], markers: Markers) -> None:
+        """As `feed` for tokens that end no marker."""
+        if not tokens:
+            return
+        self.text_run += len(tokens)
+        if self.phase is Phase.THINK:
+            self.think_tokens += len(tokens)
+        else:
+            self.phase = Phase.OUTPUT
+            self.output_tokens += len(tokens)
+        if markers.longest > 1:
+            self.tail = [*self.tail, *tokens][-markers.longest :]
 
     def ending(self, markers: Markers) -> tuple[int, ...]:
         """The tokens that a forced end writes now."""
@@ -261,10 +303,13 @@ class PhaseState:
 
 def begin(markers: Markers, prompt: list[int], supports_think_disable: bool) -> PhaseState:
     """The state a prompt leaves a request in; the first generated tokens may complete a marker the prompt began."""
-    return PhaseState(initial_phase(markers, prompt, supports_think_disable), tail=tail_of(markers, prompt))
+    return begin_after(markers, prompt, *markers.last_event(prompt), supports_think_disable)
 
 
-def tail_of(markers: Markers, prompt: list[int]) -> list[int]:
-    """What of a prompt may be the beginning of a marker."""
+def begin_after(
+    markers: Markers, prompt: list[int], event: Event, after: int, supports_think_disable: bool
+) -> PhaseState:
+    """The same where the prompt's last marker, and how many tokens follow it, are known."""
     kept = markers.longest - 1
-    return list(prompt[-kept:]) if kept else []
+    phase = after_prompt(event, after, supports_think_disable)
+    return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [])

@@ -1,0 +1,138 @@
+"""Requests read again by an agent that comes back: what it knows of them, and how much of a step that takes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_agent import adoption
+from meridian_agent.adoption import STEP_TOKENS, Adoption
+from meridian_agent.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SINGLE = Markers(((1,),), ((2,),))
+# As gpt-oss's and Granite's: several tokens, some of which are text elsewhere.
+CHANNELS = Markers(((5, 6, 8),), ((5, 7, 8), (9,)))
+MARKERS = st.sampled_from([SINGLE, CHANNELS])
+TOKENS = st.lists(st.sampled_from([1, 2, 5, 6, 7, 8, 9, 40, 41]), max_size=120)
+LONG = 3 * STEP_TOKENS
+
+
+def request(prompt: list[int], output: list[int]) -> Any:
+    return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=output, is_finished=lambda: False)
+
+
+def read_at_once(markers: Markers, prompt: list[int], output: list[int], disabled: bool) -> PhaseState:
+    state = begin(markers, prompt, disabled)
+    for token in output:
+        state.feed(token, markers)
+    return state
+
+
+@given(MARKERS, st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=4), st.booleans(), st.integers(1, 400))
+def test_what_is_read_bit_by_bit_is_what_was_there(
+    markers: Markers, texts: list[tuple[list[int], list[int]]], disabled: bool, step_tokens: int
+) -> None:
+    """Also of requests that go on while others are read."""
+    requests = [request(list(prompt), list(output)) for prompt, output in texts]
+    found: list[tuple[Any, PhaseState]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adoption, "STEP_TOKENS", step_tokens)
+        under_way = Adoption(requests)
+        for token in itertools.cycle([40, 41, 2, 5, 40, 1]):
+            for ref, state in (new := under_way.some(markers, disabled)):
+                assert state == read_at_once(markers, ref.prompt_token_ids, ref.output_token_ids, disabled)
+            found += new
+            if not under_way:
+                break
+            for ref in requests:
+                if len(ref.output_token_ids) < 200:
+                    ref.output_token_ids.append(token)
+    assert [ref for ref, _ in found] == requests
+
+
+def each(count: int, apart: int, token: int) -> list[int]:
+    """Text with this token at every so many places."""
+    return [token if at % apart == 0 else 100 + at % 7 for at in range(count)]
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Lines of the agent's that a call runs; one that loops counts each time."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if "meridian_agent" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(outer)
+    return count
+
+
+@pytest.mark.parametrize("apart", [1, 2, 3, 63, 64, 65, 255, 256, 257, 1000, LONG])
+@pytest.mark.parametrize(
+    ("markers", "token", "in_prompt"),
+    [
+        (SINGLE, 2, False),
+        (CHANNELS, 9, False),
+        # Ends a marker only after others, which are not there: it must be looked at, and is text.
+        (CHANNELS, 8, False),
+        (CHANNELS, 8, True),
+    ],
+)
+def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: int, in_prompt: bool, apart: int) -> None:
+    """Whatever they are, it runs fewer lines than it may read tokens of text."""
+    text = each(LONG, apart, token)
+    ref = request(text, []) if in_prompt else request([40], text)
+    under_way, steps = Adoption([ref]), list[int]()
+    while under_way:
+        steps.append(lines_run(lambda: under_way.some(markers, True)))
+    assert max(steps) < STEP_TOKENS / 2
+    # And it comes to an end: only the part in which a step ends is looked through again.
+    again = PART_TOKENS * (1 + WALK_TOKENS)
+    work = LONG * (1 + WALK_TOKENS) + LONG / apart * LOOK_TOKENS
+    assert len(steps) <= work / (STEP_TOKENS - again) + 1
+
+
+def test_many_requests_are_taken_up_in_turn() -> None:
+    under_way = Adoption(request([1], []) for _ in range(100))
+    steps = []
+    while under_way:
+        steps.append(len(under_way.some(SINGLE, True)))
+    assert sum(steps) == 100
+    assert max(steps) == STEP_TOKENS // adoption.REQUEST_TOKENS
+
+
+def test_other_markers_have_a_request_read_anew() -> None:
+    ref = request([1], each(LONG, LONG, 2))
+    under_way = Adoption([ref])
+    assert under_way.some(SINGLE, True) == []
+    found: list[tuple[Any, PhaseState]] = []
+    while not found:
+        found = under_way.some(CHANNELS, True)
+    assert found == [(ref, read_at_once(CHANNELS, [1], ref.output_token_ids, True))]
+
+
+def test_a_request_that_ends_while_it_is_read_is_let_go() -> None:
+    ended, other = request([1], each(LONG, LONG, 2)), request([1], [])
+    under_way = Adoption([ended, other])
+    under_way.some(SINGLE, True)
+    ended.is_finished = lambda: True
+    ((ref, _),) = under_way.some(SINGLE, True)
+    assert ref is other
+    assert not under_way
