@@ -45,6 +45,10 @@ class Tier(IntEnum):
     UNREACHABLE = 2
 
 
+# Those of a newer control plane may be others.
+TIERS = frozenset(map(int, Tier))
+
+
 # Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
 MAX_SKIP_STEPS = 1024
 MAX_HOLD_MS = 10_000
@@ -164,6 +168,9 @@ class Directives:
     def _tier(self, tier: agent_pb2.TierChange, step: int) -> None:
         tr = self._target(tier.slot, tier.decision_id, step)
         if tr is None:
+            return
+        if tier.tier not in TIERS:
+            self.report(tier.decision_id, Outcome.REFUSED, detail=f"no tier {tier.tier} is known here")
             return
         if tr.tier is not None:
             self.report(tr.tier[0], Outcome.SUPERSEDED)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+# What the phases of a newer agent count as here.
+UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
 # Row flags of TokenColumns.
 FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
@@ -160,12 +162,10 @@ class RequestTable:
         self.info += [None] * (capacity - old)
 
     def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
-        """Begin a row. Raises ValueError for a slot, a phase, a count or a text out of range."""
+        """Begin a row. Raises ValueError for a slot, a count or a text out of range."""
         slot = opened.slot
         if slot >= MAX_SLOTS:
             raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
-        if not 0 <= opened.phase <= OUTPUT:
-            raise ValueError(f"phase must be at most {OUTPUT}; got {opened.phase}")
         for name in COUNTS:
             if (count := getattr(opened, name)) > MAX_COUNT:
                 raise ValueError(f"{name} must be at most {MAX_COUNT}; got {count}")
@@ -176,7 +176,7 @@ class RequestTable:
             self._resize(1 << slot.bit_length())
         for name, (_, value) in COLUMNS.items():
             getattr(self, name)[slot] = value
-        self.phase[slot] = opened.phase
+        self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
         self.think_tokens[slot] = opened.think_tokens
@@ -213,7 +213,7 @@ class RequestTable:
     def add_tokens(self, columns: agent_pb2.TokenColumns, now_ms: float = 0.0) -> int:
         """Account a report's token rows, which came at `now_ms`; returns how many belonged to live requests.
 
-        Raises ValueError when the columns differ in length, for a phase out of range, and for too many rows of a slot.
+        Raises ValueError when the columns differ in length, and for too many rows of a slot.
         """
         slot, phase, flags, entropy, end_rank, end_logprob = _arrays(columns)
         known = slot < len(self.info)
@@ -304,8 +304,7 @@ def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
     if len({len(a) for a in arrays}) != 1:
         raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
-    if len(phase) and (phase.min() < 0 or phase.max() > OUTPUT):
-        raise ValueError(f"phase must be at most {OUTPUT}; got {phase.min()} to {phase.max()}")
+    phase[(phase < 0) | (phase > OUTPUT)] = UNKNOWN
     return arrays
 
 

@@ -1,27 +1,40 @@
-"""What may answer at a control plane's address without being one: `python -m tests.chaos.foreign KIND HOST:PORT`.
+"""What may answer at a control plane's address without being one.
 
-Each kind is a server of its own. Those that speak the protocol follow it up to what they are there for.
+`python -m tests.chaos.foreign KIND HOST:PORT [TARGET]`. Each kind is a server of its own. Those that speak the protocol
+follow it up to what they are there for. `older` and `newer` stand between an engine and the real control plane at
+TARGET and say to each what another version would.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from meridian.v1 import agent_pb2
 
+from tests.chaos import versions
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from google.protobuf.message import Message
+
 Requests = Any
+Context = Any
 # No engine of these tests has it.
 UNKNOWN_SLOT = 1000
+# Of settings that are nobody's.
+FOREIGN_REVISION = 4_000_000
+# Decisions in one message of a flood, over so many slots; a cap that no request reaches.
+FLOOD, FLOOD_SLOTS, FAR_CAP = 1000, 8, 100_000
 CONNECT = "/meridian.v1.AgentService/Connect"
 
 
@@ -30,51 +43,116 @@ def welcome() -> agent_pb2.ConnectResponse:
 
 
 def settings(**fields: Any) -> agent_pb2.ConnectResponse:
-    return agent_pb2.ConnectResponse(settings=agent_pb2.Settings(**{"nonce": 1, "revision": 1, **fields}))
+    default = {"nonce": 1, "revision": FOREIGN_REVISION, "lease_ms": 30_000, "supports_think_disable": True}
+    return agent_pb2.ConnectResponse(settings=agent_pb2.Settings(**{**default, **fields}))
 
 
-def newer(requests: Requests) -> Iterator[bytes]:
-    """Messages with fields, kinds and enum values of a later version."""
-    unknown = b"\xfa\x3e\x05later"
-    yield welcome().SerializeToString() + unknown
-    yield unknown
-    yield settings(lease_ms=30_000).SerializeToString() + unknown
-    for _ in requests:
-        yield (
-            agent_pb2.ConnectResponse(
-                directives=agent_pb2.Directives(
-                    step=1,
-                    tiers=[agent_pb2.TierChange(decision_id=1, slot=UNKNOWN_SLOT, tier=77)],  # type: ignore[arg-type]
-                )
-            ).SerializeToString()
-            + unknown
+class Decisions:
+    """Numbers decisions and counts what became of them. A line of JSON tells of it after each report with outcomes."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.outcomes: Counter[str] = Counter()
+
+    def id(self) -> int:
+        self.made += 1
+        return self.made
+
+    def hear(self, request: agent_pb2.ConnectRequest) -> None:
+        self.outcomes.update(agent_pb2.Outcome.Name(o.outcome) for o in request.step.outcomes)
+        if request.step.outcomes:
+            print(json.dumps({"made": self.made, **self.outcomes}), flush=True)
+
+    def of_each_kind(self, slot: int, step: int) -> agent_pb2.Directives:
+        """Such as would change what the request says if they were taken for its."""
+        return agent_pb2.Directives(
+            step=step,
+            forces=[agent_pb2.ForceEnd(decision_id=self.id(), slot=slot)],
+            caps=[agent_pb2.ThinkCap(decision_id=self.id(), slot=slot, max_think_tokens=0)],
+            tiers=[agent_pb2.TierChange(decision_id=self.id(), slot=slot, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)],
+            probes=[agent_pb2.EatProbe(decision_id=self.id(), slot=slot)],
         )
 
 
-SPEAKING: dict[str, Callable[[Requests], Iterator[Any]]] = {f.__name__: f for f in (newer,)}
+def stray(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]:
+    """Decisions for slots that nobody has, and for requests that have ended, whoever has their slot now; and a message
+    of a kind that nobody knows."""
+    decisions = Decisions()
+    yield welcome()
+    yield agent_pb2.ConnectResponse.FromString(versions.UNKNOWN_FIELD)
+    yield settings()
+    for request in requests:
+        decisions.hear(request)
+        report = request.step
+        if report.steps:
+            for slot in (UNKNOWN_SLOT, *(closed.slot for closed in report.closed)):
+                yield agent_pb2.ConnectResponse(directives=decisions.of_each_kind(slot, report.step))
+
+
+def flood(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]:
+    """Decisions as fast as they are taken off the wire, each of which takes the place of the one before."""
+    decisions, caps = Decisions(), agent_pb2.Directives(step=1 << 40)
+    for number in range(FLOOD):
+        caps.caps.add(slot=number % FLOOD_SLOTS, max_think_tokens=FAR_CAP)
+    yield welcome()
+    yield settings()
+    for request in requests:
+        if request.HasField("snapshot"):
+            break
+    while True:
+        for cap in caps.caps:
+            cap.decision_id = decisions.id()
+        yield agent_pb2.ConnectResponse(directives=caps)
+
+
+def between(change: Callable[[Message], None], target: str) -> Callable[[Requests, Context], Iterator[Any]]:
+    """Carries a stream on to a control plane and back, each message changed; one that is empty then is left out."""
+
+    def changed(message: Message) -> Message | None:
+        change(message)
+        return message if message.ByteSize() else None
+
+    def say(requests: Requests, context: Context) -> Iterator[Any]:
+        with grpc.insecure_channel(target) as channel:
+            connect = channel.stream_stream(
+                CONNECT,
+                agent_pb2.ConnectRequest.SerializeToString,
+                agent_pb2.ConnectResponse.FromString,
+            )
+            call = connect(filter(None, map(changed, requests)))
+            context.add_callback(call.cancel)
+            try:
+                yield from filter(None, map(changed, call))
+            except grpc.RpcError:
+                context.abort(call.code(), call.details())
+
+    return say
+
+
+SPEAKING: dict[str, Callable[[Requests, Context], Iterator[Any]]] = {f.__name__: f for f in (stray, flood)}
+VERSIONS = {f.__name__: f for f in (versions.older, versions.newer)}
 
 
 class Handler(grpc.GenericRpcHandler):
-    """Answers Connect with what a kind says, as messages or as bytes."""
+    """Answers Connect with what a kind says."""
 
-    def __init__(self, say: Callable[[Requests], Iterator[Any]]) -> None:
+    def __init__(self, say: Callable[[Requests, Context], Iterator[Any]]) -> None:
         self._say = say
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         if details.method != CONNECT:
             return None
         return grpc.stream_stream_rpc_method_handler(
-            lambda requests, _: self._say(requests),
-            agent_pb2.ConnectRequest.FromString,
-            lambda said: said if isinstance(said, bytes) else said.SerializeToString(),
+            self._say, agent_pb2.ConnectRequest.FromString, agent_pb2.ConnectResponse.SerializeToString
         )
 
 
-def speak(kind: str, address: str) -> None:
+def speak(kind: str, address: str, target: str) -> None:
     """A gRPC server; of the kind `unknown`, one that does not have the service."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
-    if kind in SPEAKING:
-        server.add_generic_rpc_handlers([Handler(SPEAKING[kind])])
+    say = between(VERSIONS[kind], target) if kind in VERSIONS else SPEAKING.get(kind)
+    if say is not None:
+        server.add_generic_rpc_handlers([Handler(say)])
     assert server.add_insecure_port(address)
     server.start()
     print("ready", flush=True)
@@ -104,4 +182,7 @@ def _noise(connection: socket.socket, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    (accept if sys.argv[1] in {"mute", "noise"} else speak)(sys.argv[1], sys.argv[2])
+    if sys.argv[1] in {"mute", "noise"}:
+        accept(sys.argv[1], sys.argv[2])
+    else:
+        speak(sys.argv[1], sys.argv[2], "".join(sys.argv[3:]))

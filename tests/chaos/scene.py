@@ -117,13 +117,21 @@ def _go_on(scene: Scene) -> None:
     scene.control.process.signal(signal.SIGCONT)
 
 
-# Slow: every answer comes a second late. `mute` accepts and never says anything, `noise` says random bytes, `unknown`
-# is gRPC without the service.
+def _slow(name: str, delay_ms: float, loses: bool = False) -> Fault:
+    """Every answer comes so late. Later than the leases, it is as if none came."""
+    late = Conditions(delay_ms=delay_ms)
+    says = UNHEARD if loses else ()
+    return Fault(name, lambda s: s.network.set(FINE, late), lambda s: s.network.mend(), says, loses=loses)
+
+
+# `mute` accepts and never says anything, `noise` says random bytes, `unknown` is gRPC without the service.
 FAULTS = (
     _both("partition", CUT),
     _network("half-open-up", CUT, FINE),
     _network("half-open-down", FINE, CUT),
-    _network("slow", FINE, Conditions(delay_ms=1000)),
+    _slow("slow-10ms", 10),
+    _slow("slow-1s", 1000),
+    _slow("slow-10s", 10_000, loses=True),
     _both("delay", Conditions(delay_ms=200, jitter_ms=100)),
     _both("loss", Conditions(delay_ms=5, loss=0.1)),
     _both("heavy-loss", Conditions(delay_ms=5, loss=0.33)),

@@ -39,7 +39,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def control(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     log = tmp_path_factory.mktemp("far") / "silent.log"
-    command = [sys.executable, "-m", "tests.chaos.foreign", "newer", TARGET]
+    command = [sys.executable, "-m", "tests.chaos.foreign", "stray", TARGET]
     process = network.run("control", command, log)
     wait_for(lambda: "ready" in process.output(), 30, "a server")
     yield

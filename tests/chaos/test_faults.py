@@ -32,7 +32,7 @@ CAPPED: dict[str, Any] = {
 # Requests that are awaited during a fault; those of them that began after the leases were over count.
 DURING = 12
 # A fault that ends no lease for good goes on for so long.
-LASTS_S = 4.0
+LASTS_S = 2.5
 # More than a step takes on a busy machine, no more than any fault lasts or delays.
 STANDSTILL_S = 1.0
 # Of a process that has been warm before.

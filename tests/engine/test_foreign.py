@@ -1,0 +1,145 @@
+"""A real engine whose control plane is of another version, or is none: nothing fails, what is decided holds as far as
+both understand it, and the engine comes back to its own by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
+from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
+from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
+from tests.engine import MAX_TOKENS, Run, cases, chat
+from tests.engine.policies import DENSE
+from tests.engine.test_equality import GREEDY
+from tests.engine.test_fail_static import CAPPED
+from tests.engine.test_inner_faults import MAX_GROWTH_MB, UNRULED, capped_again, rss_mb
+from tests.processes import Process, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.processes import Control
+
+CAP: int = CAPPED["scheduler"]["max_think_tokens"]
+
+
+def lead(link: Any, targets: list[str]) -> None:
+    """Have the agent connect there, and see it do so."""
+    before, link._targets = link._call, targets
+    link.restart()
+    wait_for(lambda: link._call is not before and link.connected, 20, "the other server's welcome")
+
+
+@contextlib.contextmanager
+def led_to(agent: Any, folder: Path, kind: str, *target: str) -> Iterator[Process]:
+    """The agent has its stream with such a program; afterwards with the real control plane again."""
+    link, targets, address = agent.link, agent.link._targets, f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "tests.chaos.foreign", kind, address, *target]
+    process = Process(command, folder / f"foreign-{kind}.log")
+    try:
+        wait_for(lambda: "ready" in process.output(), 20, f"{kind} to answer")
+        lead(link, [address])
+        yield process
+    finally:
+        process.kill()
+        lead(link, targets)
+
+
+def explained(own: list[int], stock: list[int], end: int) -> bool:
+    """Whether a request says what stock says, up to where a cap ended its thinking."""
+    common = next((i for i, (a, b) in enumerate(zip(own, stock, strict=False)) if a != b), None)
+    return own == stock or (common is not None and common >= CAP and own[common] == end)
+
+
+@pytest.mark.parametrize(("kind", "version"), [("older", FIRST_VERSION), ("newer", NEXT_VERSION)])
+def test_another_version(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path, kind: str, version: str
+) -> None:
+    """To the agent the control plane is older or newer, to the control plane the agent is: what both know of goes on.
+
+    The first version has the cap not in its settings but from the decision, which comes a little later.
+    """
+    control.apply(CAPPED)
+    capped, end = chat(llm, cases(), GREEDY), agent.tracker.markers.end[0]
+    with led_to(agent, folder, kind, control.target):
+        engine = wait_for(lambda: (e := control.engine()).agent_version == version and e, 20, "its Hello")
+        assert engine.vllm_version
+        wait_for(lambda: control.engine().acked_revision, 20, "the policy to hold")
+        said = chat(llm, cases(), GREEDY)
+        assert all(explained(own, all_of_it, end) for own, all_of_it in zip(said, stock, strict=True))
+        assert said == capped if kind == "newer" else said != stock
+        control.apply(DENSE)
+        assert chat(llm, cases(), GREEDY) == stock
+        engine = control.settled()
+        assert (engine.fault, engine.nack_error, engine.open_decisions) == ("", "", 0)
+        assert engine.decisions["probe"] > 0
+    control.apply(UNRULED)
+    capped_again(llm, agent, control)
+
+
+def told(process: Process) -> dict[str, int]:
+    """The newest of what `foreign.Decisions` has said."""
+    lines = [line for line in process.output().splitlines() if line.startswith("{")]
+    found: dict[str, int] = json.loads(lines[-1]) if lines else {"made": 0}
+    return found
+
+
+def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path) -> None:
+    """About slots without a request and requests that have ended, while their slots have others: each is answered
+    once, as gone, and changes nothing."""
+    control.apply(UNRULED)
+    with led_to(agent, folder, "stray") as process:
+        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 10, "its settings to hold")
+        away = control.engines()[0]
+        assert (away.state, away.agent_state) != (fleet_pb2.CONNECTION_STATE_CONNECTED, agent_pb2.AGENT_STATE_READY)
+        # More than there are places, so that slots are used again.
+        assert chat(llm, cases() * 3, GREEDY) == stock * 3
+
+        def settled() -> dict[str, int] | None:
+            outcomes = told(process)
+            made = outcomes.pop("made")
+            return outcomes if 0 < made == sum(outcomes.values()) else None
+
+        outcomes = wait_for(settled, 20, "every decision to have its outcome")
+        assert set(outcomes) == {"OUTCOME_REQUEST_GONE"}
+    capped_again(llm, agent, control)
+
+
+def test_a_flood_of_decisions(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits is bounded, the stream that brings too much is given up, and said so; no token is another."""
+    control.apply(UNRULED)
+    link, before = agent.link, rss_mb()
+    logger = logging.getLogger("vllm.meridian")
+    logger.addHandler(caplog.handler)
+    messages, decisions = [0], [0]
+    try:
+        with led_to(agent, folder, "flood"):
+            run = Run(llm)
+            while "too many messages or decisions" not in caplog.text:
+                # Each of them is of a stream that it outlives or not.
+                for i, case in enumerate(cases()):
+                    run.add(f"{len(run.finished)}-{i}", case, GREEDY.clone())
+                while llm.llm_engine.has_unfinished_requests():
+                    run.step()
+                    messages.append(len(link.inbox.messages))
+                    decisions.append(link.inbox._in - link.inbox._out)
+                assert len(run.finished) < 100 * len(stock), "nothing is too much for it"
+            assert list(run.tokens.values()) == stock * (len(run.tokens) // len(stock))
+            assert {len(tokens) <= MAX_TOKENS for tokens in run.tokens.values()} == {True}
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert max(messages) <= INBOX_MESSAGES + 1
+    assert FLOOD < max(decisions) <= INBOX_DECISIONS
+    assert "connecting anew" in caplog.text
+    capped_again(llm, agent, control)
+    assert rss_mb() - before < MAX_GROWTH_MB
