@@ -76,6 +76,8 @@ class Agent:
         self.default_cap: int | None = None
         self._lapsed = 0
         self.frozen = False
+        # The settings that are obeyed, as the link holds them.
+        self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
         self.preempted_think = self.output_critical = 0
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
@@ -100,6 +102,9 @@ class Agent:
     def take_arrived(self, scheduler: Any) -> None:
         """Put in force what the link brought, drop what holds no longer, then say so."""
         taken, arrived = [], self.link.arrived
+        if (held := self.link.held) is not None and held is not self._obeyed:
+            # Said for an idle engine, before whatever has arrived since then.
+            self.put_in_force(*held)
         while arrived:
             taken.append(arrived.popleft())
         for one in taken:
@@ -110,6 +115,7 @@ class Agent:
             self._suspend(scheduler, lapsed, frozen)
         for one in taken:
             self.link.taken_in(one)
+        self._obeyed = self.link.held
 
     def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
         """Drop what a freeze or a lease that is over puts out of force.
@@ -143,7 +149,8 @@ class Agent:
         info = overrides.info_of(request, self.known.model)
         if self.link.idle:
             # No step is under way: what has arrived holds for its first request already.
-            self.link.idle = False
+            with self.link.handover:
+                self.link.begins()
             self.take_arrived(scheduler)
         self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
 
@@ -219,11 +226,9 @@ class Agent:
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
         """Take in what was decided, up to the message in which so many decisions are reached."""
-        if self._lapsed:
-            # What came before the lease was over is not taken in any more.
-            return
         inbox, taken = self.link.inbox, 0
-        while inbox.messages and taken < limit:
+        # What came before a lease was over is not taken in any more; that a stream has begun since then is.
+        while inbox.messages and taken < limit and (not self._lapsed or inbox.new_stream_waits()):
             try:
                 message, size = inbox.take()
             except IndexError:

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Refused revisions that are remembered.
-REFUSED = 16
+# Refused revisions that are remembered, and for how long: another control plane may have another one of that number.
+REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
 # A stream that ended sooner is no sign that the next one will hold: the waits go on growing.
 SETTLED_S = 1.0
@@ -60,8 +60,6 @@ class Arrived:
     ring: RecordRing
     settings: agent_pb2.Settings | None = None
     markers: Any = None
-    # Whoever takes it out says so: the engine's thread, or the link's for an engine that is idle.
-    unsaid: list[bool] = field(default_factory=lambda: [True])
 
 
 class Link(Standing):
@@ -93,13 +91,13 @@ class Link(Standing):
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self.inbox = Inbox(self)
         self.outbox = Outbox(self, self.inbox, self.restart, self._give_up)
-        # What the engine takes in before it does anything else, oldest first; appended here, popped there.
+        # What an engine that is not idle takes in before it does anything else, oldest first.
         self.arrived: deque[Arrived] = deque()
         # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
         # answers for each decision, and only one.
         self.handover = threading.Lock()
-        # Revisions that were refused, with the error.
-        self.refused: dict[int, str] = {}
+        # Revisions that were refused, with the error and when that was.
+        self._refused: dict[int, tuple[str, float]] = {}
         # Why there is no stream, as far as the log has it.
         self._complaints: set[tuple[str, object]] = set()
         # Why this side has ended the stream, where the engine's log would not tell otherwise.
@@ -131,10 +129,17 @@ class Link(Standing):
 
     def come_back(self) -> None:
         """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
-        self.refused = {}
+        self._refused = {}
+        self.arrived.clear()
         self.outbox.resync()
         self.inbox.skip_to_new_stream()
-        self.idle = False
+        with self.handover:
+            self.begins()
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Revisions that were refused not long ago, with the error."""
+        return {revision: error for revision, (error, at) in self._refused.items() if self.clock() - at < REFUSED_S}
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -143,23 +148,17 @@ class Link(Standing):
 
         A stream that is silent for so long is given up: a new one tells both sides anew what holds.
         """
-        silent_s = self.silent_s()
-        parts = self.over(silent_s) if silent_s else 0
-        if parts and self.connected:
-            self._why = f"nothing heard for {silent_s:.1f} s"
+        if self.connected and self.over(unheard_s := self.unheard_s()):
+            self._why = f"nothing heard for {unheard_s:.1f} s"
             self.restart()
-        return parts
+        return self.over(self.silent_s())
 
     def taken_in(self, arrived: Arrived) -> None:
-        """Say that something holds now, once.
+        """Say that something holds now.
 
         Called by the engine when it does. For an idle engine the link's thread says so at once: whatever that engine
-        does next, it first takes in what has arrived.
+        does next, it first looks at what is held.
         """
-        try:
-            arrived.unsaid.pop()
-        except IndexError:
-            return
         if arrived.settings is not None:
             self.hold(arrived.settings, arrived.markers)
             self._keep(arrived.settings)
@@ -204,7 +203,7 @@ class Link(Standing):
             if self._stop.is_set():
                 call.cancel()
             # Neither a connection that never comes about nor a server that never answers ends by itself for long.
-            patience = threading.Timer(patience_s, call.cancel)
+            patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))
             patience.daemon = True
             patience.start()
             try:
@@ -219,12 +218,16 @@ class Link(Standing):
                 if heard and not self._stop.is_set():
                     logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
-                    self._complain(target, _code(error), _status(error))
+                    self._complain(target, _code(error), self._why or _status(error))
             finally:
                 patience.cancel()
                 self._lost()
                 call.cancel()
         return heard
+
+    def _lose_patience(self, call: grpc.Call, patience_s: float) -> None:
+        self._why = f"no answer within {patience_s:.0f} s"
+        call.cancel()
 
     def _lasts_s(self) -> float | None:
         """How long the stream may last; None for as long as it goes."""
@@ -238,18 +241,19 @@ class Link(Standing):
             logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
-        self.lost()
+        with self.handover:
+            self.lost()
         if not self._stop.is_set():
             self.say_state()
         self.outbox.ring.put(None)
 
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
-        self.heard()
         kind = response.WhichOneof("message")
         elsewhere = max(len(self.arrived), self.outbox.surplus)
         if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
             self._give_up("messages or decisions wait to be taken in")
         elif kind == "directives":
+            self.heard()
             self.outbox.answered(response.directives.step)
             with self.handover:
                 if report := self.inbox.settle_if_idle(response.directives):
@@ -294,8 +298,8 @@ class Link(Standing):
 
     def _refuse(self, settings: agent_pb2.Settings, error: str, remembered: dict[int, str]) -> None:
         logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
-        newest = sorted({**self.refused, **remembered}.items())[-REFUSED:]
-        self.refused = dict(newest)
+        noted = {revision: (text, self.clock()) for revision, text in remembered.items()}
+        self._refused = dict(sorted({**self._refused, **noted}.items())[-REFUSED:])
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
 
@@ -311,10 +315,11 @@ class Link(Standing):
         self._arrive(Arrived(status, self.outbox.ring))
 
     def _arrive(self, arrived: Arrived) -> None:
-        self.arrived.append(arrived)
         with self.handover:
             if self.idle:
                 self.taken_in(arrived)
+            else:
+                self.arrived.append(arrived)
 
 
 def _doubled(bounds: tuple[float, float], attempt: int) -> float:

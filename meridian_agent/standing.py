@@ -38,16 +38,24 @@ class Standing:
         self.held: tuple[agent_pb2.Settings, Any] | None = None
         self.report_interval_steps = 1
         self.lease_s = 30.0
-        self.merge_s = MERGE_LEASE_SHARE * self.lease_s
         # Leases with what ends past them.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
+        self._shortest_s = self.lease_s
+        self.merge_s = MERGE_LEASE_SHARE * self._shortest_s
         # Until when nothing of ours may hold; infinite where the environment says so.
         self._frozen_until = 0.0
         self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
+        # Since when there was no stream that answered, and since when this one has not answered.
         self._lost_since: float | None = clock()
         self._unheard_since: float | None = None
 
     # -------------------------------------------------------------------------------------------- the control plane
+
+    def begins(self) -> None:
+        """A request has come to an idle engine: what was said of those before it waits for no answer."""
+        self.idle = False
+        if self.connected:
+            self._lost_since = self._unheard_since = None
 
     def asks(self, now: float) -> None:
         """Something was said that is to be answered."""
@@ -55,11 +63,14 @@ class Standing:
             self._unheard_since = now
 
     def heard(self) -> None:
-        self._unheard_since = None
+        """The control plane has answered."""
+        self._lost_since = self._unheard_since = None
 
     def found(self) -> None:
-        """A stream has begun."""
-        self._lost_since = None
+        """A stream has begun. Where decisions are in force, only an answer says that somebody knows of them."""
+        self._unheard_since = None
+        if self.idle:
+            self._lost_since = None
         self.connected = True
 
     def lost(self) -> None:
@@ -69,9 +80,17 @@ class Standing:
         self.connected = False
 
     def silent_s(self) -> float:
-        """How long nothing was heard while there was something to answer, or no stream at all; 0 while all is well."""
-        since = self._lost_since if self._lost_since is not None else self._unheard_since
-        return 0.0 if since is None else self.clock() - since
+        """How long nothing was answered, on whatever stream, or there was none; 0 while all is well."""
+        if self.connected and self.idle:
+            return 0.0
+        return self._since(self._lost_since if self._lost_since is not None else self._unheard_since)
+
+    def unheard_s(self) -> float:
+        """The same on this stream alone."""
+        return 0.0 if self.idle else self._since(self._unheard_since)
+
+    def _since(self, then: float | None) -> float:
+        return 0.0 if then is None else self.clock() - then
 
     # ------------------------------------------------------------------------------------------------- what holds
 
@@ -84,11 +103,14 @@ class Standing:
         own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
         self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]
-        self.merge_s = MERGE_LEASE_SHARE * min(lease_s for lease_s, _ in self._leases)
+        self._shortest_s = min(lease_s for lease_s, _ in self._leases)
+        self.merge_s = MERGE_LEASE_SHARE * self._shortest_s
 
     def over(self, silent_s: float) -> int:
         """What a silence of so long has ended, as parts of directives."""
         parts = 0
+        if silent_s <= self._shortest_s:
+            return parts
         for lease_s, ending in self._leases:
             if silent_s > lease_s:
                 parts |= ending

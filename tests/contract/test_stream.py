@@ -579,7 +579,8 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         assert engine.link.lapsed()
         await control.start()
         await until(lambda: engine.link.connected)
-        assert not engine.link.lapsed()
+        assert engine.link.lapsed(), "nobody knows of its requests yet"
+        await engine.steps_until(lambda: not engine.link.lapsed())
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
         assert (engine.streams, control.names()) == (2, ["a"])
         (tr,) = engine.engine.live.values()
@@ -607,7 +608,7 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
 
 
 async def test_a_server_that_never_answers_is_left_for_another(
-    scripted: tuple[Scripted, str], control: Control, monkeypatch: pytest.MonkeyPatch
+    scripted: tuple[Scripted, str], control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     servicer, target = scripted
     servicer.welcomes = False
@@ -617,6 +618,7 @@ async def test_a_server_that_never_answers_is_left_for_another(
         await until(lambda: engine.link.connected)
         assert servicer.kinds() == ["hello"]
         assert control.engine().engine_id == "engine"
+    assert f"no stream to {target}: no answer within 0 s" in caplog.text
 
 
 async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
@@ -742,19 +744,62 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
     clock = Clock()
     with LinkedEngine([target], clock=clock) as engine:
         engine.open("a")
-        await until(lambda: engine.link.connected)
+        await engine.steps_until(lambda: "step" in servicer.kinds())
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: engine.link._unheard_since is None)
         clock.now = 100.0
         assert not engine.link.lapsed(), "nothing was said that is to be answered"
         engine.step()
-        await until(lambda: "step" in servicer.kinds())
         clock.now = 130.0
         assert not engine.link.lapsed()
         clock.now = 130.1
         assert engine.link.lapsed()
         await until(lambda: servicer.kinds().count("hello") == 2)
-        await until(lambda: engine.link.connected and not engine.link.lapsed())
+        await until(lambda: engine.link.connected)
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+        assert engine.link.lapsed(), "a new stream is no answer yet"
+        assert servicer.kinds().count("hello") == 2, "and has as long for one as the old one had"
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: not engine.link.lapsed())
     assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
+
+
+async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+    """And closes each stream: no lease is renewed by that. One answer is enough to go on."""
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        for streams in range(1, 5):
+            await engine.steps_until(lambda wanted=streams: servicer.kinds().count("snapshot") == wanted)  # type: ignore[misc]
+            clock.now += 10.0
+            state = engine.link.say_state()
+            assert (state == agent_pb2.AGENT_STATE_DEGRADED) == (streams == 4), f"after {streams * 10} s"
+            assert bool(engine.link.lapsed()) == (streams == 4)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+            await until(lambda wanted=streams: servicer.kinds().count("hello") > wanted and engine.link.connected)  # type: ignore[misc]
+        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: engine.link.say_state() == agent_pb2.AGENT_STATE_READY)
+
+
+async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
+    """Its last report may have none: hours later it is as ready as ever, and its stream the same."""
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.names() == ["a"])
+        engine.engine.finish("a")
+        await engine.steps_until(lambda: control.names() == [])
+        engine.step()
+        clock.now += 3600.0
+        assert engine.link.state == agent_pb2.AGENT_STATE_READY
+        assert not engine.link.lapsed()
+        engine.open("b")
+        assert not engine.link.lapsed()
+        await engine.steps_until(lambda: control.names() == ["b"])
+        assert (engine.streams, control.fleet.stream_ends) == (1, {})
 
 
 async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
@@ -770,6 +815,23 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
         engine.take_inbox()
         assert engine.streams == 1, "what the old stream said is gone with it"
     assert any("connecting anew" in r.message for r in caplog.records)
+
+
+async def test_settings_for_an_idle_engine(scripted: tuple[Scripted, str]) -> None:
+    """However many come while it rests, or its agent is off, the newest are all that is kept; each is answered."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        for nonce in range(1, INBOX_MESSAGES + 3):
+            settings = agent_pb2.Settings(nonce=nonce, revision=nonce, lease_ms=30_000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await until(lambda: engine.link.revision == INBOX_MESSAGES + 2, 30)
+        await until(lambda: servicer.kinds().count("settings_status") == INBOX_MESSAGES + 2, 30)
+        assert (len(engine.link.arrived), servicer.kinds().count("hello")) == (0, 1)
+        engine.open("a")
+        engine.step()
+        assert engine.link.held is not None
+        assert engine.link.held[0].revision == INBOX_MESSAGES + 2
 
 
 def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:

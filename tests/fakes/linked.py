@@ -84,7 +84,9 @@ class LinkedEngine:
         assert not self.link._thread.is_alive()
 
     def open(self, name: str, **fields: Any) -> None:
-        self.link.idle = False
+        if self.link.idle:
+            with self.link.handover:
+                self.link.begins()
         self.engine.open(name, **fields)
 
     def take_inbox(self) -> None:

@@ -288,10 +288,10 @@ class EngineBooks:
     # ----------------------------------------------------------------------------------------------- what is decided
 
     def _in_force(self, arrived: Arrived) -> None:
-        """Settings are about to be acknowledged, where they have not been: they hold, or no request is live."""
+        """Settings are about to be acknowledged: they hold, or no request is live."""
         settings = arrived.settings
         agent = self.engine.agent
-        if settings is not None and arrived.unsaid and agent is not None and agent.tracker.by_id:
+        if settings is not None and agent is not None and agent.tracker.by_id:
             assert settings in self._obeyed, f"revision {settings.revision} is acknowledged before it holds"
 
     def _accepted(self, message: agent_pb2.Directives, ranks: dict[Any, int | None]) -> None:

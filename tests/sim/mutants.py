@@ -169,8 +169,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "inbox taken past the lease",
         AGENT,
-        "        if self._lapsed:\n            # What came",
-        "        if False:\n            # What came",
+        " and (not self._lapsed or inbox.new_stream_waits()):",
+        ":",
     ),
     Mutant(
         "plan in force past the lease",
@@ -365,8 +365,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "acknowledged before it holds",
         LINK,
-        "        with self.handover:\n            if self.idle:\n                self.taken_in(arrived)\n",
-        "        self.taken_in(arrived)\n",
+        "                self.arrived.append(arrived)\n",
+        "                self.arrived.append(arrived)\n                self.taken_in(arrived)\n",
     ),
     Mutant(
         "settings never put in force",
