@@ -207,8 +207,9 @@ async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
         snapshot, step = servicer.received[1].snapshot, servicer.received[2].step
         (row,) = snapshot.requests
         assert (row.slot, row.request_id) == (0, "a")
-        assert row.think_tokens == step.step == snapshot.step, "one token a step"
-        assert not step.tokens.slot, "the step's own tokens are in the snapshot"
+        # On a busy machine the report has more steps than the snapshot's.
+        assert row.think_tokens == snapshot.step == step.step - step.steps + 1, "one token a step"
+        assert len(step.tokens.slot) == step.steps - 1, "the step's own tokens are in the snapshot"
         await engine.steps_until(lambda: len(servicer.received) > 5)
         assert "snapshot" not in servicer.kinds()[2:]
         reports = [m.step for m in servicer.received[3:]]
