@@ -42,14 +42,14 @@ class Authority:
         self._name = _named(name)
         self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, uri: str = "", file: str = "", expired: bool = False) -> Issued:
-        """A certificate for servers on this machine and for clients, in files called `file`, by default as `name`."""
+    def issue(self, name: str, uri: str = "", file: str = "", lasts: timedelta = DAY) -> Issued:
+        """A certificate for servers on this machine and for clients, in files called `file`, by default as `name`;
+        `lasts` is negative for one that has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if uri:
             names.append(x509.UniformResourceIdentifier(uri))
-        until = datetime.now(UTC) + (-DAY if expired else DAY)
-        builder = self._builder(_named(name), key, until=until)
+        builder = self._builder(_named(name), key, until=datetime.now(UTC) + lasts)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         issued = Issued(self.file, *(self.folder / f"{file or name}.{kind}" for kind in ("crt", "key")))
         issued.cert.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))

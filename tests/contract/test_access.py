@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import shutil
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,7 +21,7 @@ from meridian_agent import credentials as agent_credentials
 from meridian_control import server as control_server
 from meridian_control.access import OPEN, RULES, Role, rule_of
 from meridian_control.credentials import Credentials
-from tests.certificates import Authority
+from tests.certificates import DAY, Authority
 from tests.contract.secured import ACCESS, ROLES, Clients, Secured, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
@@ -228,7 +229,7 @@ async def test_certificates_that_are_not_accepted(secured: Secured) -> None:
     stranger = Authority(secured.folder, "stranger")
     good = secured.credentials("viewer")
     foreign = stranger.issue("viewer", file="foreign").credentials()
-    expired = secured.authority.issue("viewer", file="expired", expired=True).credentials()
+    expired = secured.authority.issue("viewer", file="expired", lasts=-DAY).credentials()
     for credentials in (
         Credentials(ca=good.ca),
         Credentials(good.ca, foreign.cert, foreign.key),
@@ -268,6 +269,24 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
         async with secured.channel(old) as channel:
             assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
         await engines(opened)
+
+
+@pytest.mark.parametrize("whose", ["server", "viewer"])
+async def test_certificates_that_expire(secured: Secured, whose: str) -> None:
+    """Open connections stay, new ones are refused until there is a new certificate."""
+    expires_s = time.time() + 2
+    issued = secured.authority.issue(whose, lasts=timedelta(seconds=2))
+    viewer = issued.credentials() if whose == "viewer" else secured.credentials("viewer")
+    async with secured.channel(viewer) as opened:
+        await engines(opened)
+        # A certificate's end is in whole seconds.
+        await until(lambda: time.time() > expires_s + 1)
+        async with secured.channel(viewer) as channel:
+            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        await engines(opened)
+    secured.authority.issue(whose)
+    async with secured.channel(viewer) as channel:
+        await engines(channel)
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
