@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-START, END, WAIT = 4, 5, 9
+START, END, WAIT, FULL_STOP = 4, 5, 9, 8
 THINKING, OPENED, CLOSED = "thinking", "opened", "closed"
 TEMPLATES: dict[str, dict[str, Any]] = {
     THINKING: {},
@@ -175,8 +175,10 @@ def against_stock(ask: Ask, answer: Answer, stock: list[int], untouched: bool) -
     place = f"token {at} of {len(stock)}: {answer.tokens[at : at + 4]} instead of {stock[at : at + 4]}"
     if untouched and not ask.own_cap:
         return [f"differs from stock although nothing was decided, {place}"]
-    # A forced end writes the marker, or before it what the policy wants to be said, which begins with Wait.
+    # A forced end writes the marker, or before it what the policy wants to be said: "Wait .", whose first word may be
+    # stock vLLM's own.
     thinks = END not in stock[:at] and ask.mode != CLOSED
-    if not thinks or answer.tokens[at : at + 1] not in ([END], [WAIT]):
+    said = answer.tokens[max(0, at - 1) : at + 1]
+    if not thinks or (said[-1:] not in ([END], [WAIT]) and said != [WAIT, FULL_STOP]):
         return [f"differs from stock other than by an end of thinking, {place}"]
     return []

@@ -29,6 +29,9 @@ SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
 START_S = 400.0
 # After the start, and for each process, before what it keeps counts; a quarter of the run in short ones.
 WARM_S = 180.0
+# oneDNN keeps what it has compiled for each number of rows, 1,024 of them: a worker would go on to grow by 300 MB, and
+# nothing else be seen beside it.
+ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 # Where the pool is small, requests are preempted.
 OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override"]))
 
@@ -46,7 +49,7 @@ class Load:
         self.samples: list[watch.Sample] = []
         self.rates: picture.Rates = []
         self.began = 0.0
-        self.server = Served(out, control, options=OPTIONS, more=env)
+        self.server = Served(out, control, options=OPTIONS, more={**ENV, **(env or {})})
         answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
         self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, "MERIDIAN_CONTROL": ""})
 

@@ -162,6 +162,12 @@ def test_against_stock(tokens: list[int], untouched: bool, complaint: str) -> No
     assert complaint in "".join(found)
 
 
+@pytest.mark.parametrize(("second", "found"), [(asks.FULL_STOP, 0), (6, 1)])
+def test_a_closing_text_whose_first_word_stock_says_too(second: int, found: int) -> None:
+    given = answer(7, asks.WAIT, second, asks.END, 20)
+    assert len(asks.against_stock(ask(known=0), given, [7, asks.WAIT, 9, 8, asks.END, 20], untouched=False)) == found
+
+
 @pytest.mark.parametrize(("mb_per_hour", "grows"), [(0, False), (300, True)])
 def test_growth_is_seen_through_noise_and_restarts(mb_per_hour: float, grows: bool) -> None:
     """Two lives of a process, each with its warming up, noise and single peaks."""
