@@ -84,6 +84,10 @@ bench-delivery: $(VENV)/ready
 bench-cost: $(VENV)/ready
 	$(BIN)/python -m tests.bench.cost $(ARGS)
 
+.PHONY: bench-faults
+bench-faults: $(VENV)/ready
+	$(BIN)/python -m tests.bench.faults $(ARGS)
+
 # Needs a CUDA GPU, CuPy and a CUDA build of torch, so it runs in the Python that has them, for example that of a vLLM
 # image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)

@@ -24,7 +24,7 @@ LOAD: dict[str, Any] = {"cases": cases(), "in_flight": 6, "sampling": {"max_toke
 
 class Engine:
     """One engine process; `target` is its MERIDIAN_CONTROL, empty for stock vLLM. `within`: what its command begins
-    with. load, cores, engine: the load, the cores it may use, and what of ENGINE_ARGS is other."""
+    with. load, cores, engine: the load, the cores it may use, and what of ENGINE_ARGS is other; environment: more."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Engine:
         load: dict[str, Any] = LOAD,
         cores: Sequence[int] = (),
         engine: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         # Unix sockets have short paths; this one is for the start only.
         path = folder / f"{name}.sock"
@@ -48,6 +49,7 @@ class Engine:
             "MERIDIAN_STATE_DIR": str(folder / f"{name}-state"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_HOST_IP": "127.0.0.1",
+            **(environment or {}),
         }
         command = [*within, sys.executable, "-m", "tests.chaos.engine", str(path), json.dumps(settings)]
         self.process = Process(command, folder / f"{name}.log", env)
@@ -81,6 +83,10 @@ class Engine:
     def pause(self) -> Report:
         """Stand still after the step under way, with the requests in flight."""
         return self._ask("pause")
+
+    def fork(self) -> Report:
+        """Fork the engine core between two steps; the child ends at once."""
+        return self._ask("fork")
 
     def log(self) -> str:
         return self.process.output()

@@ -7,6 +7,7 @@ which is the engine core's; with MERIDIAN_CONTROL unset in the environment this 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -25,16 +26,23 @@ LOOK_S = 0.005
 
 
 class Load:
-    """Requests in flight, always as many, one case after the other."""
+    """Requests in flight, always as many, one case after the other.
+
+    A case is a chat, or a prompt in token ids, and may have sampling parameters of its own.
+    """
 
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
         from tests.engine import prompt_ids
 
+        def params(case: dict[str, Any]) -> Any:
+            sampling = settings["sampling"] | case.get("sampling", {})
+            return SamplingParams(temperature=0.0, detokenize=False, **sampling)
+
         self._llm, self._in_flight = llm, settings["in_flight"]
-        self._prompts = [prompt_ids(llm, case) for case in settings["cases"]]
-        self._params = SamplingParams(temperature=0.0, detokenize=False, **settings["sampling"])
+        self._prompts = [case.get("prompt_ids") or prompt_ids(llm, case) for case in settings["cases"]]
+        self._params = [params(case) for case in settings["cases"]]
         self._added = 0
         # Case, tokens so far and beginning of each request in flight.
         self._live: dict[str, tuple[int, int, float]] = {}
@@ -43,7 +51,8 @@ class Load:
         engine = self._llm.llm_engine
         while len(self._live) < self._in_flight:
             case = self._added % len(self._prompts)
-            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case]}, self._params.clone())
+            params = self._params[case].clone()
+            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case]}, params)
             self._live[str(self._added)] = case, 0, now_s
             self._added += 1
         for output in engine.step():
@@ -69,6 +78,7 @@ class Engine:
         self._agent: Any = getattr(scheduler, "_agent", None)
         self._guard: Any = getattr(scheduler, "_guard", None)
         self._report = Report()
+        self._work = Work(llm) if settings.get("metered") else None
         self._running = False
         self._stepped_s = self._looked_s = 0.0
 
@@ -78,8 +88,12 @@ class Engine:
                 command = connection.recv()
                 if command == "stop":
                     return
-                self._running = command != "pause"
-                self._stepped_s = time.monotonic()
+                if command == "fork":
+                    # The time that it takes is the step's.
+                    fork()
+                else:
+                    self._running = command != "pause"
+                    self._stepped_s = time.monotonic()
                 connection.send(self._take())
             self._step()
 
@@ -113,10 +127,57 @@ class Engine:
             self._report.states = report.states[-1:]
             report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.revision
             report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
+        if self._work is not None:
+            report.cpu_s = self._work.seconds()
         own = Path("/proc/self")
         report.rss_mb = int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
         report.threads, report.files = len(list((own / "task").iterdir())), len(list((own / "fd").iterdir()))
         return report
+
+
+class Work:
+    """Processor time that the engine's processes spend on anything but waiting for each other, which vLLM does by
+    spinning. The worker is a `tests.bench.metered.MeteredWorker`, which counts its own."""
+
+    def __init__(self, llm: Any) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        self._llm, self._waited_s, read = llm, 0.0, MessageQueue.dequeue
+
+        @functools.wraps(read)
+        def dequeue(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return read(*args, **kwargs)
+            finally:
+                self._waited_s += time.thread_time() - began_s
+
+        MessageQueue.dequeue = dequeue
+
+    def seconds(self) -> float:
+        worker_s: list[float] = self._llm.collective_rpc("busy_seconds")
+        return time.process_time() - self._waited_s + sum(worker_s)
+
+
+def fork() -> None:
+    """Fork this process; the child ends at once."""
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that still run: an engine's worker, for one."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _read(task / "children").split()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        # A thread that has just ended.
+        return ""
 
 
 def _name(state: Any) -> str:

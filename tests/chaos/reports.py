@@ -22,10 +22,12 @@ class Report:
 
     busy_s: the time it was let run. longest_s: from one step's tokens to the next one's. states: when the agent was
     seen in which state, and whether decisions of the stream it is on were in force. ring, inbox: the most that was seen
-    waiting. live: requests that the agent knows of.
+    waiting. live: requests that the agent knows of. cpu_s: processor time of the engine's processes since they started,
+    where a metered engine counts it, without what they spend waiting for each other.
     """
 
     busy_s: float = 0.0
+    cpu_s: float = 0.0
     steps: int = 0
     tokens: int = 0
     longest_s: float = 0.0

@@ -1,0 +1,152 @@
+"""What faults of the control plane and of the network cost an engine: `make bench-faults`, protocol in the README.
+
+Owns the order of events and the report. The last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench import fault_windows as windows
+from tests.bench import program
+from tests.bench.fault_windows import Course, ratio
+from tests.bench.machine import machine
+from tests.chaos.network import NoNamespacesError
+from tests.chaos.scene import FAULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.fault_windows import Pair, Sides, Window
+    from tests.chaos.scene import Fault
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = (
+    "killed",
+    "hung",
+    "mute",
+    "slow-10ms",
+    "slow-1s",
+    "slow-10s",
+    "partition",
+    "half-open-up",
+    "half-open-down",
+)
+DURING, AFTER, WINDOW_S = 10, 24, 0.5
+FIGURES = {"tokens per second": "tokens_per_s", "tokens per processor second": "tokens_per_cpu_s"}
+HEAD = (
+    "fault",
+    "agent meanwhile",
+    "longest gap: governed, stock, ms",
+    *(f"meanwhile: {name}" for name in FIGURES),
+    "governed again after, s",
+    *(f"afterwards: {name}" for name in FIGURES),
+    "others, cores",
+)
+
+
+def course_of(fault: Fault, sides: Sides, options: argparse.Namespace) -> Course:
+    """The fault begins, lasts for some pairs of windows, ends, and is past once decisions are in force again."""
+    course = Course(fault.name)
+    fault.begin(sides.scene)
+    try:
+        course.during = sides.pairs(options.during, options.window, course)
+    finally:
+        fault.end(sides.scene)
+    course.back_s = sides.back_s()
+    course.after = sides.pairs(options.after, options.window, course)
+    return course
+
+
+def row(course: Course) -> list[str]:
+    gaps = ", ".join(f"{course.longest_s(arm) * 1e3:.0f}" for arm in ("governed", "stock"))
+    during, after = (
+        [str(ratio(pairs, of)) if pairs else "" for of in FIGURES.values()] for pairs in (course.during, course.after)
+    )
+    states = ", ".join(course.states())
+    if not course.during:
+        return [course.name, states, "", *during, "", *after, f"{course.others_cores:.2f}"]
+    return [course.name, states, gaps, *during, f"{course.back_s:.1f}", *after, f"{course.others_cores:.2f}"]
+
+
+def pooled(courses: Sequence[Course]) -> Course:
+    """All faults together."""
+    made = Course("all faults")
+    for course in courses:
+        made.during += course.during
+        made.after += course.after
+        made.back_s = max(made.back_s, course.back_s)
+        made.others_cores = max(made.others_cores, course.others_cores)
+    return made
+
+
+def report(none: Course, courses: Sequence[Course]) -> str:
+    every = [none, *courses, pooled(courses)]
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(f"| {' | '.join(row(one))} |" for one in every)]
+    stock = [pair["stock"] for course in every[:-1] for pair in (*course.during, *course.after)]
+    rate = sum(w.tokens for w in stock) / sum(w.busy_s for w in stock)
+    return "\n".join(
+        [
+            "# What faults cost an engine",
+            "",
+            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../README.md#faults-make-bench-faults). Governed "
+            f"over stock in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per second.",
+            "",
+            *lines,
+            "",
+        ]
+    )
+
+
+def plain(course: Course) -> dict[str, Any]:
+    def of(pairs: Sequence[Pair]) -> dict[str, Any]:
+        found: dict[str, Any] = {name: asdict(ratio(pairs, name)) for name in FIGURES.values() if pairs}
+        return {**found, "pairs": [[figures(pair[arm]) for arm in ("governed", "stock")] for pair in pairs]}
+
+    def figures(window: Window) -> list[float]:
+        return [window.tokens, round(window.busy_s, 4), round(window.cpu_s, 4), round(window.longest_s, 4)]
+
+    longest = {arm: course.longest_s(arm) for arm in ("governed", "stock")} if course.during else {}
+    rest = {"back_s": course.back_s, "longest_gap_s": longest, "others_cores": course.others_cores}
+    return {"fault": course.name, **rest, "during": of(course.during), "after": of(course.after)}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.bench.faults", description=__doc__)
+    parser.add_argument("--faults", nargs="+", default=list(MEASURED), choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--during", type=int, default=DURING, help="pairs of windows while a fault lasts")
+    parser.add_argument("--after", type=int, default=AFTER, help="pairs of windows once it is past, and without one")
+    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds of a window")
+    parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
+    return parser.parse_args()
+
+
+def run() -> None:
+    """Raises BenchError."""
+    options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-faults-"))
+    chosen = [fault for name in options.faults for fault in FAULTS if fault.name == name]
+    none = Course("none")
+    try:
+        with windows.sides(folder) as sides:
+            none.after = sides.pairs(options.after, options.window, none)
+            courses = [course_of(fault, sides, options) for fault in chosen]
+    except NoNamespacesError as error:
+        raise program.BenchError(f"network namespaces and TUN devices cannot be made here: {error}") from error
+    text = report(none, courses)
+    every = [plain(course) for course in (none, *courses, pooled(courses))]
+    found = {"faults": every, "machine": machine()}
+    if options.save:
+        (RESULTS / "faults.md").write_text(text)
+        (RESULTS / "faults.json").write_text(json.dumps(found) + "\n")
+    print(text)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    program.main(run)
