@@ -15,6 +15,8 @@ from meridian_agent.phases import Event, Markers, PhaseState, Work, begin_after
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# Work of adding a request: a prompt whose last marker is further from its end is read on in the coming steps.
+NEW_TOKENS = 65_536
 # Work of a step, in tokens of text, one to two tenths of a millisecond; a request counts as REQUEST_TOKENS at least.
 STEP_TOKENS, REQUEST_TOKENS = 8192, 512
 
@@ -50,15 +52,24 @@ class Reading:
             self.at = 0
 
 
+def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -> PhaseState | None:
+    """The state in which its prompt leaves a new request; None where to find that would hold up the engine."""
+    return Reading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
+
+
 class Adoption:
     """Those that are still to be read."""
 
-    def __init__(self, requests: Iterable[Any]) -> None:
+    def __init__(self, requests: Iterable[Any] = ()) -> None:
         self._waiting = deque(requests)
         self._reading: Reading | None = None
 
     def __bool__(self) -> bool:
         return self._reading is not None or bool(self._waiting)
+
+    def add(self, request: Any) -> None:
+        """One more, last."""
+        self._waiting.append(request)
 
     def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
         """A step's share: the requests that have been read to their newest token, with the state they are in."""

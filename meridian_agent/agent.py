@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent import hooks, overrides, probes
 from meridian_agent.accounts import FINISH_REASON, Accounts
-from meridian_agent.adoption import Adoption
+from meridian_agent.adoption import Adoption, state_of_new
 from meridian_agent.blocks import Blocks, reuse_answers_last
 from meridian_agent.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.masks import Masks
@@ -82,7 +82,7 @@ class Agent:
         # Seconds spent in these methods, and in stock schedule plus update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
-        # Requests that were there before this agent.
+        # Requests that were there before this agent, and new ones whose prompts take long to read.
         self._adoption: Adoption | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
@@ -152,7 +152,12 @@ class Agent:
             with self.link.handover:
                 self.link.begins()
             self.take_arrived(scheduler)
-        self.tracker.open(info, request.prompt_token_ids or [], scheduler.current_step, request)
+        state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
+        if state is not None:
+            self.tracker.enter(info, state, scheduler.current_step, request)
+            return
+        self._adoption = self._adoption or Adoption()
+        self._adoption.add(request)
 
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
         """Take up the requests of an engine that runs already, over the coming steps."""
@@ -283,7 +288,7 @@ class Agent:
             self._hear_worker(signals)
             signals = None
         self.accounts.take(runner_output, outputs, signals)
-        if not (is_live := bool(self.tracker.by_id)):
+        if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             with self.link.handover:
                 self.link.idle = True
                 self.take_arrived(scheduler)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from meridian_agent.tracker import Tracked
 
 
+# Of an output, for whose blocks something is done as they are freed; beyond, that would hold up the step.
+LONGEST_TOKENS = 65_536
+
+
 class Blocks:
     """One engine's blocks. tool_call: token that begins a tool call, where the next turn repeats its thinking."""
 
@@ -43,6 +47,8 @@ class Blocks:
         self._directives.report(decision_id, outcome, detail=detail)
 
     def _reclaim(self, scheduler: Any, request: Any, tr: Tracked) -> tuple[Outcome, str]:
+        if request.num_output_tokens > LONGEST_TOKENS:
+            return Outcome.REFUSED, f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             return Outcome.REFUSED, "several KV cache groups"
         if self._tool_call is not None and self._tool_call in request.output_token_ids:

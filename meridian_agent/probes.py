@@ -19,6 +19,8 @@ PREFIX = "meridian-probe-"
 STEP_SHARE = 8
 # Running places that admission leaves to probes while they are asked for, as a share of all; fewer than 2 are none.
 PLACE_SHARE = 32
+# vLLM copies and looks up all tokens of a probe, in the step in which it is placed.
+LONGEST_TOKENS = 65_536
 # Steps for which places are kept after a probe was asked for.
 PLACE_STEPS = 256
 
@@ -64,6 +66,7 @@ def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:
     obstacles = (
         (tr.state.phase is not Phase.THINK or tr.ending is not None, "not thinking"),
         (not room.prefix_caching, "prefix caching is off"),
+        (request.num_tokens > LONGEST_TOKENS, f"over {LONGEST_TOKENS} tokens"),
         (getattr(request, "lora_request", None) is not None, "LoRA request"),
         (bool(getattr(request, "mm_features", None)), "multimodal prompt"),
         (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),

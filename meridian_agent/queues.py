@@ -33,7 +33,8 @@ class Queues:
         # The running list, priorities or the queue are not as vLLM alone would have them.
         self.ordered = False
         self.think_skips = 0
-        self._tail: Any = None
+        # By its id: the request itself would be kept until another one is sorted in.
+        self._tail = ""
         # When the running list was last sorted, prompts in pieces were at its end.
         self._prompts_last = False
 
@@ -47,7 +48,7 @@ class Queues:
 
     def undo(self, scheduler: Any) -> None:
         """Take back what an order has left behind."""
-        self._tail = None
+        self._tail = ""
         if self.ordered:
             restore.order(scheduler)
             self.ordered = False
@@ -68,7 +69,7 @@ class Queues:
         self.ordered = True
         # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
         # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
-        if running and (tracker.reorder or self._prompts_last or running[-1] is not self._tail):
+        if running and (tracker.reorder or self._prompts_last or running[-1].request_id != self._tail):
             self._sort(running)
         if not (tracker.preempted and self._is_fcfs):
             return
@@ -89,7 +90,7 @@ class Queues:
             return own + MAX_RANK if request.is_prefill_chunk else own
 
         running.sort(key=rank)
-        self._tracker.reorder, self._tail = False, running[-1]
+        self._tracker.reorder, self._tail = False, running[-1].request_id
         self._prompts_last = bool(running[-1].is_prefill_chunk)
         if not self._is_fcfs:
             for request in running:

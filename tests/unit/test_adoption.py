@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_agent import adoption
-from meridian_agent.adoption import STEP_TOKENS, Adoption
+from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
 from meridian_agent.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
 
 if TYPE_CHECKING:
@@ -136,3 +136,38 @@ def test_a_request_that_ends_while_it_is_read_is_let_go() -> None:
     ((ref, _),) = under_way.some(SINGLE, True)
     assert ref is other
     assert not under_way
+
+
+@given(MARKERS, TOKENS, st.booleans())
+def test_a_new_request(markers: Markers, prompt: list[int], disabled: bool) -> None:
+    assert state_of_new(request(prompt, []), markers, disabled) == begin(markers, prompt, disabled)
+
+
+class Counted(list[int]):
+    """Counts the tokens that are read of it."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_new_request_with_a_million_tokens(marked: bool) -> None:
+    """Where its prompt ends in a marker, nearly nothing of it is read; else a bounded part at once, the rest later."""
+    prompt = Counted([40] * 999_999 + [1 if marked else 40])
+    new = request(prompt, [])
+    state = state_of_new(new, SINGLE, True)
+    assert prompt.read <= 2 * PART_TOKENS if marked else NEW_TOKENS <= prompt.read <= NEW_TOKENS + PART_TOKENS
+    assert (state is not None) == marked
+    under_way, steps, most = Adoption(), 0, 0
+    under_way.add(new)
+    while under_way:
+        before, steps = prompt.read, steps + 1
+        found = under_way.some(SINGLE, True)
+        most = max(most, prompt.read - before)
+    assert most <= STEP_TOKENS + PART_TOKENS
+    assert steps <= 1 + len(prompt) // STEP_TOKENS
+    assert found == [(new, begin(SINGLE, list(prompt), True))]

@@ -20,6 +20,7 @@ def request(**fields: Any) -> SimpleNamespace:
     plain: dict[str, Any] = {
         "is_prefill_chunk": False,
         "num_computed_tokens": 40,
+        "num_tokens": 41,
         "lora_request": None,
         "mm_features": [],
     }
@@ -40,6 +41,7 @@ def test_a_probe_that_fits() -> None:
         (tracked(Phase.OUTPUT), ROOM, 20, "not thinking"),
         (tracked(Phase.PROMPT), ROOM, 20, "not thinking"),
         (tracked(), replace(ROOM, prefix_caching=False), 20, "prefix caching is off"),
+        (tracked(num_tokens=65_537), ROOM, 20, "over 65536 tokens"),
         (tracked(lora_request=object()), ROOM, 20, "LoRA request"),
         (tracked(mm_features=[1]), ROOM, 20, "multimodal prompt"),
         (tracked(prompt_embeds=object()), ROOM, 20, "prompt embeddings"),
