@@ -19,6 +19,7 @@ import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.credentials import Credentials
+from meridian_agent.forks import Forks
 from meridian_agent.inbox import Inbox
 from meridian_agent.messages import decisions_in
 from meridian_agent.outbox import Outbox
@@ -89,6 +90,7 @@ class Link(Standing):
         self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
         self._credentials = credentials or Credentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
+        self._forks = Forks()
         self.inbox = Inbox(self)
         self.outbox = Outbox(self, self.inbox, self.restart, self._give_up)
         # What an engine that is not idle takes in before it does anything else, oldest first.
@@ -197,7 +199,8 @@ class Link(Standing):
             self._complain(target, str(error), str(error))
             return False
         with opened as channel:
-            messages = self.outbox.messages(ring, self._hello)
+            self._forks.opened(channel)
+            messages = self._forks.held(self.outbox.messages(ring, self._hello))
             call = agent_pb2_grpc.AgentServiceStub(channel).Connect(messages, timeout=self._lasts_s())
             self._call = call
             if self._stop.is_set():

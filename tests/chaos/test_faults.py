@@ -110,7 +110,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> I
         scene = Scene(folder, seed=5)
     except NoNamespacesError as error:
         pytest.skip(f"network namespaces and TUN devices cannot be made here: {error}")
-    engine = Engine(folder, "chaos", TARGET, scene.network.within("engine"))
+    within, forks = scene.network.within("engine"), {"GRPC_ENABLE_FORK_SUPPORT": "1"}
+    engine = Engine(folder, "chaos", TARGET, within, environment=forks)
     try:
         engine.ready()
         engine.run()
@@ -165,6 +166,19 @@ def test_a_fault(world: World, fault: Fault) -> None:
     assert reports[-1].rss_mb - before.rss_mb < GROWTH_MB
     wait_for(lambda: shown_well(world), 20, "the control plane to show the engine")
     assert world.scene.control.metrics()["meridian_unknown_outcomes_total"] == 0
+
+
+def test_forks_with_grpcs_fork_support(world: World) -> None:
+    """gRPC stops its threads before each, for which it takes a second by itself: no step is that long, and the stream
+    goes on."""
+    world.governed()
+    said = len(world.engine.log())
+    reports = []
+    for _ in range(4):
+        reports += [world.engine.fork(), *world.collect(lambda r: len(finished(r)) >= 2, 20, "requests")]
+    healthy(reports)
+    assert "ended" not in world.engine.log()[said:]
+    world.governed()
 
 
 def shown_well(world: World) -> bool:
