@@ -154,9 +154,14 @@ def test_the_links_thread_stands_still(
     assert chat(llm, cases(), GREEDY) == stock
     assert (link.handover.locked(), len(link.inbox.messages), len(link.arrived)) == (False, 0, 0)
     # Past the lease the state says so, and the next step has the stream ended; whose thread still sleeps.
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=40))
+    run.until(lambda: len(run.tokens["r"]) > 5)
     link.clock = lambda: time.monotonic() + link.lease_s + 1
-    assert chat(llm, cases(), GREEDY) == stock
+    run.step()
     assert link.state == agent_pb2.AGENT_STATE_DEGRADED
+    run.until()
+    assert chat(llm, cases(), GREEDY) == stock
     assert (gate.is_set(), link._thread.is_alive()) == (False, True)
     link.clock = time.monotonic
     gate.set()
