@@ -6,7 +6,7 @@ from typing import Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.link import Link
+from meridian_agent.link import REFUSED_S, Link
 
 
 def link_of(idle: bool) -> Link:
@@ -50,3 +50,29 @@ def test_each_kind_of_decision_is_handed_over() -> None:
             link = link_of(idle=False)
             hear(link, step, **decisions)
             assert len(link.inbox.messages) == 1, decisions
+
+
+def test_a_refusal_is_remembered_for_a_while() -> None:
+    """For another control plane may have another revision of that number."""
+    now_s = [1.0]
+
+    def prepare(_: agent_pb2.Settings) -> None:
+        raise ValueError("no such marker")
+
+    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
+    settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
+    link._receive(agent_pb2.ConnectResponse(settings=settings))
+    assert (link.refused, link.revision) == ({7: "no such marker"}, 0)
+    now_s[0] += REFUSED_S
+    assert link.refused == {}
+
+
+def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
+    """Whether no request is live or the agent is off."""
+    for link in (link_of(idle=True), link_of(idle=False)):
+        link.step_aside()
+        for revision in range(1, 10_000):
+            settings = agent_pb2.Settings(revision=revision, nonce=revision, lease_ms=30_000)
+            link._receive(agent_pb2.ConnectResponse(settings=settings))
+            link.outbox.ring.get_nowait()
+        assert (len(link.arrived), link.revision) == (0, 9_999)
