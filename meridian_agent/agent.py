@@ -64,7 +64,9 @@ class Agent:
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers)
         tracker.boundaries = known.boundaries
-        tracker.lookahead = scheduler.num_spec_tokens + (1 if self.is_async else 0)
+        # Tokens of a step on top of its first; under asynchronous scheduling, those of the step before it, too.
+        drafts = scheduler.num_spec_tokens
+        tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
         self.queues = Queues(tracker, scheduler)
         self.probing = Probing(tracker, directives, self.block_size, known.shares_blocks)
@@ -219,6 +221,8 @@ class Agent:
             self._adopt_some(scheduler, self._adoption)
         if self.frozen:
             return {}
+        if scheduler.num_spec_tokens:
+            self.masks.drop_unknown_drafts()
         plan = self.directives.active_plan()
         if plan is not None:
             self.queues.obey(scheduler, plan)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from meridian_agent.phases import PhaseState
 
-# Stands for a draft token that is not known: no marker holds it.
-UNKNOWN_TOKEN = -2
 # meridian.v1.ForceReason of a soft close, the one force that belongs to the scheduler section.
 SOFT_CLOSE = 5
 
@@ -230,8 +228,9 @@ class Directives:
     def forced_tokens(self, tr: Tracked, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
         """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
 
-        drafts: the draft tokens of the rows; row r counts only when the first r of them are accepted. Starts an ending
-        when the cap falls into these rows, so that it is exact with draft tokens too.
+        drafts: the draft tokens of the rows, negative where only the workers know one; row r counts only when the first
+        r of them are accepted. Starts an ending when the cap falls into these rows, so that it is exact with draft
+        tokens too; not behind a token that is not known, which may have ended thinking already.
         """
         first = 0
         if tr.ending is None:
@@ -257,7 +256,9 @@ class Directives:
         for row in range(rows):
             if state.phase is Phase.THINK and state.think_tokens >= limit:
                 return row, state
-            state.feed(drafts[row] if row < len(drafts) else UNKNOWN_TOKEN, self._tracker.markers)
+            if row == len(drafts) or drafts[row] < 0:
+                return None
+            state.feed(drafts[row], self._tracker.markers)
         return None
 
     def after_tokens(self, tr: Tracked, ended: bool) -> None:

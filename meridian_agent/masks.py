@@ -26,10 +26,15 @@ class Masks:
 
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
         """Whether somebody's end can be due in a step that has these requests, once the step before is accounted."""
-        return any(
-            tr.info.request_id in scheduled and self._may_end(tr) and not self._is_under_way(tr)
-            for tr in self._tracker.due
-        )
+        near = (tr for tr in self._tracker.due if tr.info.request_id in scheduled and _end_is_near(tr))
+        return any(self._may_end(tr) and not self._is_under_way(tr) for tr in near)
+
+    def drop_unknown_drafts(self) -> None:
+        """Near a cap a step makes no drafts that only the workers know: one may hold the model's own end marker."""
+        for tr in self._tracker.due:
+            if tr.limit is not None and any(token < 0 for token in tr.ref.spec_token_ids):
+                # Another list, for vLLM's own serves many requests.
+                tr.ref.spec_token_ids = []
 
     def with_ends(self, output: Any, base: Any) -> Any:
         """The step's token masks with a forced token for every request whose thinking ends now.
@@ -90,6 +95,13 @@ class Masks:
                 mask[at + row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
             at += count
         return hooks.grammar_output([*own, *added], mask, base)
+
+
+def _end_is_near(tr: Tracked) -> bool:
+    """Whether the step that was just scheduled may be the one to end a due request's thinking in, however many tokens
+    the step before it brings."""
+    most = tr.state.think_tokens + max(tr.ref.num_output_placeholders, 1) - 1
+    return tr.ending is not None or (tr.limit is not None and most >= tr.limit)
 
 
 def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:

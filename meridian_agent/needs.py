@@ -113,6 +113,7 @@ ENGINE: Table = {
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "trace_headers",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from meridian_agent.probes import PREFIX
 from meridian_agent.scheduler import governed
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Set
 
     from vllm.config import VllmConfig
@@ -49,6 +49,8 @@ class Shape:
 
     is_async: bool = False
     drafts: int = 0
+    # Only the worker knows the drafts, as under asynchronous scheduling and with Model Runner V2.
+    hidden: bool = False
     places: int = 4
     blocks: int = 32
     batch_tokens: int = 64
@@ -56,10 +58,14 @@ class Shape:
 
     @staticmethod
     def draw(rng: random.Random) -> Shape:
+        # Drawn aside, so that seeds stay what they were.
+        aside = random.Random(rng.getstate()[1][0])
         is_async = rng.random() < 0.3
+        drafts = aside.random() < 0.3 if is_async else rng.random() < 0.3
         return Shape(
             is_async=is_async,
-            drafts=DRAFTS if not is_async and rng.random() < 0.3 else 0,
+            drafts=DRAFTS if drafts else 0,
+            hidden=drafts and (is_async or aside.random() < 0.3),
             places=rng.choice((2, 4, 8, 64)),
             # Room for the longest request, and often for little more.
             blocks=rng.choice((24, 30, 64, 200)),
@@ -254,9 +260,9 @@ class Engine:
         self._update(output, result)
         if self.shape.drafts:
             ids = [r for r in output.num_scheduled_tokens if not r.startswith(PREFIX) and r in self.scheduler.requests]
-            self.scheduler.update_draft_token_ids(
-                DraftTokenIds(ids, [self.model.drafts(r, self.shape.drafts) for r in ids])
-            )
+            count = self.shape.drafts
+            made = [[-1] * count if self.shape.hidden else self.model.drafts(r, count) for r in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, made))
 
     def _step_async(self, between: Callable[[], None]) -> None:
         """EngineCore.step_with_batch_queue with a queue of two."""
@@ -322,6 +328,8 @@ class Engine:
 
     def _tokens(self, request_id: str, drafts: list[int], mask: dict[int, int]) -> list[int]:
         tokens = []
+        if self.shape.hidden:
+            drafts = self.model.drafts(request_id, len(drafts)) if drafts else []
         for row in range(1 + len(drafts)):
             token = mask.get(row, self.model.wish(request_id))
             request = self.scheduler.requests.get(request_id)

@@ -60,8 +60,10 @@ class Watched:
     limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
     # Markers changed while it lived: its counts are not ours to know.
     unsure: bool = False
-    # The newest token began a phase of thinking.
+    # The step of its newest token; whether a phase of thinking began in it, and in the one before.
+    step: int = 0
     began: bool = False
+    began_before: bool = False
     skipped: int = 0
     may_skip: int = 0
     # The agent has it: not one that was off when it came, nor one that has not come so far since.
@@ -372,6 +374,8 @@ class EngineBooks:
         if watched.unsure or self.engine.agent.tracker.markers != watched.markers:
             watched.unsure = True
             return
+        if watched.step != (step := len(self.engine.schedule)):
+            watched.step, watched.began_before, watched.began = step, watched.began, False
         # With asynchronous scheduling a mask is made a step ahead.
         late = watched.limits if self.engine.shape.is_async else (now,)
         at = state.think_tokens if state.phase is Phase.THINK else -1
@@ -390,12 +394,14 @@ class EngineBooks:
             watched.force = 0
         else:
             limit = max(now, *late)
-            # There a mask can also not know yet that thinking began with the token before.
-            began = self.engine.shape.is_async and watched.began
+            # There a mask can also not know yet that thinking began in the step before, nor where only the worker knows
+            # the drafts that it begins among them.
+            shape = self.engine.shape
+            began = (shape.is_async and watched.began_before) or (shape.hidden and watched.began)
             assert at < limit or began, f"{request_id} thinks on at {at} tokens, past its cap of {limit}"
         before = state.phase
         state.feed(token, watched.markers)
-        watched.began = before is not Phase.THINK
+        watched.began = watched.began or (before is not Phase.THINK and state.phase is Phase.THINK)
         if state.phase is not Phase.THINK:
             watched.force = 0
 

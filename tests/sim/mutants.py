@@ -254,8 +254,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cap not seen within drafts",
         DIRECTIVES,
-        "            state.feed(drafts[row] if row < len(drafts) else UNKNOWN_TOKEN, self._tracker.markers)\n",
+        "            state.feed(drafts[row], self._tracker.markers)\n",
         "            return None\n",
+    ),
+    Mutant(
+        "drafts that are not known kept near a cap",
+        MASKS,
+        "                tr.ref.spec_token_ids = []\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "step under way makes one token",
+        AGENT,
+        "        tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)\n",
+        "        tracker.lookahead = drafts + (1 if self.is_async else 0)\n",
     ),
     Mutant(
         "no cap on thinking anew in drafts",

@@ -244,11 +244,11 @@ def test_draft_rows() -> None:
     tr = engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 5)]))
     engine.schedule()
-    assert engine.directives.forced_tokens(tr, 4) == {}, "five tokens are allowed, four rows come"
-    assert engine.directives.forced_tokens(tr, 6) == {5: END}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {}, "five tokens are allowed, four rows come"
+    assert engine.directives.forced_tokens(tr, 6, [TEXT] * 5) == {5: END}
     engine.feed("a", [TEXT, TEXT])
     assert tr.ending is None, "the row was not reached"
-    assert engine.directives.forced_tokens(tr, 4) == {3: END}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {3: END}
     engine.feed("a", [TEXT, TEXT, TEXT, END])
     engine.take()
     assert (tr.state.think_tokens, tr.forced) == (5, True)
@@ -258,7 +258,7 @@ def test_draft_rows() -> None:
 def test_the_row_after_the_last_allowed_token_is_reached_but_not_taken() -> None:
     engine = FakeEngine(lookahead=3)
     tr = engine.open("a", own_cap=2)
-    assert engine.directives.forced_tokens(tr, 4) == {2: END}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {2: END}
     engine.feed("a", [TEXT, TEXT])
     assert tr.ending is not None
     assert engine.directives.forced_tokens(tr, 4) == {0: END}
@@ -270,7 +270,7 @@ def test_two_token_endings_over_draft_rows() -> None:
     engine = FakeEngine(TWO, lookahead=3)
     tr = engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 1)]))
-    assert engine.directives.forced_tokens(tr, 4) == {1: 5, 2: 6}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {1: 5, 2: 6}
     engine.feed("a", [TEXT, 5])
     assert engine.directives.forced_tokens(tr, 4) == {0: 6}
     engine.feed("a", [6, TEXT, TEXT])
@@ -285,6 +285,15 @@ def test_a_draft_that_ends_thinking_before_the_cap() -> None:
     tr = engine.open("a", own_cap=2)
     assert engine.directives.forced_tokens(tr, 4, [TEXT, END, TEXT]) == {}
     assert engine.directives.forced_tokens(tr, 4, [TEXT, TEXT, END]) == {2: END}
+
+
+def test_a_draft_that_only_the_workers_know_may_end_thinking_before_the_cap() -> None:
+    engine = FakeEngine(lookahead=3)
+    tr = engine.open("a", own_cap=2)
+    assert engine.directives.forced_tokens(tr, 4, [-1, -1, -1]) == {}
+    assert engine.directives.forced_tokens(tr, 4, [TEXT, -1, -1]) == {}
+    engine.feed("a", [TEXT, TEXT])
+    assert engine.directives.forced_tokens(tr, 4, [-1, -1, -1]) == {0: END}
 
 
 drafts_strategy = st.lists(st.sampled_from([TEXT, TEXT, 91, END, START]), max_size=3)
