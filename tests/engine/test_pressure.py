@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -239,7 +238,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     do when the output calls a tool (here: any sentence end does), for the next turn repeats it."""
     llm.llm_engine.reset_prefix_cache()
     calls = tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call)
-    monkeypatch.setattr(agent, "known", replace(agent.known, tool_call=calls))
+    monkeypatch.setattr(agent.blocks, "_tool_call", calls)
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=120))
