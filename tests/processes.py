@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "maze-qwen3"
+MARKED = ROOT / "tests" / "data" / "marked"
 # What engines keep for a restart; gone with this process. No TemporaryDirectory: its finalizer, made so early, would
 # run after the wait for vLLM's processes, and with it theirs, which ends them.
 STATE = tempfile.mkdtemp(prefix="meridian-state-")

@@ -1,17 +1,14 @@
 """A model folder whose thinking markers take several tokens, as those of gpt-oss and Granite do.
 
-Owns a byte-level BPE tokenizer, trained on a few made-up sentences, with Harmony's special tokens. There are no
-weights: an engine that loads it makes them up (`load_format="dummy"`), for what the model says is scripted
-(`tests.engine.scripted`).
+`python -m tests.data.marked` writes tests/data/marked. Owns a byte-level BPE tokenizer, trained on a few made-up
+sentences, with Harmony's special tokens. There are no weights: an engine that loads it makes them up
+(`load_format="dummy"`), for what the model says is scripted (`tests.engine.matrix.features.markers`).
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 SPECIAL = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>", "<|pad|>")
 EOS = "<|return|>"
@@ -63,3 +60,7 @@ def write(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": SPECIAL[-1]})
     )
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent / "marked")
