@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from meridian_agent.hooks import SUPPORTED
 from tests.engine.matrix import results
+from tests.engine.matrix.features import all_of_them
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_readme() -> None:
@@ -17,7 +23,37 @@ def test_readme() -> None:
 def test_nothing_is_saved_that_is_no_longer_checked(version: str) -> None:
     saved = results.load(results.path_of(version))
     assert saved.keys() <= results.declared()
-    assert {line["result"] for line in saved.values()} <= {"passed", "not supported"}
+    assert {line["result"] for line in saved.values()} <= {results.PASSED, results.FAILED, results.UNSUPPORTED}
+
+
+def test_a_cell_tells_what_failed_from_what_was_not_run_what_vllm_cannot_and_what_is_for_other_engines() -> None:
+    def line(result: str, detail: str = "") -> dict[str, str]:
+        return {"result": result, "detail": detail}
+
+    caps, drafts = (next(f.name for f in all_of_them().values() if f.name.startswith(s)) for s in ("caps:", "drafts:"))
+    sources = {results.SOURCES: line("passed")}
+    newest = {(build, caps): line("passed") for build in ("v1", "async", "ngram")}
+    older = newest | {("async", caps): line("failed"), ("ngram", caps): line("not supported", "it breaks")}
+    made = results.table({"0.9.0": sources, "0.8.0": sources | newest, "0.7.0": sources | older})
+    head, rows = made.split("\n")[2], {row.split(" | ")[0][2:]: row for row in made.split("\n") if row.startswith("| ")}
+    cells = {name: dict(zip(head.split(" | "), row.split(" | "), strict=True)) for name, row in rows.items()}
+    assert made.startswith(f"{results.SOURCES[1].capitalize()}: in the sources of 0.9.0, 0.8.0, 0.7.0.")
+    assert cells[caps]["V1"] == "all"
+    assert cells[caps]["async"] == "0.8; **failed**: 0.7"
+    assert cells[caps]["V2"] == "not run: 0.8, 0.7"
+    assert cells[caps]["V1, drafts"] == "0.8; vLLM cannot [1]: 0.7"
+    assert cells[drafts]["V1"] == "–"
+    assert "[1] vLLM cannot: it breaks." in made
+
+
+def test_what_failed_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    ((build, feature),) = [pair for pair in results.declared() if pair[1].startswith("priority")]
+    said = {"build": build, "feature": feature, "vllm": "0.8.0", "seconds": 1.0}
+    results.save([{**said, "result": "passed", "detail": ""}])
+    results.save([{**said, "result": "failed", "detail": "Traceback\nAssertionError: 5"}])
+    kept = results.load(tmp_path / "0.8.0.json")
+    assert (kept[build, feature]["result"], kept[build, feature]["detail"]) == ("failed", "AssertionError: 5")
 
 
 def test_the_agent_installs_itself_where_there_is_a_column_and_nowhere_else() -> None:
@@ -26,4 +62,4 @@ def test_the_agent_installs_itself_where_there_is_a_column_and_nowhere_else() ->
     (major, first), (_, last) = SUPPORTED
     assert found == {(major, minor) for minor in range(first, last + 1)}
     for version in results.versions():
-        assert results.load(results.path_of(version))[results.SOURCES]["result"] == "passed", version
+        assert results.load(results.path_of(version))[results.SOURCES]["result"] == results.PASSED, version

@@ -18,6 +18,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     triton.backends.backends["cpu"] = _Backend()
 
+    from triton.runtime import interpreter
+
+    # The interpreter's own loads and stores take a mask of booleans only, and its operators make others, too.
+    _load, _store = (
+        interpreter.InterpreterBuilder.create_masked_load,
+        interpreter.InterpreterBuilder.create_masked_store,
+    )
+
+    def _masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return _load(self, ptrs, mask, *rest)
+
+    def _masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return _store(self, ptrs, value, mask, *rest)
+
+    interpreter.InterpreterBuilder.create_masked_load = _masked_load
+    interpreter.InterpreterBuilder.create_masked_store = _masked_store
+
     # Up to 0.31 vLLM asks for the version of "vllm" before it uses Triton, and its CPU build has another name.
     _version: Any = importlib.metadata.version
 

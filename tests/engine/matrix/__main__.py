@@ -1,8 +1,8 @@
 """Runs builds, each in a process of its own with a control plane of its own, and says what came of each feature.
 
 `python -m tests.engine.matrix [--build NAME]... [--feature NAME]... [--save] [--write]`: `--save` keeps the results of
-this Python's vLLM in tests/data/matrix, `--write` makes the table in meridian_agent/README.md from what is kept (alone,
-it runs nothing). Exits with 1 if a feature failed.
+this Python's vLLM in tests/data/matrix, failures too, `--write` makes the table in meridian_agent/README.md from what
+is kept (alone, it runs nothing). Names at its end what failed, and exits with 1 then.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict
             process.stop()
     finally:
         control.process.stop()
-    gone = f"the engine ended: {process.output()[-3000:]}"
-    for name in waiting:
-        yield {"build": build, "feature": name, "result": "failed", "detail": gone, "vllm": "", "seconds": 0.0}
+    if waiting:
+        from meridian_agent.hooks import vllm_version
+
+        said = {"build": build, "result": results.FAILED, "vllm": vllm_version(), "seconds": 0.0}
+        for name in waiting:
+            yield {**said, "feature": name, "detail": f"{process.output()[-3000:]}\nthe engine ended"}
 
 
 def _lines(process: Process) -> list[dict[str, Any]]:
@@ -66,14 +69,19 @@ def main() -> None:
     if args.build or args.save or not args.write:
         with tempfile.TemporaryDirectory() as folder:
             for build in args.build or BUILDS:
+                came = []
                 for line in run(build, Path(folder), args.feature):
                     print(json.dumps(line), flush=True)
-                    found.append(line)
-    if args.save:
-        results.save(found)
+                    came.append(line)
+                if args.save:
+                    results.save(came)
+                found += came
     if args.write:
         results.README.write_text(results.with_table(results.README.read_text()))
-    sys.exit(any(line["result"] == "failed" for line in found))
+    failed = [f"failed: {of['build']}: {of['feature']}" for of in found if of["result"] == results.FAILED]
+    for name in failed:
+        print(name, file=sys.stderr)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import ENGINE_ARGS
+from tests.processes import MARKED
 
+# Without weights, for what it says is scripted; its markers take several tokens.
+MARKED_MODEL = {
+    "model": str(MARKED),
+    "served_model_name": "marked",
+    "reasoning_parser": "openai_gptoss",
+    "load_format": "dummy",
+}
+LORA = {"enable_lora": True, "max_lora_rank": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# What vLLM's asynchronous scheduling takes: the drafts are made where the model runs, and only there they are known.
+NGRAM_THERE = {**NGRAM, "method": "ngram_gpu"}
 INTERPRETER = {
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -46,14 +57,30 @@ BUILDS = {
         Build("async", "async", asynchronous=True),
         Build("v2", "V2", env=INTERPRETER, v2=True),
         Build("v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
-        Build("ngram", "V1 with drafts", {"speculative_config": NGRAM}),
-        Build("tp2", "V1 on two ranks", {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+        Build("ngram", "V1, drafts", {"speculative_config": NGRAM}),
+        Build("v2-ngram", "V2, drafts", {"speculative_config": NGRAM}, env=INTERPRETER, v2=True),
+        Build(
+            "v2-async-ngram",
+            "V2 async, drafts",
+            {"speculative_config": NGRAM_THERE},
+            env=INTERPRETER,
+            v2=True,
+            asynchronous=True,
+        ),
+        Build("tp2", "V1, two ranks", {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
         Build("tight", "V1", TIGHT),
         Build("tight-async", "async", TIGHT, asynchronous=True),
         Build("tight-v2", "V2", TIGHT, env=INTERPRETER, v2=True),
         Build("chunked", "async", {"max_num_batched_tokens": 16}, asynchronous=True),
         Build("uncached", "async", {"enable_prefix_caching": False}, asynchronous=True),
-        Build("lora", "async", {"enable_lora": True, "max_lora_rank": 8}, asynchronous=True),
+        Build("lora", "async", LORA, asynchronous=True),
+        Build("lora-v2", "V2", LORA, env=INTERPRETER, v2=True),
+        Build("marked", "V1", MARKED_MODEL),
+        Build("marked-async", "async", MARKED_MODEL, asynchronous=True),
+        Build("marked-v2", "V2", MARKED_MODEL, env=INTERPRETER, v2=True),
+        Build("marked-v2-async", "V2 async", MARKED_MODEL, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("marked-ngram", "V1, drafts", {**MARKED_MODEL, "speculative_config": NGRAM}),
+        Build("marked-v2-ngram", "V2, drafts", {**MARKED_MODEL, "speculative_config": NGRAM}, env=INTERPRETER, v2=True),
         Build("priority", "V1", {"scheduling_policy": "priority"}),
         Build("grammar", "async", {"structured_outputs_config": {"enable_in_reasoning": True}}, asynchronous=True),
     )

@@ -13,17 +13,28 @@ from tests.engine.matrix.builds import BUILDS
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from tests.engine.matrix import Feature
+
+    # A version's lines, by build and feature.
+    Saved = dict[tuple[str, str], dict[str, str]]
 
 FOLDER = ROOT / "tests" / "data" / "matrix"
 README = ROOT / "meridian_agent" / "README.md"
 BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!-- end -->\n"
 # One line of a build's output, less what names the file and what changes from run to run.
 KEPT = ("build", "feature", "result", "detail")
-
+PASSED, FAILED, UNSUPPORTED, NOT_RUN = "passed", "failed", "not supported", "not run"
 
 # What is looked up in a version's sources (tests/vllm_sources.py), without an engine.
 SOURCES = ("sources", "every hook that is used, with its parameters")
+# What stock vLLM says where it cannot do something, and what that means.
+REASONS = {
+    "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
+    "Cannot inspect kernel parameters": "its CPU build ends with an error at the first draft that is made, on V1",
+}
 
 
 def declared() -> set[tuple[str, str]]:
@@ -35,18 +46,17 @@ def path_of(version: str) -> Path:
     return FOLDER / f"{version}.json"
 
 
-def load(path: Path) -> dict[tuple[str, str], dict[str, str]]:
+def load(path: Path) -> Saved:
     return {(line["build"], line["feature"]): line for line in json.loads(path.read_text())}
 
 
 def save(lines: list[dict[str, Any]]) -> None:
-    """Replace what these lines are about in their version's file; what failed, or is no longer declared, goes."""
-    # An engine that ended without a word is of no version.
-    for version in {line["vllm"] for line in lines} - {""}:
+    """Replace what these lines are about in their version's file; what is no longer declared goes."""
+    for version in {line["vllm"] for line in lines}:
         path = path_of(version)
         found = load(path) if path.exists() else {}
         found |= {(line["build"], line["feature"]): _kept(line) for line in lines if line["vllm"] == version}
-        kept = [found[pair] for pair in sorted(found) if pair in declared() and found[pair]["result"] != "failed"]
+        kept = [found[pair] for pair in sorted(found) if pair in declared()]
         FOLDER.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -61,24 +71,53 @@ def versions() -> list[str]:
     return sorted((p.stem for p in FOLDER.glob("*.json")), key=lambda v: [int(n) for n in v.split(".")], reverse=True)
 
 
-def table() -> str:
-    """Rows are features, columns versions; a cell names the engines on which the feature passed."""
-    saved = {version: load(path_of(version)) for version in versions()}
-    lines = [f"| | {' | '.join(saved)} |", "|---|" + "---|" * len(saved)]
-    looked_up = [found.get(SOURCES, {}) for found in saved.values()]
-    cells = ["in its sources" if line.get("result") == "passed" else line.get("detail", "") for line in looked_up]
-    lines.append(f"| {SOURCES[1]} | {' | '.join(cells)} |")
+def saved() -> dict[str, Saved]:
+    return {version: load(path_of(version)) for version in versions()}
+
+
+def table(found: Mapping[str, Saved]) -> str:
+    """Rows are features, columns engines; a cell says in which versions a feature passed there, and what else came."""
+    run = {version: lines for version, lines in found.items() if lines.keys() - {SOURCES}}
+    columns = list(dict.fromkeys(build.shown for build in BUILDS.values()))
+    read = [version for version, lines in found.items() if lines.get(SOURCES, {}).get("result") == PASSED]
+    lines = [f"{SOURCES[1].capitalize()}: in the sources of {', '.join(read)}.", ""]
+    lines += [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    reasons: dict[str, int] = {}
     for chosen in features.all_of_them().values():
-        cells = []
-        for found in saved.values():
-            came = {b: found[b, chosen.name]["result"] for b in chosen.builds if (b, chosen.name) in found}
-            passed = [BUILDS[b].shown for b, result in came.items() if result == "passed"]
-            cells.append(", ".join(passed) or ("not supported by vLLM" if came else "not run"))
+        cells = [_cell(chosen, column, run, reasons) for column in columns]
         lines.append(f"| {chosen.name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    lines += ["", *(f"[{number}] vLLM cannot: {reason}.  " for reason, number in reasons.items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[str, int]) -> str:
+    """Passed versions first; a feature is for one build of a column at most."""
+    builds = [build for build in chosen.builds if BUILDS[build].shown == column]
+    if not builds:
+        return "–"
+    (build,) = builds
+    came: dict[str, list[str]] = {}
+    for version, lines in run.items():
+        line = lines.get((build, chosen.name), {"result": NOT_RUN})
+        said = line["result"]
+        if said == UNSUPPORTED:
+            said = f"vLLM cannot [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
+        came.setdefault(said, []).append(version)
+    passed = came.pop(PASSED, [])
+    parts = ["all" if len(passed) == len(run) else _list(passed)] if passed else []
+    parts += [f"**{said}**: {_list(at)}" if said == FAILED else f"{said}: {_list(at)}" for said, at in came.items()]
+    return "; ".join(parts)
+
+
+def _reason(line: dict[str, str]) -> str:
+    return next((words for part, words in REASONS.items() if part in line["detail"]), line["detail"])
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(name.removesuffix(".0") for name in names)
 
 
 def with_table(text: str) -> str:
     """The README's text with its table made anew."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{table(saved())}\n{END}{rest.partition(END)[2]}"

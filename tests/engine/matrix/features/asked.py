@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,13 @@ from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED, LENGTH, OPEN, STOP
 from tests.engine.matrix.features.forces import GREEDY
+from tests.engine.matrix.features.signals import ALL, EVERYWHERE
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
 from tests.processes import MODEL
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
-
-ALL = ("v1", "async", "v2", "v2-async")
 
 
 @feature("n > 1: each sequence has its own phases, signals and cap", *ALL)
@@ -40,7 +38,7 @@ def several_sequences(engine: Engine) -> None:
         engine.check_ends_once(answer.tokens, after.tokens, cap)
 
 
-@feature("stop strings, stop tokens and max_tokens inside thinking", *ALL, "ngram")
+@feature("stop strings, stop tokens and max_tokens inside thinking", *EVERYWHERE)
 def stops(engine: Engine) -> None:
     full_stop = engine.token(".")
     asks = [
@@ -94,7 +92,7 @@ def ruled_out(engine: Engine) -> None:
     assert late.tokens == [*free.tokens[:15], engine.end]
 
 
-@feature("prompts that open thinking, close it, or hold earlier turns", *ALL)
+@feature("prompts that open thinking, close it, or hold earlier turns", *EVERYWHERE)
 def prompts(engine: Engine) -> None:
     """What the prompt says last counts; a cap starts where thinking starts."""
     engine.control.apply({"scheduler": {"max_think_tokens": 8}})
@@ -136,11 +134,11 @@ def reentry(engine: Engine) -> None:
         assert sum(phase == 2 and not flags & 1 for phase, flags, *_ in said.rows) <= 5 + again
 
 
-@feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", "v1", "async")
+@feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", *ALL)
 def tool_loop(engine: Engine) -> None:
     """Where the template keeps thinking until the tool has answered (here: any full stop is a call)."""
-    agent, known = engine.agent, engine.agent.known
-    agent.known = replace(known, tool_call=engine.token("."))
+    blocks, tool_call = engine.agent.blocks, engine.agent.known.tool_call
+    blocks._tool_call = engine.token(".")
     try:
         prompt = engine.chat("A>B B>B start A")
         for turn in range(3):
@@ -153,10 +151,10 @@ def tool_loop(engine: Engine) -> None:
             result = [engine.token(word) for word in ("is", "where")]
             prompt = [*prompt, *answer.tokens, *result, engine.start]
     finally:
-        agent.known = known
+        blocks._tool_call = tool_call
 
 
-@feature("a grammar after thinking, also after a forced end", *ALL, "ngram")
+@feature("a grammar after thinking, also after a forced end", *EVERYWHERE)
 def grammar_after(engine: Engine) -> None:
     words = ["walk", "where"]
     params = {**GREEDY, "max_tokens": 30}
@@ -197,7 +195,7 @@ def grammar_during(engine: Engine) -> None:
     assert ended.finish == "stop"
 
 
-@feature("LoRA requests: phases, entropy and caps as for any other, and no probe", "lora")
+@feature("LoRA requests: phases, entropy and caps as for any other, and no probe", "lora", "lora-v2")
 def lora(engine: Engine) -> None:
     with tempfile.TemporaryDirectory() as folder:
         adapter(Path(folder))

@@ -58,10 +58,10 @@ def closing_text(engine: Engine) -> None:
         engine.check_phases(ask.prompt, answer.tokens, said)
 
 
-@feature("a freeze leaves stock vLLM", "v1", "async", "ngram")
+@feature("a freeze leaves stock vLLM", *EVERYWHERE)
 def freeze(engine: Engine) -> None:
     engine.control.apply(CONVERGED)
-    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 250}) for i in range(6)]
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80 if engine.slow else 250}) for i in range(6)]
     engine.control.freeze()
     wait_for(lambda: engine.control.engine().freeze.confirmed, 10, "the freeze")
     try:

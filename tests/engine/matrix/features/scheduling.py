@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import Phase
+from meridian_agent.phases import FLAG_FORCED, Phase
+from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
-from tests.engine.matrix.features.forces import GREEDY, force
+from tests.engine.matrix.features.forces import GREEDY, SHORT, force
+from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 
 if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine
+    from tests.engine.matrix.engine import Engine, Observed
 
 TIGHT = ("tight", "tight-async", "tight-v2")
 
@@ -60,26 +63,61 @@ class counted:  # noqa: N801
         del self._scheduler.get_grammar_bitmask
 
 
-@feature("drafts: steps of several tokens across the end of thinking, caps inside drafts", "ngram")
+@feature("drafts: steps of several tokens across the end of thinking, caps inside drafts", *DRAFTS)
 def across_the_boundary(engine: Engine) -> None:
-    """The model says again what its prompt says, so that whole drafts are accepted, the end marker among them."""
-    prompt = engine.prompt(1)
-    ((told,),) = engine.stock.ask([Ask(prompt, {**GREEDY, "max_tokens": 400})])
-    natural = told.tokens.index(engine.end)
-    again = [*prompt, *told.tokens, *prompt, *told.tokens[: natural - 20]]
-    params = {**GREEDY, "max_tokens": 40}
-    with engine.watched() as seen:
-        (free,) = engine.tokens([Ask(again, params)])
-    assert free == engine.stock.ask([Ask(again, params)])[0][0].tokens
-    (said,) = seen
-    engine.check_phases(again, free, said)
-    end, at = free.index(engine.end), 0
-    edges = [(at := at + step) for step in said.steps]
-    assert any(start < end < stop - 1 for start, stop in zip([0, *edges], edges, strict=False)), said.steps
-    caps = range(1, end + 2)
+    """Whole drafts are accepted, the end marker among them; caps at each of their places, and past the model's end."""
+    ask, free = drafted(engine)
+    end = free.index(engine.end)
+    caps = range(1, end + 4)
     own = [{"extra_args": {"meridian_max_think_tokens": cap}} for cap in caps]
-    for cap, tokens in zip(caps, engine.tokens([Ask(again, params | more) for more in own]), strict=True):
-        engine.check_ends_once(free, tokens, cap)
+    answers, seen = engine.observe([Ask(ask.prompt, ask.params | more) for more in own])
+    inside = 0
+    for cap, (answer,), said in zip(caps, answers, seen, strict=True):
+        engine.check_ends_once(free, answer.tokens, cap)
+        engine.check_phases(ask.prompt, answer.tokens, said)
+        forced = [at for at, (_, flags, *_) in enumerate(said.rows) if flags & FLAG_FORCED]
+        assert forced == ([cap] if cap <= end else []), (cap, forced)
+        assert cap < end or answer.tokens == free
+        inside += any(begin < at < past for at in forced for begin, past in steps_of(said))
+    # Where only the workers know the drafts, none are made near a cap.
+    hidden = engine.build.v2 or engine.build.asynchronous
+    assert hidden or inside > 3, "no forced end came with tokens before it in its step"
+
+
+def drafted(engine: Engine) -> tuple[Ask, list[int]]:
+    """A request that is about to end thinking in the midst of a step, and what stock vLLM says.
+
+    The tokens around its end marker stand before its prompt, so that drafts may run across it. They may change what the
+    model says, too: this looks for a prompt after which the model says them again.
+    """
+    for text in maze.prompts(3 * SHORT, seed=11)[SHORT:]:
+        opening, around = engine.chat(text), list[int]()
+        thinks = _stock(engine, Ask(opening, {**GREEDY, "max_tokens": 250}))
+        if engine.end not in thinks[12:]:
+            continue
+        opening += thinks[: thinks.index(engine.end) - 12]
+        for _ in range(3):
+            ask = Ask([*around, *opening], {**GREEDY, "max_tokens": 40})
+            told = _stock(engine, ask)
+            end = told.index(engine.end) if engine.end in told[6:] else 0
+            if end and told[end - 6 : end + 6] == around:
+                ((answer,),), (said,) = engine.observe([ask])
+                assert answer.tokens == told
+                engine.check_phases(ask.prompt, told, said)
+                if any(start < end < stop - 1 for start, stop in steps_of(said)):
+                    return ask, told
+            around = told[max(0, end - 6) : end + 6]
+    raise AssertionError("no step across the end of thinking")
+
+
+def _stock(engine: Engine, ask: Ask) -> list[int]:
+    return engine.stock.ask([ask])[0][0].tokens
+
+
+def steps_of(said: Observed) -> list[tuple[int, int]]:
+    """Where each step's tokens begin, and where they end."""
+    past = list(itertools.accumulate(said.steps))
+    return list(zip([0, *past], past, strict=False))
 
 
 @feature("chunked prefill, with probes and caps", "chunked")
@@ -186,7 +224,7 @@ def victims(engine: Engine) -> None:
     assert found[True][1] == found[False][1]
 
 
-@feature("blocks past the prompt are reused first", "v1", "async", "v2")
+@feature("blocks past the prompt are reused first", "v1", "async", "v2", "v2-async")
 def reclaim(engine: Engine) -> None:
     """The prompt's stay cached, those of thinking and answer lose their hash; not where the policy is off."""
     pool = engine.scheduler.kv_cache_manager.block_pool
