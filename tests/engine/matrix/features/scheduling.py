@@ -10,13 +10,15 @@ from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
-from tests.engine.matrix.features.forces import GREEDY, SHORT, force
+from tests.engine.matrix.features.forces import GREEDY, force
 from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine, Observed
 
+# Of the prompts of seed 11, the first after which the model says what it has said around the end of its thinking.
+SAYS_AGAIN = 25
 TIGHT = ("tight", "tight-async", "tight-v2")
 
 
@@ -90,24 +92,33 @@ def drafted(engine: Engine) -> tuple[Ask, list[int]]:
     The tokens around its end marker stand before its prompt, so that drafts may run across it. They may change what the
     model says, too: this looks for a prompt after which the model says them again.
     """
-    for text in maze.prompts(3 * SHORT, seed=11)[SHORT:]:
-        opening, around = engine.chat(text), list[int]()
+    for text in maze.prompts(SAYS_AGAIN + 8, seed=11)[SAYS_AGAIN:]:
+        opening = engine.chat(text)
         thinks = _stock(engine, Ask(opening, {**GREEDY, "max_tokens": 250}))
         if engine.end not in thinks[12:]:
             continue
         opening += thinks[: thinks.index(engine.end) - 12]
-        for _ in range(3):
-            ask = Ask([*around, *opening], {**GREEDY, "max_tokens": 40})
-            told = _stock(engine, ask)
-            end = told.index(engine.end) if engine.end in told[6:] else 0
-            if end and told[end - 6 : end + 6] == around:
-                ((answer,),), (said,) = engine.observe([ask])
-                assert answer.tokens == told
-                engine.check_phases(ask.prompt, told, said)
-                if any(start < end < stop - 1 for start, stop in steps_of(said)):
-                    return ask, told
-            around = told[max(0, end - 6) : end + 6]
+        # Where steps begin and end depends on what is there to be found.
+        for width in (6, 5, 4, 7):
+            around: list[int] = []
+            for _ in range(3):
+                ask = Ask([*around, *opening], {**GREEDY, "max_tokens": 30})
+                told = _stock(engine, ask)
+                end = told.index(engine.end) if engine.end in told[width:] else width
+                if around and told[end - width : end + width] == around:
+                    if _crosses(engine, ask, told, end):
+                        return ask, told
+                    break
+                around = told[end - width : end + width]
     raise AssertionError("no step across the end of thinking")
+
+
+def _crosses(engine: Engine, ask: Ask, told: list[int], end: int) -> bool:
+    """Whether the governed engine says the same with the end marker in the midst of a step."""
+    ((answer,),), (said,) = engine.observe([ask])
+    assert answer.tokens == told
+    engine.check_phases(ask.prompt, told, said)
+    return any(start < end < stop - 1 for start, stop in steps_of(said))
 
 
 def _stock(engine: Engine, ask: Ask) -> list[int]:
