@@ -13,13 +13,6 @@ from typing import Any
 from tests.engine import ENGINE_ARGS
 from tests.processes import MARKED
 
-# Without weights, for what it says is scripted; its markers take several tokens.
-MARKED_MODEL = {
-    "model": str(MARKED),
-    "served_model_name": "marked",
-    "reasoning_parser": "openai_gptoss",
-    "load_format": "dummy",
-}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # What vLLM's asynchronous scheduling takes: the drafts are made where the model runs, and only there they are known.
@@ -43,9 +36,26 @@ class Build:
     env: dict[str, str] = field(default_factory=dict)
     asynchronous: bool = False
     v2: bool = False
+    # What it says is scripted: there is no stock engine beside it.
+    scripted: bool = False
 
     def engine_args(self) -> dict[str, Any]:
         return {**ENGINE_ARGS, "max_logprobs": -1, **self.args}
+
+
+def _marked(
+    name: str,
+    shown: str,
+    *,
+    env: dict[str, str] | None = None,
+    asynchronous: bool = False,
+    v2: bool = False,
+    **args: Any,
+) -> Build:
+    """A model without weights whose markers take several tokens."""
+    model = {"model": str(MARKED), "served_model_name": "marked", "reasoning_parser": "openai_gptoss"}
+    args = {**model, "load_format": "dummy", **args}
+    return Build(name, shown, args, env or {}, asynchronous=asynchronous, v2=v2, scripted=True)
 
 
 # A cache for some 320 tokens, prompts in pieces.
@@ -75,12 +85,12 @@ BUILDS = {
         Build("uncached", "async", {"enable_prefix_caching": False}, asynchronous=True),
         Build("lora", "async", LORA, asynchronous=True),
         Build("lora-v2", "V2", LORA, env=INTERPRETER, v2=True),
-        Build("marked", "V1", MARKED_MODEL),
-        Build("marked-async", "async", MARKED_MODEL, asynchronous=True),
-        Build("marked-v2", "V2", MARKED_MODEL, env=INTERPRETER, v2=True),
-        Build("marked-v2-async", "V2 async", MARKED_MODEL, env=INTERPRETER, v2=True, asynchronous=True),
-        Build("marked-ngram", "V1, drafts", {**MARKED_MODEL, "speculative_config": NGRAM}),
-        Build("marked-v2-ngram", "V2, drafts", {**MARKED_MODEL, "speculative_config": NGRAM}, env=INTERPRETER, v2=True),
+        _marked("marked", "V1"),
+        _marked("marked-async", "async", asynchronous=True),
+        _marked("marked-v2", "V2", env=INTERPRETER, v2=True),
+        _marked("marked-v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
+        _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
+        _marked("marked-v2-ngram", "V2, drafts", env=INTERPRETER, v2=True, speculative_config=NGRAM),
         Build("priority", "V1", {"scheduling_policy": "priority"}),
         Build("grammar", "async", {"structured_outputs_config": {"enable_in_reasoning": True}}, asynchronous=True),
     )

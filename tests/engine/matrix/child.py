@@ -42,6 +42,17 @@ def start(build: Build, control: Control, stock: Stock) -> Engine:
     return engine
 
 
+def cannot(build: Build, stock: Stock) -> str:
+    """What stock vLLM says where it cannot answer anything; empty where it can, or is not needed."""
+    if build.scripted:
+        return ""
+    try:
+        stock.ask([PLAIN])
+    except StockFailed as error:
+        return str(error)
+    return ""
+
+
 def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
     """The result and its detail. What stock vLLM itself cannot do is not supported."""
     try:
@@ -69,13 +80,19 @@ def main() -> None:
         said: dict[str, Any] = {"build": build.name, "feature": name, "result": result, "detail": detail}
         print("\n" + json.dumps({**said, "vllm": vllm.__version__, "seconds": round(seconds, 1)}), flush=True)
 
+    # Both start at the same time.
+    if not build.scripted:
+        stock.start()
     try:
-        stock.ask([PLAIN])
-    except StockFailed as error:
+        engine = start(build, control, stock)
+        reason = cannot(build, stock)
+    except Exception:
+        if not (reason := cannot(build, stock)):
+            raise
+    if reason:
         for one in chosen:
-            say(one.name, "not supported", str(error)[-2000:], 0.0)
+            say(one.name, "not supported", reason[-2000:], 0.0)
         return
-    engine = start(build, control, stock)
     for one in chosen:
         began = time.monotonic()
         say(one.name, *tried(one, engine), time.monotonic() - began)

@@ -13,6 +13,7 @@ from tests.engine.matrix.builds import BUILDS, prepare
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
 
 
 class StockFailed(Exception):  # noqa: N818
@@ -39,12 +40,16 @@ def _serve(pipe: Connection, build_name: str) -> None:
 
 
 class Stock:
-    """Starts at once; ask when it is needed."""
+    """Starts when it is told to."""
 
     def __init__(self, build_name: str) -> None:
+        self._build_name = build_name
+        self._process: SpawnProcess | None = None
+
+    def start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, build_name))
+        self._process = spawn.Process(target=_serve, args=(theirs, self._build_name))
         control = os.environ.pop("MERIDIAN_CONTROL", "")
         self._process.start()
         os.environ["MERIDIAN_CONTROL"] = control
@@ -63,6 +68,8 @@ class Stock:
         return answers
 
     def stop(self) -> None:
+        if self._process is None:
+            return
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(20)
