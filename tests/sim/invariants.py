@@ -200,7 +200,9 @@ class Invariants:
         """
         table = session.table
         models = [model_of(policy, session.hello) for _, policy in session.given]
-        if session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
+        # An engine that has refused what it would be given goes by what it was given on an older stream.
+        unknown = not models and session.hello.revision
+        if unknown or session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
             self.uncapped.add(session.session_id)
         for slot, info in table.requests() if session.session_id not in self.uncapped else ():
             if info.HasField("max_think_tokens") and not table.ended[slot]:

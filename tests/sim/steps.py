@@ -50,16 +50,17 @@ class Steps:
 
     def _watched_before(self, scheduler: Any) -> Any:
         placed = set(self._agent.probing.placed)
+        skipped = {name: tr.skipped_steps for name, tr in self._agent.tracker.by_id.items()}
         limits = self._before(scheduler)
         self._prepared = Prepared({r.request_id for r in scheduler.running})
         self._check_held()
         self._check_places(set(self._agent.probing.placed) - placed)
         plan = self._agent.directives.plan
         if plan is not None and not self._agent.frozen:
-            self._prepare(plan, self._prepared)
+            self._prepare(plan, self._prepared, skipped)
         return limits
 
-    def _prepare(self, plan: Plan, prepared: Prepared) -> None:
+    def _prepare(self, plan: Plan, prepared: Prepared, skipped: dict[str, int]) -> None:
         agent, answering = self._agent, self._agent.tracker.answering
         if plan.hold_admission and answering:
             waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}
@@ -68,21 +69,24 @@ class Steps:
             return
         self._check_order()
         if plan.think_per_step is not None and answering:
-            self._share(Phase.THINK, plan.think_per_step, plan.max_skip_steps, prepared)
+            self._share(Phase.THINK, plan.think_per_step, plan.max_skip_steps, prepared, skipped)
         elif plan.output_per_step is not None and agent.tracker.thinking:
-            self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared)
+            self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared, skipped)
         if plan.prefill_tokens_per_step is not None and answering:
             decodes = len(prepared.running) * (1 + self._scheduler.num_spec_tokens)
             probes = sum(not placed.cost_tokens for placed in agent.probing.placed.values())
             probing = probes * (1 + len(agent.tracker.markers.probe))
             prepared.tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
 
-    def _share(self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared) -> None:
+    def _share(
+        self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared, skipped: dict[str, int]
+    ) -> None:
+        """skipped: how often in a row each had been left out before this step."""
         by_id = self._agent.tracker.by_id
         running = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
         sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
         prepared.shared = {tr.info.request_id for tr in sequences}
-        prepared.may_join = per_step + sum(tr.skipped_steps >= max_skip_steps for tr in sequences)
+        prepared.may_join = per_step + sum(skipped.get(name, 0) >= max_skip_steps for name in prepared.shared)
 
     def _check_order(self) -> None:
         """Under asynchronous scheduling a prompt is done a step before its first token says so."""
