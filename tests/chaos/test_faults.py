@@ -174,7 +174,7 @@ def test_forks_with_grpcs_fork_support(world: World) -> None:
     world.governed()
     said = len(world.engine.log())
     reports = []
-    for _ in range(4):
+    for _ in range(8):
         reports += [world.engine.fork(), *world.collect(lambda r: len(finished(r)) >= 2, 20, "requests")]
     healthy(reports)
     assert "ended" not in world.engine.log()[said:]
