@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 # Steady enough for slopes, and no load.
 SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
 START_S = 400.0
-# After the start, and for each process, before what it keeps counts; a quarter of the run in short ones.
-WARM_S = 180.0
+# After the start, and for each process, before what it keeps counts; a third of the run in short ones. What vLLM's
+# worker keeps for each number of rows, beside oneDNN's cache, comes in steps until then.
+WARM_S = 400.0
 # oneDNN keeps what it has compiled for each number of rows, 1,024 of them: a worker would go on to grow by 300 MB, and
 # nothing else be seen beside it.
 ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
@@ -108,7 +109,7 @@ class Load:
         """What the processes have gained, for the summary, and what of it is too much. seconds: as was asked for."""
         # So that a soak whose reckoning is stopped leaves what it takes.
         watch.save(self.samples, self._out / "processes.csv")
-        warm_s, lasted = min(WARM_S, seconds / 4), self.samples[-1].at_s
+        warm_s, lasted = min(WARM_S, seconds / 3), self.samples[-1].at_s
         # Too short a time shows how a process warms up, not what it keeps.
         length_s = lasted if seconds >= 2 * WARM_S else 0.0
         worst, found = watch.grown(self.samples, warm_s, length_s)
