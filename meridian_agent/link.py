@@ -6,6 +6,7 @@ holds in `standing`; the engine-core thread uses those and never waits. Knows no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
@@ -100,6 +101,9 @@ class Link(Standing):
         self.handover = threading.Lock()
         # Revisions that were refused, with the error and when that was.
         self._refused: dict[int, tuple[str, float]] = {}
+        # Targets to be tried yet, and attempts in vain.
+        self._order: list[str] = []
+        self._attempt = 0
         # Why there is no stream, as far as the log has it.
         self._complaints: set[tuple[str, object]] = set()
         # Why this side has ended the stream, where the engine's log would not tell otherwise.
@@ -169,25 +173,34 @@ class Link(Standing):
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def _run(self) -> None:
-        attempt, order = 0, list[str]()
+        """One round after the other: whatever fails in one, the next comes."""
         while not self._stop.is_set():
-            self.say_state()
-            heard = False
-            if not order:
-                order = list(self._targets)
-                self._shuffle(order)
-            began_s, self._gave_up = self.clock(), False
-            try:
-                heard = self._stream(order.pop(0), _doubled(PATIENCE_S, attempt))
-            except grpc.RpcError as error:
-                logger.debug("meridian: stream ended: %s", error)
-            except Exception:
-                logger.exception("meridian: the stream failed")
-            held = heard and not self._gave_up and self.clock() - began_s > SETTLED_S
-            attempt = 0 if held else attempt + 1
-            if heard:
-                order = []
-            self._stop.wait(_doubled(BACKOFF_S, attempt) * (0.5 + self._jitter()))
+            wait_s = BACKOFF_S[1]
+            with contextlib.suppress(Exception):
+                wait_s = self._round()
+            self._stop.wait(wait_s)
+
+    def _round(self) -> float:
+        """One stream, from one of the targets; returns the seconds to wait before the next."""
+        # However the last one ended.
+        self.lost()
+        self.say_state()
+        heard = False
+        if not self._order:
+            self._order = list(self._targets)
+            self._shuffle(self._order)
+        began_s, self._gave_up = self.clock(), False
+        try:
+            heard = self._stream(self._order.pop(0), _doubled(PATIENCE_S, self._attempt))
+        except grpc.RpcError as error:
+            logger.debug("meridian: stream ended: %s", error)
+        except Exception:
+            logger.exception("meridian: the stream failed")
+        held = heard and not self._gave_up and self.clock() - began_s > SETTLED_S
+        self._attempt = 0 if held else self._attempt + 1
+        if heard:
+            self._order = []
+        return _doubled(BACKOFF_S, self._attempt) * (0.5 + self._jitter())
 
     def _stream(self, target: str, patience_s: float) -> bool:
         """One stream from connect to its end; returns whether the server answered at all."""

@@ -6,6 +6,7 @@ that cannot be read or written costs one line in the log.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -77,16 +78,19 @@ class StateFile:
 
     def _write_all(self) -> None:
         while True:
-            settings = self._wanted.get()
+            with contextlib.suppress(Exception):
+                self._write_newest(self._wanted.get())
+
+    def _write_newest(self, settings: agent_pb2.Settings) -> None:
+        try:
             while not self._wanted.empty():
                 settings = self._wanted.get()
-            try:
-                self._write(settings)
-                self._complained = False
-            except Exception as error:
-                if not self._complained:
-                    logger.warning("meridian: settings are not kept for a restart: %s: %s", self.path, error)
-                self._complained = True
+            self._write(settings)
+            self._complained = False
+        except Exception as error:
+            if not self._complained:
+                logger.warning("meridian: settings are not kept for a restart: %s: %s", self.path, error)
+            self._complained = True
 
     def _write(self, settings: agent_pb2.Settings) -> None:
         text = json.dumps({**self._owner, "settings": json_format.MessageToDict(settings)}, indent=1)

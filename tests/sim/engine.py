@@ -320,7 +320,10 @@ class Engine:
         return result
 
     def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:
-        request = self.scheduler.requests[request_id]
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            # Aborted while it is under way: what comes of it is thrown away.
+            return [self.model.stop]
         if computed[request_id] + output.num_scheduled_tokens[request_id] < request.num_tokens:
             return []
         x = mix(request.num_tokens, 3)

@@ -1,7 +1,8 @@
 """Faults inside the agent: an exception at any line of it that a run reaches, as the line is about to run.
 
-Lines are counted where the guard runs them. What is left out is the guard itself and what only passes vLLM's own call
-on (`GLUE`): an exception there is one of the interpreter's, or vLLM's.
+Lines are counted where the guard runs them, on the engine's thread, and where the link's would run them. What is left
+out is the guard itself and what only passes vLLM's own call on (`GLUE`): an exception there is one of the
+interpreter's, or vLLM's.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ GLUE = {
     ),
     "hooks.py": ("record_unless_hidden", "get_computed_blocks"),
 }
-# File and number of a line.
-Line: TypeAlias = tuple[str, int]
+ENGINE, LINK = "engine", "link"
+# Whose thread runs it, the file and number of a line.
+Line: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ class Fault:
 
 
 class Injected:
-    """One run's faults. `reached` says how often each line came, in the guard's keeping."""
+    """One run's faults. `reached` says how often each line came, but outside the guard and the link's thread."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.reached: Counter[Line] = Counter()
         self.raised = False
         self._hooks = 0
+        self._side = ENGINE
 
     def install(self, patch: pytest.MonkeyPatch, rests_s: tuple[float, ...]) -> None:
         patch.setattr(guard_module, "RESTS_S", rests_s)
@@ -74,14 +77,26 @@ class Injected:
             self._hooks += 1
             if self._hooks == self.fault.early:
                 return run(guard, _fails)
-            outer = sys.gettrace()
-            sys.settrace(self._call)
-            try:
-                return run(guard, hook, *args, **kwargs)
-            finally:
-                sys.settrace(None if self.raised else outer)
+            return self._traced(ENGINE, run, guard, hook, *args, **kwargs)
 
         patch.setattr(Guard, "run", traced)
+
+    def on_link(self, work: Callable[..., None], *args: Any) -> None:
+        """Do what the link's thread does at once."""
+        if self.raised or self.fault.at_start:
+            work(*args)
+        else:
+            self._traced(LINK, work, *args)
+
+    def _traced(self, side: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outer, before = sys.gettrace(), self._side
+        self._side = side
+        sys.settrace(self._call)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            sys.settrace(None if self.raised else outer)
+            self._side = before
 
     def _call(self, frame: FrameType, _event: str, _arg: Any) -> Any:
         code = frame.f_code
@@ -95,7 +110,7 @@ class Injected:
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
         if event == "line":
-            line = frame.f_code.co_filename[len(HERE) + 1 :], frame.f_lineno
+            line = self._side, frame.f_code.co_filename[len(HERE) + 1 :], frame.f_lineno
             self.reached[line] += 1
             if line == self.fault.line and self.reached[line] == self.fault.nth:
                 self.raised = True

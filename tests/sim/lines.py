@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,8 +12,8 @@ from tests.sim.world import Failure, Options, run
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# An engine that is started anew forgets its faults.
-OPTIONS = Options(ticks=40, without=frozenset({"fault_engine_restarts"}))
+# An engine that is started anew forgets its faults. Most of a run goes into what is left when its faults are over.
+OPTIONS = Options(ticks=40, without=frozenset({"fault_engine_restarts"}), longest=20)
 # Hooks before the one that fails in any case, in the runs that are to reach what comes after a fault.
 EARLY = 25
 ERRORS = (RuntimeError, MemoryError)
@@ -26,32 +27,26 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         assert self.fault.line is not None
-        file, line = self.fault.line
+        side, file, line = self.fault.line
         nth = f", time {self.fault.nth}" if self.fault.nth > 1 else ""
         after = " after a fault" if self.fault.early else ""
-        return f"{self.fault.error.__name__} at {file}:{line}{nth} in seed {self.seed}{after}"
+        return f"{self.fault.error.__name__} at {file}:{line} ({side}){nth} in seed {self.seed}{after}"
 
 
-def cases(seeds: Iterable[int], nth: tuple[int, ...] = (1,), both: bool = False) -> list[Case]:
-    """One case for each line that is reached, in the first seed that does, and each number of times it has to be.
-
-    both: with each kind of error, not with one of them in turn.
-    """
+def cases(seeds: Iterable[int], nth: tuple[int, ...] = (1,)) -> list[Case]:
+    """One case for each line that is reached, in the shortest run that does, and each number of times it has to be; one
+    kind of error and the other in turn."""
     found: dict[tuple[Line, int], Case] = {}
-    for seed in seeds:
-        for early in (None, EARLY):
-            world = run(seed, replace(OPTIONS, fault=Fault(early=early)))
-            assert world.injected is not None
-            for line, times in world.injected.reached.items():
-                for n in nth:
-                    if n <= times:
-                        found.setdefault((line, n), Case(seed, Fault(line, n, early=early)))
+    worlds = [run(seed, replace(OPTIONS, fault=Fault(early=early))) for seed in seeds for early in (None, EARLY)]
+    for world in sorted(worlds, key=lambda one: sum(len(plant.engine.schedule) for plant in one.plants)):
+        assert world.injected is not None
+        for line, times in world.injected.reached.items():
+            for n in nth:
+                if n <= times:
+                    found.setdefault((line, n), Case(world.seed, replace(world.injected.fault, line=line, nth=n)))
     chosen = [found[key] for key in sorted(found)]
-    return [
-        Case(case.seed, replace(case.fault, error=error))
-        for number, case in enumerate(chosen)
-        for error in (ERRORS if both else (ERRORS[number % len(ERRORS)],))
-    ]
+    errors = itertools.cycle(ERRORS)
+    return [Case(case.seed, replace(case.fault, error=error)) for case, error in zip(chosen, errors, strict=False)]
 
 
 def broken(case: Case) -> str:

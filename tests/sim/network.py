@@ -117,7 +117,6 @@ class SteppedLink(Link):
         self.stream: Stream | None = None
         self.session_id = ""
         self.stalled_until_s = self._retry_s = 0.0
-        self._attempt = 0
         self._heard = False
         self._first_waits_s: float | None = None
         self._messages: Any = None
@@ -142,6 +141,17 @@ class SteppedLink(Link):
         now = self._network.timeline.now_s
         if now < self.stalled_until_s or self._stop.is_set():
             return
+        try:
+            self._network.on_link(self._do, now)
+        except (RuntimeError, MemoryError) as error:
+            if "injected" not in str(error):
+                raise
+            # As `_stream` and `_run` do, whatever has failed.
+            if self.stream is not None:
+                self.stream.cancel()
+                self._end()
+
+    def _do(self, now: float) -> None:
         if self.stream is None:
             if now >= self._retry_s:
                 self._connect()
@@ -176,12 +186,12 @@ class SteppedLink(Link):
 
     def _end(self) -> None:
         """As the end of `_stream` and of a round of `_run`."""
-        self._lost()
         self.stream = self._messages = None
         self._attempt = 0 if self._heard else self._attempt + 1
         low, high = link_module.BACKOFF_S
         wait_s = min(high, low * 2 ** min(self._attempt, 10)) * (0.5 + self._jitter())
         self._retry_s = self._network.timeline.now_s + wait_s
+        self._lost()
 
     def _say(self, now: float) -> None:
         """Records wait for others of their interval, but not for long."""
@@ -296,7 +306,8 @@ class Network:
         self.links: list[SteppedLink] = []
         self.latency_ms = 1.0
         self.server = Server(self)
-        self.on_hello: Callable[[], None] | None = None
+        # Runs what each link's thread does.
+        self.on_link: Callable[..., None] = lambda work, *args: work(*args)
 
     def delay_s(self) -> float:
         if self.latency_ms == 0:

@@ -26,7 +26,7 @@ from meridian_control import fleet as fleet_module
 from meridian_control.freezes import Freeze, Match
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
-from tests.sim.inject import Fault, Injected
+from tests.sim.inject import LINK, Fault, Injected
 from tests.sim.invariants import EngineBooks, Invariants
 from tests.sim.network import Network, SteppedLink
 from tests.sim.policies import draw
@@ -64,6 +64,8 @@ class Options:
     shape: Shape | None = None
     # What the agent meets.
     fault: Fault | None = None
+    # Longest that a request may get, in tokens.
+    longest: int = 100
 
 
 class Failure(AssertionError):  # noqa: N818 - it is one
@@ -186,6 +188,7 @@ class World:
         if self.governed and self.options.fault is not None:
             self.injected = Injected(self.options.fault)
             self.injected.install(self.patch, RESTS_S)
+            self.network.on_link = self.injected.on_link
 
     # ------------------------------------------------------------------------------------------------------ the run
 
@@ -249,7 +252,7 @@ class World:
             think_mean=work.choice((3, 20, 60)),
             answer_mean=work.choice((3, 20)),
             restless=work.random() < 0.3,
-            max_tokens=work.choice((1, 10, 60, 100)),
+            max_tokens=min(work.choice((1, 10, 60, 100)), self.options.longest),
             priority=work.choice((0, 0, 5)),
         )
         name = f"r{self.opened}"
@@ -346,8 +349,18 @@ class World:
             link.stalled_until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0))
 
     def fault_time_passes(self, rng: random.Random) -> None:
-        """Nothing runs for a while; past a lease, perhaps."""
-        self.timeline.advance(rng.choice((0.05, 0.3, 5.0, 40.0)))
+        """Nothing runs for a while; past a lease, perhaps. Or engines alone stand still: what they are told arrives,
+        and the control plane is gone before they go on."""
+        seconds = rng.choice((0.05, 0.3, 5.0, 40.0))
+        if rng.random() < 0.3:
+            for _ in range(10):
+                self.timeline.advance(self.network.latency_ms / 1e3)
+                self.network.tick()
+            self.server.kill(tells_agents=True)
+            self.timeline.advance(1.0)
+            self.network.tick()
+            self.timeline.call_later(seconds, self.start_control)
+        self.timeline.advance(seconds)
 
     def fault_wall_clock_jumps(self, rng: random.Random) -> None:
         self.timeline.jump_s += rng.choice((-3600.0, -1.0, 1.0, 3600.0))
@@ -391,9 +404,11 @@ class World:
         for plant, guard in zip(self.plants, guards, strict=True):
             assert plant.engine.agent is not None, f"{plant.name} stays without its agent: {guard.fault}"
         if self.injected.raised:
-            said = [guard.last_fault for guard in guards]
-            assert all("injected" in fault for fault in said if fault), f"something else failed: {said}"
-            assert any(said), "nobody says what failed"
+            said, where = [guard.last_fault for guard in guards if guard.last_fault], self.injected.fault
+            assert all("injected" in fault for fault in said), f"something else failed: {said}"
+            # What fails on the link's thread is no matter of the guard's: it connects anew.
+            on_link = where.line is not None and where.line[0] == LINK and where.early is None
+            assert bool(said) is not on_link, f"the guard has stopped {said}"
 
     def settled(self) -> bool:
         return not self.unsettled()
