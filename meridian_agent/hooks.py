@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from meridian_agent import needs
-from meridian_agent.phases import Markers, boundary_flag
+from meridian_agent.phases import NO_MARKERS, Markers, boundary_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -276,7 +276,8 @@ def template_of(tokenizer: Any, markers: Markers) -> Template:
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return Template()
-    start, end = (tokenizer.decode(list(m[0])) if m else "" for m in (markers.starts, markers.ends))
+    known = ((), ()) if markers is NO_MARKERS else (markers.starts, markers.ends)
+    start, end = (tokenizer.decode(list(m[0])) if m else "" for m in known)
     user = {"role": "user", "content": "meridianquestion"}
     said = {"role": "assistant", "content": f"{start}meridianthought{end}meridiananswer"}
     called = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": dict(TOOL)}]}

@@ -97,8 +97,8 @@ class Link(Standing):
         # What an engine that is not idle takes in before it does anything else, oldest first.
         self.arrived: deque[Arrived] = deque()
         # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
-        # answers for each decision, and only one.
-        self.handover = threading.Lock()
+        # answers for each decision, and only one. It knows whose it is: see `let_go`.
+        self.handover = threading.RLock()
         # Revisions that were refused, with the error and when that was.
         self._refused: dict[int, tuple[str, float]] = {}
         # Targets to be tried yet, and attempts in vain.
@@ -130,8 +130,17 @@ class Link(Standing):
 
     def step_aside(self) -> None:
         """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
+        self.let_go()
         self.idle = True
         self.restart()
+
+    def let_go(self) -> None:
+        """Give the handover back where a fault of this thread has kept it, for the other one would wait for ever.
+
+        An exception that comes just as a `with` ends leaves what it holds.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.handover.release()
 
     def come_back(self) -> None:
         """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
@@ -178,12 +187,14 @@ class Link(Standing):
             wait_s = BACKOFF_S[1]
             with contextlib.suppress(Exception):
                 wait_s = self._round()
+            self.let_go()
             self._stop.wait(wait_s)
 
     def _round(self) -> float:
         """One stream, from one of the targets; returns the seconds to wait before the next."""
         # However the last one ended.
-        self.lost()
+        with self.handover:
+            self.lost()
         self.say_state()
         heard = False
         if not self._order:
@@ -257,6 +268,7 @@ class Link(Standing):
             logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
+        self.let_go()
         with self.handover:
             self.lost()
         if not self._stop.is_set():

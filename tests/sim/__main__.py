@@ -17,6 +17,7 @@ from multiprocessing import get_context
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from tests.sim.inject import ENGINE, LINK, all_lines
 from tests.sim.lines import Case, broken, cases
 from tests.sim.smaller import smaller
 from tests.sim.world import Failure, run
@@ -68,11 +69,18 @@ def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
         for count, bad in pool.map(partial(broken_batch, at_most_s=at_most_s), batches):
             done, said = done + count, said + bad
     print(*said, sep="\n", end="\n" if said else "")
-    lines = len({case.fault.line for case in found})
-    print(
-        f"{done} of {len(found)} faults at {lines} lines, {len(said)} broke something; {time.monotonic() - began:.0f} s"
-    )
-    return 1 if said else 0
+    reached = {case.fault.line for case in found if case.fault.line is not None}
+    by_side = " and ".join(f"{sum(r[0] == side for r in reached)} on the {side}'s thread" for side in (ENGINE, LINK))
+    known, hit = all_lines(), {(file, line) for _, file, line in reached}
+    print(f"{len(hit & known)} of {len(known)} lines reached; none in {', '.join(sorted(without(known, hit)))}")
+    took_s = time.monotonic() - began
+    print(f"{done} of {len(found)} faults at {by_side}, {len(said)} broke something; {took_s:.0f} s")
+    return 1 if said or done < len(found) else 0
+
+
+def without(known: set[tuple[str, int]], hit: set[tuple[str, int]]) -> set[str]:
+    """Files of which no line is reached."""
+    return {file for file, _ in known} - {file for file, _ in hit}
 
 
 def main() -> int:

@@ -7,10 +7,12 @@ interpreter's, or vLLM's.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import meridian_agent
@@ -38,6 +40,7 @@ GLUE = {
         "_settle_fault",
     ),
     "hooks.py": ("record_unless_hidden", "get_computed_blocks"),
+    "plugin.py": ("register",),
 }
 ENGINE, LINK = "engine", "link"
 # Whose thread runs it, the file and number of a line.
@@ -77,7 +80,7 @@ class Injected:
             self._hooks += 1
             if self._hooks == self.fault.early:
                 return run(guard, _fails)
-            return self._traced(ENGINE, run, guard, hook, *args, **kwargs)
+            return self.traced(ENGINE, run, guard, hook, *args, **kwargs)
 
         patch.setattr(Guard, "run", traced)
 
@@ -86,9 +89,10 @@ class Injected:
         if self.raised or self.fault.at_start:
             work(*args)
         else:
-            self._traced(LINK, work, *args)
+            self.traced(LINK, work, *args)
 
-    def _traced(self, side: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def traced(self, side: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a call returns, its lines counted for this side, the fault among them raised."""
         outer, before = sys.gettrace(), self._side
         self._side = side
         sys.settrace(self._call)
@@ -116,6 +120,23 @@ class Injected:
                 self.raised = True
                 raise self.fault.error("injected")
         return self._line
+
+
+def all_lines() -> set[tuple[str, int]]:
+    """Every line within a function of the agent's, by file, but those that are left out."""
+    found: set[tuple[str, int]] = set()
+
+    def add(code: CodeType, file: str) -> None:
+        for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
+            left_out = GLUE.get(file)
+            if left_out is None or (left_out and inner.co_name not in left_out):
+                if inner.co_flags & inspect.CO_NEWLOCALS:
+                    found.update((file, line) for *_, line in inner.co_lines() if line and line != inner.co_firstlineno)
+                add(inner, file)
+
+    for path in sorted(Path(HERE).glob("*.py")):
+        add(compile(path.read_text(), str(path), "exec"), path.name)
+    return found
 
 
 def _fails() -> None:

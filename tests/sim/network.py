@@ -141,6 +141,7 @@ class SteppedLink(Link):
         now = self._network.timeline.now_s
         if now < self.stalled_until_s or self._stop.is_set():
             return
+        assert not self._is_held(), "the engine's thread keeps the handover"
         try:
             self._network.on_link(self._do, now)
         except (RuntimeError, MemoryError) as error:
@@ -150,6 +151,12 @@ class SteppedLink(Link):
             if self.stream is not None:
                 self.stream.cancel()
                 self._end()
+            self.let_go()
+        assert not self._is_held(), "the link's thread keeps the handover"
+
+    def _is_held(self) -> bool:
+        """Both threads are one here, which may take it again."""
+        return bool(self.handover._is_owned())  # type: ignore[attr-defined]
 
     def _do(self, now: float) -> None:
         if self.stream is None:

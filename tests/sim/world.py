@@ -184,7 +184,7 @@ class World:
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))
         for module, name, value in LIMITS:
             self.patch.setattr(module, name, value)
-        self.injected = None
+        self.injected, self.was_raised, self.last = None, False, False
         if self.governed and self.options.fault is not None:
             self.injected = Injected(self.options.fault)
             self.injected.install(self.patch, RESTS_S)
@@ -205,12 +205,20 @@ class World:
                 self.pass_time(self.rng.uniform(0.0, 0.5) * self.step_ms / 1e3)
             self.come_to_rest()
             if self.options.fault is not None:
-                # The first of them may meet the fault.
-                for name in ("after", "later"):
-                    for number, plant in enumerate(self.plants):
-                        plant.open(f"{name}-{number}", [words()[0]], Script(number, 5, 5, restless=False), {})
-                    self.come_to_rest()
+                self.go_on("after")
+                self.go_on("later")
+                # The one before may have met the fault.
+                self.last = self.last or (self.injected is not None and self.injected.raised and not self.was_raised)
+                if self.last:
+                    self.go_on("last")
                 self.check_recovery()
+
+    def go_on(self, name: str) -> None:
+        """A request for each engine, to its end."""
+        self.was_raised = self.injected is not None and self.injected.raised
+        for number, plant in enumerate(self.plants):
+            plant.open(f"{name}-{number}", [words()[0]], Script(number, 5, 5, restless=False), {})
+        self.come_to_rest()
 
     def pass_time(self, seconds: float) -> None:
         self.timeline.advance(seconds)
@@ -450,6 +458,7 @@ class World:
         """Stock vLLM does the same with the same workload, step by step."""
         with pytest.MonkeyPatch.context() as patch:
             stock = World(self.seed, self.options, patch, is_stock=True)
+            stock.last = self.last
             stock.run()
         for ours, theirs in zip(self.plants, stock.plants, strict=True):
             steps = [[s for s in plant.engine.schedule if s] for plant in (ours, theirs)]

@@ -1,0 +1,116 @@
+"""An exception at any line that the agent runs as an engine starts: vLLM starts all the same, and does what it does
+without the agent."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm.config.scheduler as vllm_scheduler
+import vllm.v1.worker.worker_base as vllm_worker
+
+from meridian_agent import plugin
+from meridian_agent import scheduler as scheduler_module
+from meridian_agent.scheduler import GovernedScheduler
+from tests.sim.engine import Engine, Script, Shape, words
+from tests.sim.inject import ENGINE, Fault, Injected, Line
+from tests.sim.world import RESTS_S, Options, World, _silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Every so many lines one is taken.
+SAMPLED = 4
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with _silent():
+        yield
+
+
+def served(patch: pytest.MonkeyPatch, injected: Injected | None) -> tuple[Any, list[str]]:
+    """What an engine says to three requests, with an agent that meets this or without one; and why it is without."""
+    absent: list[str] = []
+    World(1, Options(ticks=0), patch, is_stock=True)
+    patch.setattr(scheduler_module, "say_absent", absent.append)
+    if injected is not None:
+        injected.install(patch, RESTS_S)
+    engine = Engine(Shape(places=8, blocks=200), lambda *_: None, is_governed=injected is not None)
+    start, *_ = words()
+    for seed in range(3):
+        engine.open(f"r{seed}", [start], Script(seed, 10, 10, restless=False), {})
+    while engine.busy():
+        engine.step(lambda: None)
+    return (engine.model.tokens, engine.finished, engine.schedule), absent
+
+
+def with_fault(line: Line | None) -> tuple[Injected, Any, list[str]]:
+    injected = Injected(Fault(line, at_start=True))
+    with pytest.MonkeyPatch.context() as patch:
+        return injected, *served(patch, injected)
+
+
+def test_an_agent_that_cannot_be_built() -> None:
+    """It is off until the engine is started again, and the control plane is told why."""
+    with pytest.MonkeyPatch.context() as patch:
+        stock, _ = served(patch, None)
+    reached, whole, absent = with_fault(None)
+    assert (whole, absent) == (stock, [])
+    lines = sorted(reached.reached)
+    assert len(lines) > 150, "lines are not reached any more"
+    for line in lines[::SAMPLED]:
+        injected, said, why = with_fault(line)
+        assert said == stock, line
+        assert injected.raised, line
+        # Some faults are expected where they fall, such as in a tokenizer, and cost less than the whole agent.
+        assert why in ([], ["begin: RuntimeError: injected"]), line
+
+
+def installed(line: Line | None) -> Injected:
+    """The plugin is loaded with a fault in it; vLLM then chooses its scheduler."""
+    injected = Injected(Fault(line))
+    config, wrapper = vllm_scheduler.SchedulerConfig, vllm_worker.WorkerWrapperBase
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MERIDIAN_CONTROL", "nowhere:1")
+        patch.setattr(config, "get_scheduler_cls", stock := config.get_scheduler_cls)
+        patch.setattr(wrapper, "init_device", wrapper.init_device)
+        patch.setattr(config, "_meridian_installed", False, raising=False)
+        injected.traced(ENGINE, plugin.register)
+        chosen = _chosen(config, stock)
+    assert injected.raised is (line is not None), line
+    assert issubclass(chosen, GovernedScheduler) or not injected.reached.keys() - {line} or injected.raised, line
+    return injected
+
+
+def _chosen(config: Any, stock: Callable[[Any], type]) -> type:
+    one = config.default_factory()
+    chosen: type = one.get_scheduler_cls()
+    assert issubclass(chosen, stock(one))
+    return chosen
+
+
+def test_a_plugin_that_cannot_be_loaded() -> None:
+    """vLLM has a scheduler of its own all the same, governed or not."""
+    whole = installed(None)
+    lines = sorted(whole.reached)
+    assert len(lines) > 15, "lines are not reached any more"
+    for line in lines:
+        installed(line)
+
+
+def test_stock_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.meridian")
+    logger.setLevel(logging.ERROR)
+    logger.addHandler(caplog.handler)
+    try:
+        line = next(line for line in sorted(installed(None).reached) if line[1] == "hooks.py")
+        installed(line)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "vLLM runs as stock" in caplog.text
