@@ -152,7 +152,9 @@ def test_the_links_thread_stands_still(
     assert asleep.wait(10)
     revision = control.set_policy(CAPPED)
     assert chat(llm, cases(), GREEDY) == stock
-    assert (link.handover.locked(), len(link.inbox.messages), len(link.arrived)) == (False, 0, 0)
+    assert link.handover.acquire(blocking=False)
+    link.handover.release()
+    assert (len(link.inbox.messages), len(link.arrived)) == (0, 0)
     # Past the lease the state says so, and the next step has the stream ended; whose thread still sleeps.
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=40))
