@@ -182,6 +182,9 @@ class Invariants:
             if made.shadow:
                 assert name != "APPLIED", f"{made.kind} {outcome.decision_id} is applied but was shadowed"
         status = message.settings_status
+        if "injected" in status.error:
+            # What a fault has refused may hold already: with a closing text that this session was not told of.
+            self.uncapped.add(session.session_id)
         if message.HasField("settings_status") and not status.error:
             given = self.pending.get((session.session_id, status.nonce))
             # Of several that were given only the newest counts.
