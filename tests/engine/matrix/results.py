@@ -27,11 +27,14 @@ BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!--
 # One line of a build's output, less what names the file and what changes from run to run.
 KEPT = ("build", "feature", "result", "detail")
 PASSED, FAILED, UNSUPPORTED, NOT_RUN = "passed", "failed", "not supported", "not run"
+# What has a reason under the table, in its words.
+SHOWN = {FAILED: "**failed**", UNSUPPORTED: "vLLM cannot"}
 
 # What is looked up in a version's sources (tests/vllm_sources.py), without an engine.
 SOURCES = ("sources", "every hook that is used, with its parameters")
-# What stock vLLM says where it cannot do something, and what that means.
+# What stock vLLM says where it cannot do something, or a check where it fails, and what that means.
 REASONS = {
+    "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
     "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
     "Cannot inspect kernel parameters": "its CPU build ends with an error at the first draft that is made, on V1",
 }
@@ -86,7 +89,7 @@ def table(found: Mapping[str, Saved]) -> str:
     for chosen in features.all_of_them().values():
         cells = [_cell(chosen, column, run, reasons) for column in columns]
         lines.append(f"| {chosen.name} | {' | '.join(cells)} |")
-    lines += ["", *(f"[{number}] vLLM cannot: {reason}.  " for reason, number in reasons.items())]
+    lines += ["", *(f"[{number}] {reason}.  " for reason, number in reasons.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,13 +102,13 @@ def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[
     came: dict[str, list[str]] = {}
     for version, lines in run.items():
         line = lines.get((build, chosen.name), {"result": NOT_RUN})
-        said = line["result"]
-        if said == UNSUPPORTED:
-            said = f"vLLM cannot [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
+        said = SHOWN.get(line["result"], line["result"])
+        if line["result"] in SHOWN:
+            said += f" [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
         came.setdefault(said, []).append(version)
     passed = came.pop(PASSED, [])
     parts = ["all" if len(passed) == len(run) else _list(passed)] if passed else []
-    parts += [f"**{said}**: {_list(at)}" if said == FAILED else f"{said}: {_list(at)}" for said, at in came.items()]
+    parts += [f"{said}: {_list(at)}" for said, at in came.items()]
     return "; ".join(parts)
 
 
