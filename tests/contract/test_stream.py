@@ -711,18 +711,15 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         engine.open("a")
         await until(lambda: engine.link.connected)
         engine.take_inbox()
-        longest_s = 0.0
+        # A send that waited for the server would not come back.
         for sent in range(400_000):
             record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
             record.phases = record.flags = record.rows = [2] * 50
-            began = time.perf_counter()
             engine.send(record)
-            longest_s = max(longest_s, time.perf_counter() - began)
             assert engine.link.outbox.ring.qsize() <= RING_RECORDS + 2
             if engine.link.outbox.reports_dropped >= 100:
                 break
         assert engine.link.outbox.reports_dropped == 100
-        assert longest_s < 1.0
         # It recovers: what had waited arrives, then a snapshot in place of what was lost, and no outcome is missing.
         servicer.reading.set()
         await until(lambda: engine.link.outbox.ring.qsize() == 0)

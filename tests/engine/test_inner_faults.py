@@ -303,8 +303,7 @@ def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
     run.until(lambda: len(run.tokens["long"]) > 850)
     late = [calls_in(run.step) for _ in range(50)]
     # An answer of the control plane may come in any of them.
-    assert 0 < min(late) <= min(early)
-    assert sorted(late)[25] <= sorted(early)[25] + 3
+    assert 0 < sorted(late)[25] <= 1.2 * sorted(early)[25]
     run.until()
     assert set(reads) <= {"place", "_enter"}
     probes = control.settled().decisions["probe"] - before
