@@ -65,7 +65,9 @@ class _File:
         self._audit = audit
         self._sessions: dict[str, Replayed | _Late] = {}
         self._broken: set[str] = set()
+        # Decisions that were said, by session and id; and those without an outcome so far.
         self._made: set[tuple[str, int]] = set()
+        self._open: set[tuple[str, int]] = set()
         self.newest = ""
 
     def take(self, record: fleet_pb2.TraceRecord) -> None:
@@ -73,12 +75,14 @@ class _File:
         self.newest = name
         made = {(name, number) for number in _ids(record.down.directives)}
         self._made |= made
+        self._open |= made
         audit.decisions += len(made)
         audit.reports += record.up.HasField("step")
         for outcome in record.up.step.outcomes:
             # Of a decision that was made before the recording began nothing is known but this.
             if (name, outcome.decision_id) in self._made:
                 audit.outcomes[Outcome(outcome.outcome).name.lower()] += 1
+                self._open.discard((name, outcome.decision_id))
         if record.up.HasField("hello"):
             self._begin(record)
         elif name in self._sessions and name not in self._broken:
@@ -107,13 +111,13 @@ class _File:
                 self._audit.violations.append(f"{unheard} decisions have no outcome in the end")
 
     def _close(self, name: str, cut_off: bool = True) -> int:
-        session, before = self._sessions.pop(name), self._audit.unheard
+        session = self._sessions.pop(name)
         if name not in self._broken:
-            self._guarded(name, lambda: self._unheard(session.end(cut_off)))
-        return self._audit.unheard - before
-
-    def _unheard(self, count: int) -> None:
-        self._audit.unheard += count
+            self._guarded(name, lambda: session.end(cut_off))
+        unheard = {decision for decision in self._open if decision[0] == name}
+        self._open -= unheard
+        self._audit.unheard += len(unheard)
+        return len(unheard)
 
     def _guarded(self, name: str, check: Callable[[], object]) -> None:
         try:
