@@ -80,9 +80,14 @@ class Watched:
 
 
 class Invariants:
-    """All checks of one run. Decisions are known by session and id."""
+    """All checks of one run. Decisions are known by session and id.
 
-    def __init__(self) -> None:
+    hidden_drafts: by engine, drafts of a step that only its workers know. Thinking that begins in them may go on for as
+    many.
+    """
+
+    def __init__(self, hidden_drafts: dict[str, int] | None = None) -> None:
+        self.hidden_drafts = hidden_drafts or {}
         self.made: dict[tuple[str, int], Made] = {}
         # By session: revisions sent; policies by the nonce they went with; the one in force.
         self.sent: set[tuple[str, int]] = set()
@@ -211,7 +216,8 @@ class Invariants:
             if info.HasField("max_think_tokens") and not table.ended[slot]:
                 thought, key = int(table.think_tokens[slot]), (session.session_id, info.request_id)
                 # What an engine thought while it was frozen, and nobody was told.
-                limit = max(info.max_think_tokens, self.first_seen.setdefault(key, thought) + 1)
+                late = 1 + self.hidden_drafts.get(session.hello.engine_id, 0)
+                limit = max(info.max_think_tokens, self.first_seen.setdefault(key, thought) + late)
                 assert thought <= limit, f"{info.request_id} thinks on at {thought} tokens, past its own cap"
 
     def left(self, session: Session) -> None:
@@ -381,8 +387,8 @@ class EngineBooks:
             return
         if watched.step != (step := len(self.engine.schedule)):
             watched.step, watched.began_before, watched.began = step, watched.began, False
-        # With asynchronous scheduling a mask is made a step ahead.
-        late = watched.limits if self.engine.shape.is_async else (now,)
+        # With asynchronous scheduling a mask is made a step ahead, and drafts that only workers know are.
+        late = watched.limits if self.engine.shape.is_async or self.engine.shape.hidden else (now,)
         at = state.think_tokens if state.phase is Phase.THINK else -1
         if self.engine.agent.frozen:
             # An ending that is half written is left as it is; caps hold again afterwards.

@@ -102,6 +102,7 @@ class Plant:
         world = self.world
         known = len(world.network.links)
         world.patch.setenv("MERIDIAN_ENGINE_ID", self.name)
+        world.invariants.hidden_drafts[self.name] = self.shape.drafts if self.shape.hidden else 0
         self.books = EngineBooks(world.invariants, world.timeline.time)
         self.books.may_fail = world.injected is not None
         self.engine = engine = Engine(self.shape, self.books.on_token, world.governed)
@@ -448,7 +449,7 @@ class World:
             sessions: dict[str, Replayed] = {}
             for record in recording._waiting:
                 if record.up.HasField("hello"):
-                    sessions[record.session_id] = Replayed(record, Invariants())
+                    sessions[record.session_id] = Replayed(record, Invariants(self.invariants.hidden_drafts))
                 else:
                     sessions[record.session_id].take(record)
             for replayed in sessions.values():
