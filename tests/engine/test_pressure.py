@@ -92,14 +92,14 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
     """With steps over the answers' budget, one thinker in six joins a step, in turns; tokens stay the same."""
     params = [endless(priced, max_tokens=200)] * 6 + [endless(priced, max_tokens=60)]
     reference = chat(llm, SEVEN, params)
-    before = priced.think_skips
+    before = priced.queues.think_skips
     tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     run = Run(llm)
     for i, (case, param) in enumerate(zip(SEVEN, params, strict=True)):
         run.add(f"r{i}", case, param)
     run.until(lambda: "r6" in run.finished, pause_s=0.003)
-    skipped = priced.think_skips - before
+    skipped = priced.queues.think_skips - before
     lengths = [len(run.tokens[f"r{i}"]) for i in range(6)]
     assert skipped > 100
     assert max(lengths) - min(lengths) <= 20
@@ -113,10 +113,10 @@ def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Contro
     """The share that waits for the first answer costs nothing before."""
     tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
-    before = priced.think_skips
+    before = priced.queues.think_skips
     chat(llm, SEVEN[:6], endless(priced, max_tokens=200))
     assert priced.directives.active_plan().think_per_step is not None
-    assert priced.think_skips == before
+    assert priced.queues.think_skips == before
 
 
 @pytest.mark.parametrize("budget_ms", [6.0, 10_000.0])
@@ -124,9 +124,9 @@ def test_think_tpot_budget_bounds_the_wait(llm: Any, priced: Any, control: Contr
     """A budget below the step time allows no skip at all."""
     tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
-    before = priced.think_skips
+    before = priced.queues.think_skips
     chat(llm, SEVEN, endless(priced, max_tokens=200))
-    assert (priced.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
+    assert (priced.queues.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
 
 
 def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control) -> None:
