@@ -93,7 +93,8 @@ class Invariants:
         self.sent: set[tuple[str, int]] = set()
         self.pending: dict[tuple[str, int], Policy] = {}
         self.acknowledged: dict[str, Policy | None] = {}
-        # Sessions whose engines were frozen, or write more than an end marker; thinking tokens by session and request.
+        # Sessions whose engines were frozen, or may write something else than vLLM's end marker; thinking tokens by
+        # session and request.
         self.uncapped: set[str] = set()
         self.first_seen: dict[tuple[str, str], int] = {}
         self.trace: list[str] | None = None
@@ -112,6 +113,8 @@ class Invariants:
         """The control plane says something, while its table is still as it was when it decided."""
         if response.HasField("settings"):
             revision = response.settings.revision
+            if response.settings.closing_text or response.settings.think_end_token_ids:
+                self.uncapped.add(session.session_id)
             assert revision not in session.delivery.refused, (
                 f"revision {revision}, which the agent refuses, is sent again"
             )
@@ -175,7 +178,8 @@ class Invariants:
         self.note_message("agent", message)
         if session is None:
             return
-        for flags in message.step.tokens.flags:
+        self._judge(session)
+        for flags in message.step.tokens.flags if session.session_id not in self.uncapped else ():
             assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
@@ -207,11 +211,7 @@ class Invariants:
         Its first thinking is looked at, and only where what ends it is a marker alone.
         """
         table = session.table
-        models = [model_of(policy, session.hello) for _, policy in session.given]
-        # An engine that has refused what it would be given goes by what it was given on an older stream.
-        unknown = not models and session.hello.revision
-        if unknown or session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
-            self.uncapped.add(session.session_id)
+        self._judge(session)
         for slot, info in table.requests() if session.session_id not in self.uncapped else ():
             if info.HasField("max_think_tokens") and not table.ended[slot]:
                 thought, key = int(table.think_tokens[slot]), (session.session_id, info.request_id)
@@ -219,6 +219,15 @@ class Invariants:
                 late = 1 + self.hidden_drafts.get(session.hello.engine_id, 0)
                 limit = max(info.max_think_tokens, self.first_seen.setdefault(key, thought) + late)
                 assert thought <= limit, f"{info.request_id} thinks on at {thought} tokens, past its own cap"
+
+    def _judge(self, session: Session) -> None:
+        """Find out whether something else than a marker alone may end thinking in this session's engine."""
+        models = [model_of(policy, session.hello) for _, policy in session.given]
+        # Until it takes up, or where it refuses, what it is given now, it goes by what it was given on an older stream.
+        held = session.hello.revision
+        unknown = held and held not in {revision for revision, _ in session.given}
+        if unknown or session.frozen or any(m.closing_text or m.think_end_token_ids for m in models):
+            self.uncapped.add(session.session_id)
 
     def left(self, session: Session) -> None:
         totals = session.totals

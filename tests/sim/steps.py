@@ -32,8 +32,9 @@ class Prepared:
     may_join: int = 0
     # Tokens of the whole step, where prompts are held back.
     tokens: int | None = None
-    # Who may come in while admission is held.
+    # Who may come in while admission is held, and whether they are first in the queue.
     admitted: set[str] | None = None
+    are_first: bool = True
 
 
 class Steps:
@@ -65,6 +66,8 @@ class Steps:
         if plan.hold_admission and answering:
             waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}
             prepared.admitted = waiting | prepared.running
+            # In shadow, or under vLLM's priority policy, somebody before an answer in the queue takes its place.
+            prepared.are_first = self._engine.shape.policy == "fcfs" and not plan.shadow
         if plan.shadow or plan.stock:
             return
         self._check_order()
@@ -139,9 +142,8 @@ class Steps:
         )
         if prepared.admitted is not None:
             came = {r for r in scheduled if not r.startswith(PREFIX)} - prepared.running
-            # Under vLLM's priority policy the queue is its own: who is before an answer there takes the answer's place.
             answers = prepared.admitted - prepared.running
-            held = came <= answers if self._engine.shape.policy == "fcfs" else len(came) <= len(answers)
+            held = came <= answers if prepared.are_first else len(came) <= len(answers)
             assert held, f"{sorted(came)} come in while admission is held"
         for request in [*scheduler.waiting, *(scheduler.running if agent.frozen else ())]:
             assert request.priority == int(request.priority), f"{request.request_id} keeps a rank in its priority"
