@@ -82,8 +82,8 @@ class Watched:
 class Invariants:
     """All checks of one run. Decisions are known by session and id.
 
-    hidden_drafts: by engine, drafts of a step that only its workers know. Thinking that begins in them may go on for as
-    many.
+    hidden_drafts: by engine, tokens of the steps under way where only its workers know drafts. Thinking that begins in
+    them may go on for as many.
     """
 
     def __init__(self, hidden_drafts: dict[str, int] | None = None) -> None:

@@ -102,7 +102,8 @@ class Plant:
         world = self.world
         known = len(world.network.links)
         world.patch.setenv("MERIDIAN_ENGINE_ID", self.name)
-        world.invariants.hidden_drafts[self.name] = self.shape.drafts if self.shape.hidden else 0
+        drafts, ahead = self.shape.drafts, 2 if self.shape.is_async else 1
+        world.invariants.hidden_drafts[self.name] = ahead * drafts + ahead - 1 if self.shape.hidden else 0
         self.books = EngineBooks(world.invariants, world.timeline.time)
         self.books.may_fail = world.injected is not None
         self.engine = engine = Engine(self.shape, self.books.on_token, world.governed)
