@@ -139,6 +139,13 @@ def test_an_answer_that_is_not(spoil: Callable[[asks.Answer], object], what: str
     assert any(what in found for found in asks.complaints(ask(), given, words))
 
 
+def test_a_marker_drawn_in_the_midst_is_no_word() -> None:
+    thinking = [7, asks.START, 8]
+    for shown in ("7 8", "7 <think>8"):
+        given = asks.Answer([1], [*thinking, asks.END, 20], shown, "20", "stop")
+        assert not asks.complaints(ask(), given, words)
+
+
 def test_an_answer_that_is_none_of_the_choices() -> None:
     assert "none of the choices" in asks.complaints(ask(choices=["20"]), answer(*STOCK), words)[-1]
 
