@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIZES = (1, 16, 64, 256)
 TOKENS = 200
-# Everything on as it comes, but that no rule ends thinking, and no probe is asked for.
+# Everything on as it comes, but that no rule ends thinking; probes are asked for in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 # Categories of the agent's time, by the hook it is spent in, and whether the engine's step waits for it.
 HOOKS = {"before schedule": True, "after schedule": True, "mask": False, "after update": True, "requests": True}
