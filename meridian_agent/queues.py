@@ -98,7 +98,9 @@ class Queues:
                     request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
 
     def preempted_answers(self) -> list[Any]:
-        return [tr.ref for tr in self._tracker.preempted if tr.state.phase is Phase.OUTPUT]
+        """Those that wait. One that runs again is told of as resumed only with its next token, which may take steps."""
+        found = [tr.ref for tr in self._tracker.preempted if tr.state.phase is Phase.OUTPUT]
+        return [request for request in found if hooks.waits_preempted(request)]
 
     def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
         step = scheduler.current_step + 1
