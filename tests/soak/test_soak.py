@@ -142,7 +142,7 @@ def test_an_answer_that_is_not(spoil: Callable[[asks.Answer], object], what: str
 def test_a_marker_drawn_in_the_midst_is_no_word() -> None:
     thinking = [7, asks.START, 8]
     for shown in ("7 8", "7 <think>8"):
-        given = asks.Answer([1], [*thinking, asks.END, 20], shown, "20", "stop")
+        given = asks.Answer("test", [*thinking, asks.END, 20], shown, "20", "stop")
         assert not asks.complaints(ask(), given, words)
 
 
