@@ -12,6 +12,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS
 from meridian_agent.phases import PART_TOKENS, Phase
 from tests.bench.long_requests import BATCH_TOKENS, MILLION, Case, Engine
+from tests.fakes.counted import Counted
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -21,15 +22,8 @@ NEW = 60
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Counted(list[int]):
-    """Counts the tokens that are read of it."""
-
-    read = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.read += len(found) if isinstance(at, slice) else 1
-        return found
+class Prompt(Counted):
+    """Counts, too, what the agent reads of it from first to last."""
 
     def __iter__(self) -> Any:
         if "/meridian_agent/" in sys._getframe(1).f_code.co_filename:
@@ -60,11 +54,11 @@ def test_a_million_tokens(opens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("MERIDIAN_CONTROL", "127.0.0.1:9")
     monkeypatch.setenv("MERIDIAN_STATE_DIR", str(tmp_path))
     engine = Engine(is_governed=True, tokens=MILLION + NEW)
-    tracker, prompts = engine.agent.tracker, list[Counted]()
+    tracker, prompts = engine.agent.tracker, list[Prompt]()
     engine.agent.directives.accept(agent_pb2.Directives(plan=agent_pb2.DispatchPlan(decision_id=1)))
 
     def watch(request: Any) -> None:
-        request.prompt_token_ids = Counted(request.prompt_token_ids)
+        request.prompt_token_ids = Prompt(request.prompt_token_ids)
         prompts.append(request.prompt_token_ids)
         add(request)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meridian_agent import adoption
 from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
 from meridian_agent.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
+from tests.fakes.counted import Counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,17 +142,6 @@ def test_a_request_that_ends_while_it_is_read_is_let_go() -> None:
 @given(MARKERS, TOKENS, st.booleans())
 def test_a_new_request(markers: Markers, prompt: list[int], disabled: bool) -> None:
     assert state_of_new(request(prompt, []), markers, disabled) == begin(markers, prompt, disabled)
-
-
-class Counted(list[int]):
-    """Counts the tokens that are read of it."""
-
-    read = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.read += len(found) if isinstance(at, slice) else 1
-        return found
 
 
 @pytest.mark.parametrize("marked", [False, True])
