@@ -417,11 +417,12 @@ def never_allows(request: Any, tokens: Sequence[int]) -> bool:
     )
 
 
-def not_yet_allows(request: Any, tokens: Sequence[int]) -> bool:
-    """Whether one of these tokens would finish a request that has not made its min_tokens before the step under way."""
+def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
+    """Whether one of these tokens would finish a request that has not made its min_tokens yet. unknown: tokens that it
+    may have made besides those that vLLM has accounted."""
     params = request.sampling_params
-    before = request.num_output_tokens + max(0, request.num_output_placeholders - 1)
-    return before < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
+    made = request.num_output_tokens + unknown
+    return made < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
 
 
 def waits_preempted(request: Any) -> bool:

@@ -27,7 +27,7 @@ class Masks:
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
         """Whether somebody's end can be due in a step that has these requests, once the step before is accounted."""
         near = (tr for tr in self._tracker.due if tr.info.request_id in scheduled and _end_is_near(tr))
-        return any(self._may_end(tr) and not self._is_under_way(tr) for tr in near)
+        return any(self._may_end(tr, _under_way(tr)) and not self._is_under_way(tr) for tr in near)
 
     def drop_unknown_drafts(self) -> None:
         """Near a cap a step makes no drafts that only the workers know: one may hold the model's own end marker."""
@@ -39,7 +39,8 @@ class Masks:
     def with_ends(self, output: Any, base: Any) -> Any:
         """The step's token masks with a forced token for every request whose thinking ends now.
 
-        output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
+        output: the SchedulerOutput of the step; all tokens before it are accounted. base: what vLLM itself masks, or
+        None.
         """
         forced: dict[str, dict[int, int]] = {}
         for tr in [*self._tracker.due, *self._drafted_to_think(output)]:
@@ -54,12 +55,13 @@ class Masks:
                 tr.expected.clear()
         return self._merge(output, base, forced) if forced else base
 
-    def _may_end(self, tr: Tracked) -> bool:
-        """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one."""
+    def _may_end(self, tr: Tracked, unknown: int = 0) -> bool:
+        """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one.
+        unknown: tokens that the request may have made besides those that are accounted."""
         ending = self._tracker.markers.ending
         if tr.checked != ending:
             tr.checked, tr.allowed = ending, not hooks.never_allows(tr.ref, ending)
-        return tr.allowed and not hooks.not_yet_allows(tr.ref, ending)
+        return tr.allowed and not hooks.not_yet_allows(tr.ref, ending, unknown)
 
     def _is_under_way(self, tr: Tracked) -> bool:
         """Whether the step before this one surely writes the last token of a forced end."""
@@ -97,10 +99,16 @@ class Masks:
         return hooks.grammar_output([*own, *added], mask, base)
 
 
+def _under_way(tr: Tracked) -> int:
+    """Tokens that may come before the last one of the step that was just scheduled and are not accounted: those of the
+    step before it, and the drafts of both."""
+    return max(0, int(tr.ref.num_output_placeholders) - 1)
+
+
 def _end_is_near(tr: Tracked) -> bool:
     """Whether the step that was just scheduled may be the one to end a due request's thinking in, however many tokens
     the step before it brings."""
-    most = tr.state.think_tokens + max(tr.ref.num_output_placeholders, 1) - 1
+    most = tr.state.think_tokens + _under_way(tr)
     return tr.ending is not None or (tr.limit is not None and most >= tr.limit)
 
 

@@ -1,0 +1,58 @@
+"""When a forced end may be written, of vLLM's own requests without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from meridian_agent.directives import Directives
+from meridian_agent.masks import Masks
+from meridian_agent.phases import Markers
+from meridian_agent.tracker import Ending, RequestInfo, Tracker
+
+START, END, TEXT = 1, 2, 3
+FLOOR, DRAFTS = 6, 4
+
+
+class Thinker:
+    """A request whose end is to be forced, and that min_tokens holds in its thinking."""
+
+    def __init__(self, lookahead: int) -> None:
+        from vllm.v1.request import Request
+
+        params = SamplingParams(min_tokens=FLOOR, stop_token_ids=[END], max_tokens=40)
+        self.request: Any = Request("r", [START], params, None, arrival_time=0.0)
+        tracker = Tracker(Markers(((START,),), ((END,),)))
+        tracker.lookahead = lookahead
+        tr = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, self.request)
+        tr.ending = Ending((END,), 1)
+        tracker.due.add(tr)
+        self.masks = Masks(tracker, Directives(tracker), words=1)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(drafts: int) -> None:
+    """Under asynchronous scheduling vLLM counts a place for each token that a step may make; of its drafts, perhaps
+    none is made."""
+    thinker = Thinker(lookahead=1 + 2 * drafts)
+    request, masks = thinker.request, thinker.masks
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1 + drafts}, scheduled_spec_decode_tokens={"r": [-1] * drafts})
+    while request.num_output_tokens < FLOOR:
+        request.num_output_placeholders = 1 + drafts
+        assert masks.with_ends(step, None) is None, request.num_output_tokens
+        request.append_output_token_ids(TEXT)
+    assert masks.with_ends(step, None).structured_output_request_ids == ["r"]
+
+
+def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:
+    thinker = Thinker(lookahead=1 + 2 * DRAFTS)
+    # A step with drafts is under way, one without has been scheduled.
+    thinker.request.num_output_placeholders = 1 + DRAFTS + 1
+    waits = []
+    for _ in range(FLOOR):
+        waits.append(thinker.masks.waits_for_tokens({"r": 1}))
+        thinker.request.append_output_token_ids(TEXT)
+    assert waits == [made + 1 + DRAFTS >= FLOOR for made in range(FLOOR)]
