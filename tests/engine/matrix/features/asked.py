@@ -12,8 +12,8 @@ from tests.engine import cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED, LENGTH, OPEN, STOP
-from tests.engine.matrix.features.forces import GREEDY
-from tests.engine.matrix.features.signals import ALL, EVERYWHERE
+from tests.engine.matrix.features.forces import GREEDY, force
+from tests.engine.matrix.features.signals import ALL, DRAFTS, EVERYWHERE
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
 from tests.processes import MODEL
@@ -72,6 +72,22 @@ def minimum(engine: Engine) -> None:
     ((capped,),) = engine.ask([ask])
     assert capped.tokens[:10] == [*free.tokens[:9], engine.end]
     assert len(capped.tokens) > 20
+
+
+@feature("min_tokens that the end marker would cut short: a forced end waits for them", *DRAFTS)
+def held_back(engine: Engine) -> None:
+    """The only token of a mask would be one that vLLM's own rules out."""
+    fewest = 15
+    ask = Ask(engine.prompt(2), {**GREEDY, "max_tokens": 40, "min_tokens": fewest, "stop_token_ids": [engine.end]})
+    ((free,),) = engine.stock.ask([ask])
+    for steps in (0, 6, 12):
+        run = engine.run({"r": ask})
+        run.until(lambda run=run, steps=steps: len(run.tokens["r"]) >= steps)
+        force(engine, "r")
+        run.until()
+        ended = run.tokens["r"].index(engine.end)
+        assert fewest <= ended <= fewest + engine.scheduler.num_spec_tokens
+        assert run.tokens["r"] == [*free.tokens[:ended], engine.end]
 
 
 @feature("requests that rule the end marker out think on, as stock's", *ALL)

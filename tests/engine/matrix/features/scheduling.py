@@ -10,15 +10,16 @@ from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED
-from tests.engine.matrix.features.forces import GREEDY, force
+from tests.engine.matrix.features.forces import GREEDY, SHORT, force
 from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine, Observed
 
-# Of the prompts of seed 11, the first after which the model says what it has said around the end of its thinking.
-SAYS_AGAIN = 25
+# How many tokens before the end of thinking on that prompt its last paragraph begins; how many on either side of the
+# end are there to be drafted.
+LAST_PARAGRAPH, AROUND = 10, 6
 TIGHT = ("tight", "tight-async", "tight-v2")
 
 
@@ -89,28 +90,20 @@ def across_the_boundary(engine: Engine) -> None:
 def drafted(engine: Engine) -> tuple[Ask, list[int]]:
     """A request that is about to end thinking in the midst of a step, and what stock vLLM says.
 
-    The tokens around its end marker stand before its prompt, so that drafts may run across it. They may change what the
-    model says, too: this looks for a prompt after which the model says them again.
+    The tokens around its end marker stand before its prompt and nowhere else in it: V1 drafts what followed first, V2
+    what followed last, and either way that is the end. By itself the model says its result twice in each paragraph of
+    its thinking, and so before the end what it has said before line feeds; here the earlier ones say it once.
     """
-    for text in maze.prompts(SAYS_AGAIN + 8, seed=11)[SAYS_AGAIN:]:
-        opening = engine.chat(text)
-        thinks = _stock(engine, Ask(opening, {**GREEDY, "max_tokens": 250}))
-        if engine.end not in thinks[12:]:
-            continue
-        opening += thinks[: thinks.index(engine.end) - 12]
-        # Where steps begin and end depends on what is there to be found.
-        for width in (6, 5, 4, 7):
-            around: list[int] = []
-            for _ in range(3):
-                ask = Ask([*around, *opening], {**GREEDY, "max_tokens": 30})
-                told = _stock(engine, ask)
-                end = told.index(engine.end) if engine.end in told[width:] else width
-                if around and told[end - width : end + width] == around:
-                    if _crosses(engine, ask, told, end):
-                        return ask, told
-                    break
-                around = told[end - width : end + width]
-    raise AssertionError("no step across the end of thinking")
+    opening = engine.chat(maze.prompts(SHORT + 1, seed=11)[SHORT])
+    thinks = _stock(engine, Ask(opening, {**GREEDY, "max_tokens": 130}))
+    end = thinks.index(engine.end)
+    around, earlier = thinks[end - AROUND : end + AROUND], thinks[: end - LAST_PARAGRAPH]
+    once = [t for i, t in enumerate(earlier) if not (t == earlier[i - 1] and earlier[i + 2 : i + 3] == earlier[-1:])]
+    ask = Ask([*around, *opening, *once], {**GREEDY, "max_tokens": 30})
+    told = _stock(engine, ask)
+    assert told[LAST_PARAGRAPH - AROUND : LAST_PARAGRAPH + AROUND] == around
+    assert _crosses(engine, ask, told, LAST_PARAGRAPH), "no step across the end of thinking"
+    return ask, told
 
 
 def _crosses(engine: Engine, ask: Ask, told: list[int], end: int) -> bool:
@@ -118,6 +111,7 @@ def _crosses(engine: Engine, ask: Ask, told: list[int], end: int) -> bool:
     ((answer,),), (said,) = engine.observe([ask])
     assert answer.tokens == told
     engine.check_phases(ask.prompt, told, said)
+    engine.check_signals(ask.prompt, told, said)
     return any(start < end < stop - 1 for start, stop in steps_of(said))
 
 
