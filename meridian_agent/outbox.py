@@ -91,7 +91,7 @@ class Outbox:
         now = standing.clock()
         standing.asks(now)
         self._queued[record.step % ROUND_TRIP_STEPS] = now
-        self.ring.lay(record)
+        self.ring.lay(record, record.presses)
 
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
         """Send the whole state; what the record says of it is in there already. A new stream knows no old decision."""
@@ -141,7 +141,7 @@ class Outbox:
         held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
         while True:
             try:
-                item = held if held is not None else ring.get(IDLE_WAIT_S if self._standing.idle else MERGE_WAIT_S)
+                item = held if held is not None else self._first(ring)
             except queue.Empty:
                 continue
             held = None
@@ -155,15 +155,22 @@ class Outbox:
             else:
                 batch, held = self._gather(ring, item)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
+                ring.took(sum(record.presses for record in batch))
                 yield agent_pb2.ConnectRequest(step=step_report(batch))
                 ring.rest(REST_S)
+
+    def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
+        """The first of what waits, once its interval is over. Raises queue.Empty."""
+        standing = self._standing
+        return ring.get(IDLE_WAIT_S if standing.idle else MERGE_WAIT_S, standing.report_interval_steps)
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """The records to merge into one report: what the interval asks for, and whatever else already waits."""
         standing = self._standing
         batch, last_s = [first], standing.clock() + standing.merge_s
         while len(batch) < max(MERGE_RECORDS, standing.report_interval_steps):
-            missing = standing.report_interval_steps - len(batch) if standing.clock() < last_s else 0
+            waits = not ring.presses and standing.clock() < last_s
+            missing = standing.report_interval_steps - len(batch) if waits else 0
             try:
                 item = ring.get(MERGE_WAIT_S, missing) if missing > 0 else ring.get_nowait()
             except queue.Empty:

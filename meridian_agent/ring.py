@@ -23,10 +23,22 @@ class Ring(Generic[T]):
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         # Items for which the reader is to be woken; 0 while it is awake or rests.
         self._wanted = 0
+        # Items that press, each count kept by one thread.
+        self._laid_pressing = self._taken_pressing = 0
 
-    def lay(self, item: T) -> None:
-        """Add without waking the reader."""
+    def lay(self, item: T, presses: bool = False) -> None:
+        """Add without waking the reader. presses: it is not to wait until there are more."""
+        self._laid_pressing += presses
         self._items.append(item)
+
+    @property
+    def presses(self) -> bool:
+        """Whether something is here that is not to wait until there are more."""
+        return self._laid_pressing != self._taken_pressing
+
+    def took(self, pressing: int) -> None:
+        """So many of what the reader has taken out pressed."""
+        self._taken_pressing += pressing
 
     def put(self, item: T) -> None:
         """Add what cannot wait."""
@@ -35,8 +47,8 @@ class Ring(Generic[T]):
         self._bell.put(None)
 
     def wake(self) -> None:
-        """Wake the reader if what it sleeps for has come; never waits."""
-        if self._wanted and len(self._items) >= self._wanted:
+        """Wake the reader if what it sleeps for has come, or there is something that presses; never waits."""
+        if self._wanted and (self.presses or len(self._items) >= self._wanted):
             self._wanted = 0
             self._bell.put(None)
 
@@ -53,7 +65,7 @@ class Ring(Generic[T]):
     def get(self, timeout: float, wanted: int = 1) -> T:
         """The first item once this many are there, or the time is up, in seconds. Raises queue.Empty."""
         self._wanted = wanted
-        if len(self._items) < wanted:
+        if len(self._items) < wanted and not (self._items and self.presses):
             self._sleep(timeout)
         self._wanted = 0
         return self.get_nowait()

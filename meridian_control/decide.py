@@ -44,10 +44,12 @@ class Decider:
         self.review = False
 
     def learn(self, report: agent_pb2.StepReport) -> None:
-        """Learn from a step what steps cost."""
+        """Learn from a step what steps cost; of several that were merged from the last, which they are all like where
+        none has a part of a prompt and all have as many rows."""
         rows, took_ms = len(report.tokens.slot), report.step_time_ms
-        if report.steps == 1 and rows + report.prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
-            self.cost.add(rows, report.prefill_tokens, took_ms)
+        alike = report.steps == 1 or not (report.prefill_tokens or rows % report.steps)
+        if alike and rows + report.prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+            self.cost.add(rows // report.steps, report.prefill_tokens, took_ms)
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Everything that is due, under the policy in force."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import time
 from contextlib import asynccontextmanager
@@ -681,14 +682,16 @@ async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, 
 
 
 class Steady:
-    """A ring into which an engine puts a record every 64th of a second."""
+    """A ring into which an engine puts a record every 64th of a second; from `pressing_from` on each presses."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, pressing_from: float = math.inf) -> None:
+        self.clock, self._pressing_from, self.presses = clock, pressing_from, False
 
     def get(self, timeout: float, wanted: int = 1) -> StepRecord:
         self.clock.now += 1 / 64
-        return StepRecord(step=round(self.clock.now * 64))
+        step = round(self.clock.now * 64)
+        self.presses = step >= self._pressing_from
+        return StepRecord(step=step, turned=self.presses)
 
     def get_nowait(self) -> StepRecord:
         raise queue.Empty
@@ -703,6 +706,26 @@ def test_reports_are_merged_no_longer_than_a_lease_allows() -> None:
         engine.link.hold(settings, None)
         batch, held = engine.link.outbox._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
         assert (len(batch), held) == (steps, None)
+
+
+def test_a_step_in_which_something_happens_ends_the_interval() -> None:
+    clock = Clock()
+    engine = LinkedEngine(["nobody"], clock=clock)
+    engine.link.hold(agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300), None)
+    started = round(clock.now * 64)
+    batch, held = engine.link.outbox._gather(
+        Steady(clock, started + 7),  # type: ignore[arg-type]
+        StepRecord(step=started),
+    )
+    assert ([record.turned for record in batch], held) == ([*[False] * 7, True], None)
+
+
+@pytest.mark.parametrize("kind", ["opened", "closed", "probes", "outcomes", "preempted", "resumed", "turned"])
+def test_what_presses(kind: str) -> None:
+    record = StepRecord(slots=[0], phases=[2], flags=[32], rows=[0])
+    assert not record.presses
+    setattr(record, kind, [(1,)])
+    assert record.presses
 
 
 async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:

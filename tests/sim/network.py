@@ -5,7 +5,6 @@ Each stream is two queues with delays. Everything moves in `tick`s, at the virtu
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent import link as link_module
 from meridian_agent.link import Link
 from meridian_agent.outbox import MERGE_WAIT_S
+from meridian_agent.ring import Ring
 from meridian_control.errors import MeridianError
 from meridian_control.fleet import Fleet
 
@@ -76,33 +76,11 @@ class Stream:
         return way.popleft()[1]
 
 
-class SteppedRing:
+class SteppedRing(Ring[Any]):
     """The link's ring where nobody waits."""
 
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-
-    lay = put
-
-    def wake(self) -> None:
-        """Nobody sleeps."""
-
-    def rest(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> None:
         """Nobody waits."""
-
-    def get(self, timeout: float, wanted: int = 1) -> Any:
-        if not self._items:
-            raise queue.Empty
-        return self._items.popleft()
-
-    def get_nowait(self) -> Any:
-        return self.get(0.0)
-
-    def qsize(self) -> int:
-        return len(self._items)
 
     empty = property(lambda self: not self._items)
 
@@ -208,7 +186,8 @@ class SteppedLink(Link):
             return
         if self._first_waits_s is None:
             self._first_waits_s = now
-        if self.outbox.ring.qsize() < self.report_interval_steps and now - self._first_waits_s < MERGE_WAIT_S:
+        is_short = self.outbox.ring.qsize() < self.report_interval_steps and not self.outbox.ring.presses
+        if is_short and now - self._first_waits_s < MERGE_WAIT_S:
             return
         self._first_waits_s = None
         while self.outbox.ring.qsize() or self._holds():

@@ -74,6 +74,19 @@ def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
     assert got == [1]
 
 
+def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:
+    ring: Ring[int] = Ring()
+    thread, got = reader(ring, wanted=3)
+    ring.lay(1)
+    ring.lay(2, presses=True)
+    ring.wake()
+    thread.join(LONG_S)
+    assert (got, ring.presses) == ([1], True)
+    assert ring.get(LONG_S, wanted=3) == 2, "it is not waited with"
+    ring.took(1)
+    assert not ring.presses
+
+
 def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> None:
     ring: Ring[int] = Ring()
     ring.lay(1)

@@ -785,6 +785,25 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
     assert made.session._decider.cost.steps == 0
 
 
+def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
+    made = stream(policy())
+    made.open("a", think=0)
+    made.open("b")
+    made.step()
+    cost = made.session._decider.cost
+    before, rows = cost.steps, [(slot, THINK, 0, 1.0) for _ in range(3) for slot in (0, 1)]
+    for kept, merged in (
+        (rows, {"prefill_tokens": 0}),
+        (rows, {"prefill_tokens": 5}),
+        (rows[:5], {"prefill_tokens": 0}),
+    ):
+        made.now += timedelta(milliseconds=50)
+        report = step_report(tokens=tokens(kept), step_time_ms=10.0, **merged)
+        report.step.steps, report.step.step = 3, made.session._ledger.step + 3
+        made.session.on_message(report, made.now)
+    assert cost.steps == before + 1, "parts of prompts and requests that come or go make steps unlike"
+
+
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_DECISIONS", 4)
     made = stream()

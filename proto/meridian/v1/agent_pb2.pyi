@@ -1157,7 +1157,7 @@ class Settings(_message.Message):
     observe_entropy: _builtins.bool
     """Measure every token's entropy and the end marker's rank."""
     report_interval_steps: _builtins.int
-    """Engine steps merged into one report, at least."""
+    """Engine steps merged into one report, at least; fewer where one of them has more to tell than text."""
     lease_ms: _builtins.int
     """Without a stream for this long the agent drops all decisions except caps."""
     max_think_tokens: _builtins.int
