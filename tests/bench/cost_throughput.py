@@ -18,7 +18,7 @@ import numpy as np
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.machine import TICKS_PER_S, Others, ticks_of
-from tests.bench.results import CONFIDENCE, resampled
+from tests.bench.results import geometric
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
@@ -150,9 +150,8 @@ def _descends(pid: int) -> bool:
 
 def summary(pairs: list[dict[str, Window]]) -> Throughput:
     """What the pairs of windows come to."""
-    logs = np.log([pair["governed"].tokens_per_s / pair["stock"].tokens_per_s for pair in pairs])
-    means = logs[resampled(len(logs))].mean(axis=1)
-    low, high = np.exp(np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))).tolist()
+    ratios = [pair["governed"].tokens_per_s / pair["stock"].tokens_per_s for pair in pairs]
+    ratio = geometric(ratios)
 
     def of(arm: str, name: str) -> float:
         return float(np.median([getattr(pair[arm], name) for pair in pairs]))
@@ -162,13 +161,13 @@ def summary(pairs: list[dict[str, Window]]) -> Throughput:
 
     return Throughput(
         pairs=len(pairs),
-        ratio=float(np.exp(logs.mean())),
-        low=low,
-        high=high,
+        ratio=ratio.value,
+        low=ratio.low,
+        high=ratio.high,
         stock_tokens_per_s=of("stock", "tokens_per_s"),
         governed_tokens_per_s=of("governed", "tokens_per_s"),
         step_ms=of("stock", "step_ms"),
         cpu_us={arm: {p: cpu_us(arm, p) for p in pairs[0][arm].cpu_s} for arm in ("stock", "governed")},
         others_cores=max(of(arm, "others_cores") for arm in ("stock", "governed")),
-        ratios=np.exp(logs).tolist(),
+        ratios=ratios,
     )

@@ -1,6 +1,7 @@
-"""Stock and governed vLLM side by side while faults come and go: engines, windows of wall-clock time, their pairs.
+"""Stock and governed vLLM side by side while faults come and go: engines, windows of steps, their pairs.
 
-Owns two engines under the same load, of which one at a time runs. Protocol: tests/bench/README.md.
+Owns two engines under the same load, of which one at a time runs. Each window has the same steps of it in both arms.
+Protocol: tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy as np
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.machine import Others
-from tests.bench.results import CONFIDENCE, resampled
 from tests.bench.streamed import BLOCK_TOKENS, MAX_MODEL_LEN
 from tests.chaos.driver import Engine
 from tests.chaos.engine import children
@@ -27,6 +27,10 @@ from tests.processes import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tests.chaos.reports import Report
 
 # In flight all the time, of so many that come again and again; prompts and lengths are those of bench-scheduling.
 IN_FLIGHT, REQUESTS, SEED = 16, 96, 7
@@ -45,12 +49,15 @@ POLICY: dict[str, Any] = {
 }
 # As the metered worker reads it, see tests.demo.pace, which imports all of vLLM: steps are as long as they are.
 UNPACED = {"MERIDIAN_DEMO_STEP_MS": "0"}
-WARM_S, BACK_S = 3.0, 90.0
+# By then requests have come and gone often enough to be in all parts of their lengths.
+WARM_STEPS, BACK_S = 300, 90.0
+# Two pairs of windows, each arm first in one of them.
+ROUND = ("governed", "stock"), ("stock", "governed")
 
 
 @dataclass(frozen=True)
 class Window:
-    """One arm for a while. cpu_s: processor time that its processes worked. longest_s: between two steps' tokens."""
+    """One arm for some steps. cpu_s: processor time that its processes worked. longest_s: between two steps' tokens."""
 
     tokens: int
     busy_s: float
@@ -70,18 +77,6 @@ class Window:
 Pair = dict[str, Window]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Governed over stock: the geometric mean over pairs of windows, with a bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
 @dataclass
 class Course:
     """One fault: the pairs of windows while it lasted and once it was past. back_s: from its end until decisions were
@@ -97,17 +92,20 @@ class Course:
         """The states that the agent was in while it lasted, in the order in which they were first seen."""
         return list(dict.fromkeys(state for pair in self.during for state in pair["governed"].states))
 
+    def unlike(self) -> int:
+        """Pairs whose arms did not do the same: as many tokens is what the same steps have."""
+        return sum(pair["governed"].tokens != pair["stock"].tokens for pair in (*self.during, *self.after))
+
     def longest_s(self, arm: str) -> float:
         """The longest time without a token while it lasted."""
         return max((pair[arm].longest_s for pair in self.during), default=float("nan"))
 
 
-def ratio(pairs: Sequence[Pair], of: str) -> Ratio:
-    """Of a Window's figure."""
+def ratios(pairs: Sequence[Pair], of: str) -> NDArray[np.float64]:
+    """Governed over stock in a Window's figure, one number for each round: coming first is no advantage in it."""
     logs = np.log([getattr(pair["governed"], of) / getattr(pair["stock"], of) for pair in pairs])
-    means = logs[resampled(len(logs))].mean(axis=1)
-    low, high = np.exp(np.quantile(means, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))).tolist()
-    return Ratio(float(np.exp(logs.mean())), low, high)
+    rounds: NDArray[np.float64] = np.exp(logs.reshape(-1, len(ROUND)).mean(axis=1))
+    return rounds
 
 
 def cases() -> list[dict[str, Any]]:
@@ -128,12 +126,12 @@ class Arm:
         self._engine = engine
         engine.ready()
         self._workers = children(engine.process.popen.pid)
+        self.stepped = 0
 
-    def window(self, seconds: float) -> Window:
+    def window(self, steps: int) -> Window:
         self._signal(signal.SIGCONT)
-        before = self._engine.run()
-        time.sleep(seconds)
-        report = self._engine.pause()
+        before = self._engine.pause()
+        report = self._noted(self._engine.steps(steps))
         self._signal(signal.SIGSTOP)
         states = tuple(state for _, state, _ in (*before.states, *report.states))
         return Window(report.tokens, report.busy_s, report.cpu_s - before.cpu_s, report.longest_s, states)
@@ -146,14 +144,18 @@ class Arm:
         def governed() -> bool:
             nonlocal seen_s
             # The newest state is the one that the agent is in.
-            at_s, state, decided = (self._engine.run().states or [(0.0, "", False)])[-1]
+            at_s, state, decided = (self._noted(self._engine.run()).states or [(0.0, "", False)])[-1]
             seen_s = at_s
             return state == "READY" and decided
 
         wait_for(governed, BACK_S, "decisions to be in force again")
-        self._engine.pause()
+        self._noted(self._engine.pause())
         self._signal(signal.SIGSTOP)
         return seen_s
+
+    def _noted(self, report: Report) -> Report:
+        self.stepped += report.steps
+        return report
 
     def log(self) -> str:
         return self._engine.log()
@@ -176,22 +178,21 @@ class Sides:
 
     def warm_up(self) -> None:
         for arm in self._arms.values():
-            arm.window(WARM_S)
-        self._arms["governed"].until_governed()
+            arm.window(WARM_STEPS)
+        self.back_s()
 
-    def pairs(self, count: int, seconds: float, course: Course) -> list[Pair]:
-        """Which arm comes first changes with every pair."""
-        found, others, began_s = [], Others(), time.monotonic()
-        for number in range(count):
-            order = ("governed", "stock") if number % 2 == 0 else ("stock", "governed")
-            found.append({name: self._arms[name].window(seconds) for name in order})
+    def pairs(self, rounds: int, steps: int, course: Course) -> list[Pair]:
+        others, began_s = Others(), time.monotonic()
+        found = [{name: self._arms[name].window(steps) for name in order} for order in ROUND * rounds]
         course.others_cores = max(course.others_cores, others.cores(time.monotonic() - began_s))
         return found
 
     def back_s(self) -> float:
-        """How long from now until decisions are in force."""
-        began_s = time.monotonic()
-        return max(0.0, self._arms["governed"].until_governed() - began_s)
+        """How long from now until decisions are in force. Stock then does the steps that were taken meanwhile."""
+        began_s, stock, governed = time.monotonic(), self._arms["stock"], self._arms["governed"]
+        back_s = max(0.0, governed.until_governed() - began_s)
+        stock.window(governed.stepped - stock.stepped)
+        return back_s
 
 
 @contextlib.contextmanager
@@ -201,7 +202,8 @@ def sides(folder: Path) -> Iterator[Sides]:
     scene = Scene(folder, SEED)
     started: list[Engine] = []
     arms: dict[str, Arm] = {}
-    wanted = {"cases": cases(), "in_flight": IN_FLIGHT, "sampling": {"ignore_eos": True}, "metered": True}
+    wanted: dict[str, Any] = {"cases": cases(), "in_flight": IN_FLIGHT, "sampling": {"ignore_eos": True}}
+    wanted |= {"metered": True, "salted": True}
     more: dict[str, Any] = {"load": wanted, "engine": {**ENGINE, "model": str(model)}, "environment": UNPACED}
     try:
         scene.control.start()

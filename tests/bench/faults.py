@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench import fault_windows as windows
 from tests.bench import program
-from tests.bench.fault_windows import Course, ratio
+from tests.bench.fault_windows import Course, ratios
 from tests.bench.machine import machine
+from tests.bench.results import Interval, geometric
 from tests.chaos.network import NoNamespacesError
 from tests.chaos.scene import FAULTS
 
@@ -38,7 +39,8 @@ MEASURED = (
     "half-open-up",
     "half-open-down",
 )
-DURING, AFTER, WINDOW_S = 10, 24, 0.5
+# Rounds of four windows, and steps of a window.
+BEFORE, DURING, AFTER, STEPS = 100, 12, 20, 16
 FIGURES = {"tokens per second": "tokens_per_s", "tokens per processor second": "tokens_per_cpu_s"}
 HEAD = (
     "fault",
@@ -47,32 +49,46 @@ HEAD = (
     *(f"meanwhile: {name}" for name in FIGURES),
     "governed again after, s",
     *(f"afterwards: {name}" for name in FIGURES),
+    *(f"afterwards over before: {name}" for name in FIGURES),
     "others, cores",
 )
 
 
 def course_of(fault: Fault, sides: Sides, options: argparse.Namespace) -> Course:
-    """The fault begins, lasts for some pairs of windows, ends, and is past once decisions are in force again."""
+    """The fault begins, lasts for some windows, ends, and is past once decisions are in force again."""
     course = Course(fault.name)
     fault.begin(sides.scene)
     try:
-        course.during = sides.pairs(options.during, options.window, course)
+        course.during = sides.pairs(options.during, options.steps, course)
     finally:
         fault.end(sides.scene)
     course.back_s = sides.back_s()
-    course.after = sides.pairs(options.after, options.window, course)
+    course.after = sides.pairs(options.after, options.steps, course)
     return course
 
 
-def row(course: Course) -> list[str]:
+def over_stock(pairs: Sequence[Pair], of: str) -> Interval:
+    return geometric(ratios(pairs, of))
+
+
+def over_before(pairs: Sequence[Pair], before: Sequence[Pair], of: str) -> Interval:
+    """What a fault has changed for good: the governed engine against itself, both times as a share of stock."""
+    return geometric(ratios(pairs, of), ratios(before, of))
+
+
+def shown(found: Interval) -> str:
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+
+
+def row(course: Course, none: Course) -> list[str]:
     gaps = ", ".join(f"{course.longest_s(arm) * 1e3:.0f}" for arm in ("governed", "stock"))
-    during, after = (
-        [str(ratio(pairs, of)) if pairs else "" for of in FIGURES.values()] for pairs in (course.during, course.after)
-    )
-    states = ", ".join(course.states())
+    after = [shown(over_stock(course.after, of)) for of in FIGURES.values()]
     if not course.during:
-        return [course.name, states, "", *during, "", *after, f"{course.others_cores:.2f}"]
-    return [course.name, states, gaps, *during, f"{course.back_s:.1f}", *after, f"{course.others_cores:.2f}"]
+        return [course.name, "", "", "", "", "", *after, "", "", f"{course.others_cores:.2f}"]
+    during = [shown(over_stock(course.during, of)) for of in FIGURES.values()]
+    changed = [shown(over_before(course.after, none.after, of)) for of in FIGURES.values()]
+    seen = [course.name, ", ".join(course.states()), gaps, *during, f"{course.back_s:.1f}"]
+    return [*seen, *after, *changed, f"{course.others_cores:.2f}"]
 
 
 def pooled(courses: Sequence[Course]) -> Course:
@@ -88,15 +104,18 @@ def pooled(courses: Sequence[Course]) -> Course:
 
 def report(none: Course, courses: Sequence[Course]) -> str:
     every = [none, *courses, pooled(courses)]
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(f"| {' | '.join(row(one))} |" for one in every)]
+    rows = [row(one, none) for one in every]
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
     stock = [pair["stock"] for course in every[:-1] for pair in (*course.during, *course.after)]
     rate = sum(w.tokens for w in stock) / sum(w.busy_s for w in stock)
+    unlike = sum(course.unlike() for course in every[:-1])
     return "\n".join(
         [
             "# What faults cost an engine",
             "",
             f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../README.md#faults-make-bench-faults). Governed "
-            f"over stock in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per second.",
+            f"over stock in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per second. "
+            f"In {unlike} of {len(stock)} pairs of windows the arms did not generate as many tokens.",
             "",
             *lines,
             "",
@@ -106,7 +125,7 @@ def report(none: Course, courses: Sequence[Course]) -> str:
 
 def plain(course: Course) -> dict[str, Any]:
     def of(pairs: Sequence[Pair]) -> dict[str, Any]:
-        found: dict[str, Any] = {name: asdict(ratio(pairs, name)) for name in FIGURES.values() if pairs}
+        found: dict[str, Any] = {name: asdict(over_stock(pairs, name)) for name in FIGURES.values() if pairs}
         return {**found, "pairs": [[figures(pair[arm]) for arm in ("governed", "stock")] for pair in pairs]}
 
     def figures(window: Window) -> list[float]:
@@ -120,9 +139,10 @@ def plain(course: Course) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.faults", description=__doc__)
     parser.add_argument("--faults", nargs="+", default=list(MEASURED), choices=[fault.name for fault in FAULTS])
-    parser.add_argument("--during", type=int, default=DURING, help="pairs of windows while a fault lasts")
-    parser.add_argument("--after", type=int, default=AFTER, help="pairs of windows once it is past, and without one")
-    parser.add_argument("--window", type=float, default=WINDOW_S, help="seconds of a window")
+    parser.add_argument("--before", type=int, default=BEFORE, help="rounds of four windows before any fault")
+    parser.add_argument("--during", type=int, default=DURING, help="rounds while a fault lasts")
+    parser.add_argument("--after", type=int, default=AFTER, help="rounds once it is past")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a window")
     parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
     return parser.parse_args()
 
@@ -134,13 +154,15 @@ def run() -> None:
     none = Course("none")
     try:
         with windows.sides(folder) as sides:
-            none.after = sides.pairs(options.after, options.window, none)
+            none.after = sides.pairs(options.before, options.steps, none)
             courses = [course_of(fault, sides, options) for fault in chosen]
     except NoNamespacesError as error:
         raise program.BenchError(f"network namespaces and TUN devices cannot be made here: {error}") from error
     text = report(none, courses)
-    every = [plain(course) for course in (none, *courses, pooled(courses))]
-    found = {"faults": every, "machine": machine()}
+    past = pooled(courses)
+    every = [plain(course) for course in (none, *courses, past)]
+    changed = {name: asdict(over_before(past.after, none.after, name)) for name in FIGURES.values()}
+    found = {"faults": every, "over_before": changed, "machine": machine()}
     if options.save:
         (RESULTS / "faults.md").write_text(text)
         (RESULTS / "faults.json").write_text(json.dumps(found) + "\n")

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from tests.bench.arms import Arm
     from tests.bench.cuts import Cuts, Ideal
@@ -69,14 +69,21 @@ class Result:
         return asdict(self) | {"compute_tokens": self.compute_tokens, "probe_share": self.probe_share}
 
 
-def resampled(count: int) -> NDArray[np.intp]:
+def resampled(count: int, seed: int = RESAMPLING_SEED) -> NDArray[np.intp]:
     """Which requests each bootstrap sample draws, [resamples, count]."""
-    return np.random.default_rng(RESAMPLING_SEED).integers(0, count, (RESAMPLES, count))
+    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
 def _interval(value: float, values: NDArray[np.float64]) -> Interval:
     low, high = np.quantile(values, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
     return Interval(value, low, high)
+
+
+def geometric(ratios: ArrayLike, over: ArrayLike = (1.0,)) -> Interval:
+    """The geometric mean of ratios, over that of others, which were measured apart from them."""
+    logs, others = np.log(ratios), np.log(over)
+    drawn = logs[resampled(len(logs))].mean(axis=1) - others[resampled(len(others), RESAMPLING_SEED + 1)].mean(axis=1)
+    return _interval(float(np.exp(logs.mean() - others.mean())), np.exp(drawn))
 
 
 def paired(changed: Sequence[bool], base: Sequence[bool]) -> Interval:

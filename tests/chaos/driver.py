@@ -70,7 +70,7 @@ class Engine:
         self._listener.close()
         assert self._connection.recv() == "ready"
 
-    def _ask(self, command: str) -> Report:
+    def _ask(self, command: str | int) -> Report:
         self._connection.send(command)
         assert self._connection.poll(ANSWER_S), f"the engine does not answer\n{self.process.output()[-3000:]}"
         report: Report = self._connection.recv()
@@ -83,6 +83,10 @@ class Engine:
     def pause(self) -> Report:
         """Stand still after the step under way, with the requests in flight."""
         return self._ask("pause")
+
+    def steps(self, count: int) -> Report:
+        """Go on for so many steps, then stand still."""
+        return self._ask(count)
 
     def fork(self) -> Report:
         """Fork the engine core between two steps; the child ends at once."""

@@ -28,7 +28,8 @@ LOOK_S = 0.005
 class Load:
     """Requests in flight, always as many, one case after the other.
 
-    A case is a chat, or a prompt in token ids, and may have sampling parameters of its own.
+    A case is a chat, or a prompt in token ids, and may have sampling parameters of its own. `salted`: no prompt finds
+    another's blocks in the prefix cache.
     """
 
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ class Load:
             sampling = settings["sampling"] | case.get("sampling", {})
             return SamplingParams(temperature=0.0, detokenize=False, **sampling)
 
-        self._llm, self._in_flight = llm, settings["in_flight"]
+        self._llm, self._in_flight, self._is_salted = llm, settings["in_flight"], settings.get("salted", False)
         self._prompts = [case.get("prompt_ids") or prompt_ids(llm, case) for case in settings["cases"]]
         self._params = [params(case) for case in settings["cases"]]
         self._added = 0
@@ -52,7 +53,8 @@ class Load:
         while len(self._live) < self._in_flight:
             case = self._added % len(self._prompts)
             params = self._params[case].clone()
-            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case]}, params)
+            salt = {"cache_salt": str(self._added)} if self._is_salted else {}
+            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case], **salt}, params)
             self._live[str(self._added)] = case, 0, now_s
             self._added += 1
         for output in engine.step():
@@ -88,13 +90,20 @@ class Engine:
                 command = connection.recv()
                 if command == "stop":
                     return
-                if command == "fork":
+                if isinstance(command, int):
+                    self._steps(command)
+                elif command == "fork":
                     # The time that it takes is the step's.
                     fork()
                 else:
                     self._running = command != "pause"
                     self._stepped_s = time.monotonic()
                 connection.send(self._take())
+            self._step()
+
+    def _steps(self, count: int) -> None:
+        self._running, self._stepped_s = False, time.monotonic()
+        for _ in range(count):
             self._step()
 
     def _step(self) -> None:
