@@ -102,6 +102,10 @@ class Observer:
         self.probe = EntropyProbe()
         # Of what measures, and of what hands over: that goes on when the first has failed, to say so.
         self.guard, self.delivery = Guard("no entropy from this worker"), Guard("no entropy from this worker")
+        # A fault that the engine core has not been told of, whether it is over or not.
+        self._untold = ""
+        for guard in (self.guard, self.delivery):
+            guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
         self._wanted: Wanted | None = None
@@ -112,7 +116,11 @@ class Observer:
 
     def come_back(self) -> None:
         """Measure again once a fault has been rested from; only before a step, which begins everything anew."""
-        self._recovered = self.guard.come_back() and self.delivery.come_back()
+        measures, tells = self.guard.come_back(), self.delivery.come_back()
+        self._recovered = measures and tells
+
+    def _tell(self, guard: Guard) -> None:
+        self._untold = guard.fault
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
@@ -163,8 +171,10 @@ class Observer:
         if not getattr(output, "req_ids", None):
             return
         signals = None if measurement is None else self.guard.run(measurement.signals)
-        if signals is not None or self.guard.fault or self._recovered:
-            setattr(output, RESULT, signals or self.guard.fault)
+        said = self._untold or signals or self.guard.fault
+        if said or self._recovered:
+            setattr(output, RESULT, said)
+        self._untold = ""
 
 
 def possible(device_type: str) -> bool:

@@ -114,8 +114,9 @@ def _break(agent: Any, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", ["begin", "before_sampling", "put"])
 def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock: list[list[int]], hook: str) -> None:
-    """The worker stops measuring and serves on; the engine core goes on without signals, and promises none any more if
-    the worker can still tell it."""
+    """The worker stops measuring and serves on; the engine core goes on without signals, promises none any more if the
+    worker can still tell it, and is told of the fault once it is over if not."""
+    before = control.settled().faults["observer"]
     observers = llm.collective_rpc(_break_observer, args=(hook,))
     assert all(observers)
     try:
@@ -129,7 +130,9 @@ def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock
     finally:
         llm.collective_rpc(_mend_observer)
         chat(llm, cases()[:1], GREEDY)
-    assert control.settled().capabilities.token_entropy
+    shown = control.settled()
+    assert (shown.capabilities.token_entropy, shown.faults["observer"]) == (True, before + 1)
+    assert "injected" in shown.last_fault
 
 
 def _observer(worker: Any) -> Any:

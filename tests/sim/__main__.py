@@ -17,8 +17,8 @@ from multiprocessing import get_context
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from tests.sim.inject import ENGINE, LINK, all_lines
-from tests.sim.lines import Case, broken, cases
+from tests.sim import lines, worker
+from tests.sim.inject import ENGINE, LINK, WORKER, all_lines
 from tests.sim.smaller import smaller
 from tests.sim.world import Failure, run
 
@@ -48,21 +48,22 @@ def show(seed: int) -> None:
         print(f"  {line[:400]}")
 
 
-def broken_batch(batch: list[Case], at_most_s: float) -> tuple[int, list[str]]:
+def broken_batch(batch: list[lines.Case | worker.Case], at_most_s: float) -> tuple[int, list[str]]:
     """How many cases were run, and what they broke. Runs in a process of its own."""
     done, found = 0, []
     for case in batch:
         if time.monotonic() > at_most_s:
             break
         done += 1
-        found += [said] if (said := broken(case)) else []
+        said = lines.broken(case) if isinstance(case, lines.Case) else worker.broken(case)
+        found += [said] if said else []
     return done, found
 
 
 def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
-    """Fail at every line of the agent's that the seeds reach, when it is first reached and later."""
+    """Fail at every line of the agent's that the seeds or a worker reach, when it is first reached and later."""
     began = time.monotonic()
-    found = cases(seeds, nth=(1, 2, 10))
+    found: list[lines.Case | worker.Case] = [*lines.cases(seeds, nth=(1, 2, 10)), *worker.cases()]
     batches = [found[at : at + BATCH] for at in range(0, len(found), BATCH)]
     done, said = 0, list[str]()
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
@@ -70,11 +71,11 @@ def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
             done, said = done + count, said + bad
     print(*said, sep="\n", end="\n" if said else "")
     reached = {case.fault.line for case in found if case.fault.line is not None}
-    by_side = " and ".join(f"{sum(r[0] == side for r in reached)} on the {side}'s thread" for side in (ENGINE, LINK))
+    by_side = ", ".join(f"{sum(r[0] == side for r in reached)} of the {side}" for side in (ENGINE, LINK, WORKER))
     known, hit = all_lines(), {(file, line) for _, file, line in reached}
     print(f"{len(hit & known)} of {len(known)} lines reached; none in {', '.join(sorted(without(known, hit)))}")
     took_s = time.monotonic() - began
-    print(f"{done} of {len(found)} faults at {by_side}, {len(said)} broke something; {took_s:.0f} s")
+    print(f"{done} of {len(found)} faults at lines: {by_side}; {len(said)} broke something; {took_s:.0f} s")
     return 1 if said or done < len(found) else 0
 
 

@@ -39,10 +39,11 @@ GLUE = {
         "_free_request_blocks",
         "_settle_fault",
     ),
-    "hooks.py": ("record_unless_hidden", "get_computed_blocks"),
+    "hooks.py": ("record_unless_hidden", "get_computed_blocks", "init_device", "call"),
+    "observe.py": ("observed_execute", "observed_sample", "watched", "with_signals", "come_back"),
     "plugin.py": ("register",),
 }
-ENGINE, LINK = "engine", "link"
+ENGINE, LINK, WORKER = "engine", "link", "worker"
 # Whose thread runs it, the file and number of a line.
 Line: TypeAlias = tuple[str, str, int]
 
@@ -58,6 +59,12 @@ class Fault:
     error: type[BaseException] = RuntimeError
     early: int | None = None
     at_start: bool = False
+
+    def __str__(self) -> str:
+        assert self.line is not None
+        side, file, line = self.line
+        nth = f", time {self.nth}" if self.nth > 1 else ""
+        return f"{self.error.__name__} at {file}:{line} ({side}){nth}"
 
 
 class Injected:

@@ -3,63 +3,26 @@ The runner is a fake that only has vLLM's attributes."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from meridian_kernels import EntropyProbe
 
-from meridian_agent.observe import REQUEST, RESULT, Wanted, attach, possible
+from meridian_agent.observe import RESULT, attach, possible
+from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 
-class Runner:
-    """Model Runner V1: logits wait in its state from the forward pass to sampling. later: asynchronous outputs."""
-
-    def __init__(self, later: bool) -> None:
-        self.later = later
-        self.input_batch = SimpleNamespace(req_ids=["a", "b"])
-        self.execute_model_state: Any = None
-
-    def execute_model(self, scheduler_output: Any) -> None:
-        self.execute_model_state = SimpleNamespace(logits=scheduler_output.logits)
-
-    def sample_tokens(self) -> Any:
-        logits, self.execute_model_state = self.execute_model_state.logits, None
-        logits.fill_(0.0)
-        output = SimpleNamespace(req_ids=self.input_batch.req_ids)
-        return SimpleNamespace(get_output=lambda: output) if self.later else output
-
-
-def worker(later: bool, device: str) -> Any:
-    return SimpleNamespace(
-        rank=0,
-        device=SimpleNamespace(type=device, index=0),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        vllm_config=SimpleNamespace(speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=2)),
-        model_runner=Runner(later),
-    )
-
-
-def step(runner: Runner, logits: torch.Tensor, not_of: frozenset[str] = frozenset(), **drafts: list[int]) -> Any:
-    wanted = Wanted(3, not_of)
-    runner.execute_model(
-        SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **{REQUEST: wanted})
-    )
-    return runner.sample_tokens()
-
-
+@pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("later", [False, True])
-def test_each_output_carries_its_own_step(later: bool) -> None:
+def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     """Also when it is read after the next step was begun, and although sampling changes the logits."""
-    own = worker(later, "cpu")
+    own = worker(later=later, v2=v2)
     attach(own, lambda v2_runner: "")
     batches = [torch.randn(2, 50) for _ in range(3)]
-    outputs = [step(own.model_runner, batch) for batch in batches]
+    outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
         signals = getattr(output.get_output() if later else output, RESULT)
-        want = EntropyProbe().compute_batch(batch, 3)
+        want = EntropyProbe().compute_batch(batch, END_TOKEN)
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
 
@@ -80,13 +43,13 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     drafts: dict[str, list[int]], not_of: str, measured: list[bool]
 ) -> None:
     """Those of the others are where they would be."""
-    own = worker(False, "cpu")
+    own = worker()
     attach(own, lambda v2_runner: "")
     batch = torch.randn(len(measured), 50)
     # Reading such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
-    signals = getattr(step(own.model_runner, batch, frozenset(not_of), **drafts), RESULT)
-    want = EntropyProbe().compute_batch(batch, 3)
+    signals = getattr(step(own, asked(batch, frozenset(not_of), **drafts)), RESULT)
+    want = EntropyProbe().compute_batch(batch, END_TOKEN)
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
     np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
@@ -107,12 +70,11 @@ def test_rows_that_nobody_asks_for_are_not_measured(
 )
 def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: bool) -> None:
     """On every output with requests, and serves on."""
-    own = worker(later, device)
+    own = worker(device, later=later)
     attach(own, lambda v2_runner: "")
-    output = step(own.model_runner, torch.randn(2, 50))
+    output = step(own, asked(torch.randn(2, 50)))
     assert reason in getattr(output.get_output() if later else output, RESULT)
-    own.model_runner.input_batch.req_ids = []
-    output = step(own.model_runner, torch.randn(2, 50))
+    output = step(own, asked(torch.randn(2, 50)), req_ids=())
     assert not hasattr(output.get_output() if later else output, RESULT)
 
 

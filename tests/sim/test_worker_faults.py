@@ -1,0 +1,22 @@
+"""An exception at any line that the agent runs in a worker: the worker samples what it samples without the agent, says
+what failed, and measures again after its rest."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.sim.worker import broken, cases
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# Every so many faults one is taken; `python -m tests.sim --lines` takes all.
+SAMPLED = 7
+
+
+def test_a_fault_at_any_line_of_the_worker() -> None:
+    found = cases()
+    assert len({case.fault.line for case in found}) > 90, "lines are not reached any more"
+    assert [said for case in found[::SAMPLED] if (said := broken(case))] == []

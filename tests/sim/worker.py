@@ -1,0 +1,203 @@
+"""The worker's side: the real observer over made-up model runners of each kind, and a fault at each line it runs.
+
+Logits are torch tensors, sampling is real; steps are with drafts and without, of some rows, of none, and not asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from meridian_agent import guard as guard_module
+from meridian_agent import hooks
+from meridian_agent import observe as observe_module
+from meridian_agent.guard import Guard
+from meridian_agent.observe import RESULT, Observer, StepSignals
+from tests.fakes.worker import asked, step, worker
+from tests.sim.inject import WORKER, Fault, Injected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VOCABULARY = 50
+# A step takes a second.
+REST_STEPS = 3
+ERRORS = (RuntimeError, MemoryError)
+# What is not asked for, the drafts and the requests of each step: all there is three times, then until a fault is over.
+PLAIN: tuple[frozenset[str] | None, dict[str, list[int]], tuple[str, ...]] = frozenset(), {}, ("a", "b")
+STEPS = (
+    PLAIN,
+    (frozenset("b"), {}, ("a", "b")),
+    (frozenset(), {"a": [7]}, ("a", "b")),
+    (frozenset("a"), {"a": [7, 7]}, ("a", "b")),
+    (None, {}, ("a", "b")),
+    (frozenset(), {}, ()),
+    (frozenset("x"), {}, ("b",)),
+) * 3 + (PLAIN,) * (REST_STEPS + 2)
+
+
+class Kind(NamedTuple):
+    """Of a worker."""
+
+    v2: bool = False
+    later: bool = False
+    device: str = "cpu"
+
+
+KINDS = (Kind(), Kind(later=True), Kind(v2=True), Kind(v2=True, later=True), Kind(device="xpu"), Kind(device="cuda"))
+
+
+@dataclass
+class Served:
+    """What a worker sampled in each step, what the engine core was told in each, what its log says, how often its
+    observer met a fault. injected: None where there is no agent."""
+
+    injected: Injected | None
+    sampled: list[list[int]] = field(default_factory=list)
+    told: list[StepSignals | str | None] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+def served(kind: Kind, injected: Injected | None) -> Served:
+    """The steps on a worker of this kind, with an agent that meets this or without one."""
+    found, clock = Served(injected), [0.0]
+
+    class Wrapper:
+        def init_device(self) -> None:
+            self.worker = worker(kind.device, v2=kind.v2, later=kind.later)
+            self.worker.load_model = lambda: None
+
+    if injected is not None:
+        hooks._wrap_worker(Wrapper)
+
+    def serve() -> None:
+        wrapper = Wrapper()
+        wrapper.init_device()
+        wrapper.worker.load_model()
+        for output in _outputs(wrapper.worker):
+            clock[0] += 1
+            found.sampled.append(output.sampled)
+            found.told.append(getattr(output, RESULT, None))
+        for guard in _guards(wrapper.worker):
+            found.faults += guard.faults
+
+    with pytest.MonkeyPatch.context() as patch, _heard(found.logged):
+        patch.setattr(guard_module, "RESTS_S", (float(REST_STEPS),) * 3)
+        patch.setattr(observe_module, "Guard", functools.partial(Guard, clock=lambda: clock[0]))
+        if injected is None:
+            serve()
+        else:
+            injected.traced(WORKER, serve)
+    return found
+
+
+def _outputs(own: Any) -> Iterator[Any]:
+    random = torch.Generator().manual_seed(3)
+    for not_of, drafts, requests in STEPS:
+        rows = sum(1 + len(drafts.get(r, ())) for r in requests)
+        output = step(own, asked(torch.randn(rows, VOCABULARY, generator=random), not_of, **drafts), requests)
+        yield output.get_output() if hasattr(output, "get_output") else output
+
+
+def _guards(own: Any) -> tuple[Any, ...]:
+    """Of the observer that holds on to this worker's runner, if there is one."""
+    cells = getattr(own.model_runner.sample_tokens, "__closure__", None) or ()
+    observers = [c.cell_contents for c in cells if isinstance(c.cell_contents, Observer)]
+    return tuple(guard for one in observers for guard in (one.guard, one.delivery))
+
+
+class _heard(logging.Handler):  # noqa: N801
+    """What is logged meanwhile, errors with their texts."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.DEBUG)
+        self._lines, self._logger = lines, logging.getLogger("vllm.meridian")
+
+    def __enter__(self) -> None:
+        self._before = self._logger.handlers, self._logger.propagate, self._logger.level
+        self._logger.handlers, self._logger.propagate = [self], False
+        self._logger.setLevel(logging.DEBUG)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.handlers, self._logger.propagate, level = self._before
+        self._logger.setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}")
+
+
+class Case(NamedTuple):
+    """A worker, and what fails in it."""
+
+    kind: Kind
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.fault} on {self.kind}"
+
+
+def cases() -> list[Case]:
+    """One for each line that is reached, in each kind of worker that does, the first time and the third; one kind of
+    error and the other in turn."""
+    errors = itertools.cycle(ERRORS)
+    found = []
+    for kind in KINDS:
+        injected = _unharmed(kind)[1].injected
+        assert injected is not None
+        places = [(line, n) for line, times in sorted(injected.reached.items()) for n in (1, 3) if n <= times]
+        found += [Case(kind, Fault(line, n, next(errors))) for line, n in places]
+    return found
+
+
+@functools.cache
+def _unharmed(kind: Kind) -> tuple[Served, Served]:
+    """Without an agent, and with one that meets nothing."""
+    return served(kind, None), served(kind, Injected(Fault(None)))
+
+
+def broken(case: Case) -> str:
+    """What this case breaks; empty where nothing."""
+    stock, whole = _unharmed(case.kind)
+    found = served(case.kind, Injected(case.fault))
+    assert found.injected is not None
+    checks = {
+        "the line was not reached": found.injected.raised,
+        "other tokens were sampled": found.sampled == stock.sampled,
+        "signals are not those of their step": all(_same(*pair) for pair in zip(found.told, whole.told, strict=True)),
+        "nobody was told what failed": any("injected" in line for line in found.logged),
+        **({} if _at_start(found) else _in_service(found, whole)),
+    }
+    return next((f"{case}: {text}" for text, holds in checks.items() if not holds), "")
+
+
+def _at_start(found: Served) -> bool:
+    """Whether the fault kept the worker from being observed at all, which its log alone says."""
+    return not found.faults
+
+
+def _in_service(found: Served, whole: Served) -> dict[str, bool]:
+    return {
+        "it was not counted once": found.faults.total() == 1,
+        "the engine core was not told": any("injected" in said for said in found.told if isinstance(said, str)),
+        "it did not come back": _plain(found.told[-1]) == _plain(whole.told[-1]),
+    }
+
+
+def _same(said: StepSignals | str | None, whole: StepSignals | str | None) -> bool:
+    """A step has its own signals or none."""
+    return not isinstance(said, StepSignals) or _plain(said) == _plain(whole)
+
+
+def _plain(said: StepSignals | str | None) -> Any:
+    if not isinstance(said, StepSignals):
+        return said
+    columns = said.first_row, said.entropy_nats, said.end_rank, said.end_logprob_nats
+    return [None if column is None else column.tobytes() for column in columns]
