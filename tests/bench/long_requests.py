@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.bench import program
 from tests.bench.machine import machine, rss_mb
-from tests.processes import ROOT, STATE, Control
+from tests.processes import ROOT, STATE, Control, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BLOCK, BATCH_TOKENS, PLACES = 32, 8192, 8
 MILLION = 1_000_000
-# Steps whose times are looked at, at the beginning and at the end of what a request generates.
-LOOKED_AT = 500
+# Steps whose times are looked at, at the beginning and at the end of what a request generates: at most so many, and no
+# more than that share of all.
+LOOKED_AT, LOOKED_AT_SHARE = 10_000, 6
+# Where the agent's objects end: vLLM's own, which it refers to, and code.
+NOT_HELD = (ModuleType, FunctionType, BuiltinFunctionType, type, threading.Thread, logging.Logger)
 # Nothing is asked for but caps; and probes wherever they are possible, every token.
 QUIET: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000_000}}
 PROBED: dict[str, Any] = {
@@ -42,20 +49,27 @@ PROBED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One request. opens: its prompt ends in the marker that opens thinking, else it has no marker at all."""
+    """One request. opens: its prompt ends in the marker that opens thinking, else it has no marker at all. cap: after
+    how much thinking it is to answer, in tokens; 0 for none."""
 
     name: str
     prompt_tokens: int
     new_tokens: int
     opens: bool = True
     probed: bool = False
+    cap: int = 0
+
+    @property
+    def looked_at(self) -> int:
+        return min(LOOKED_AT, self.new_tokens // LOOKED_AT_SHARE)
 
 
 @dataclass(frozen=True)
 class Found:
     """Of one arm, microseconds per step, medians: of stock's schedule and update, and of the agent's hooks, in the
     request's first steps of text and in its last; opened_ms: adding the request, with all hooks; longest_ms: all of the
-    longest step, in processor time of the engine's thread; rss_mb: what the process has grown by."""
+    longest step, in processor time of the engine's thread; rss_mb: what the process has grown by; held_kb: the agent's
+    own objects after the first steps and before the last; think_tokens: after how many thinking was ended, if so."""
 
     case: str
     arm: str
@@ -67,6 +81,8 @@ class Found:
     longest_ms: float
     probes: dict[str, int]
     rss_mb: float
+    held_kb: tuple[float, float]
+    think_tokens: int | None
 
 
 def cases(decoded: int) -> list[Case]:
@@ -74,7 +90,7 @@ def cases(decoded: int) -> list[Case]:
         Case("1,000 tokens of prompt", 1000, 3000),
         Case("1,000,000 tokens of prompt", MILLION, 3000),
         Case("the same without any marker", MILLION, 3000, opens=False),
-        Case(f"{decoded:,} tokens generated", 1000, decoded),
+        Case(f"{decoded:,} tokens generated, half of them thinking", 1000, decoded, cap=decoded // 2),
         Case("1,000 tokens of prompt, probed", 1000, 3000, probed=True),
         Case("1,000,000 tokens of prompt, probed", MILLION, 3000, probed=True),
     ]
@@ -103,7 +119,8 @@ class Engine:
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         kind = governed(Scheduler) if is_governed else Scheduler
         self.scheduler: Any = kind(config, cache, structured, block_size=BLOCK, log_stats=False)
-        self.start, _, _, text = words()
+        self.start, self.end, _, text = words()
+        self.think_tokens: int | None = None
         self.word = text[0]
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._left: dict[str, int] = {}
@@ -118,7 +135,8 @@ class Engine:
         from vllm.v1.request import Request
 
         prompt = [self.word] * (case.prompt_tokens - 1) + [self.start if case.opens else self.word]
-        params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True)
+        own = {"meridian_max_think_tokens": case.cap} if case.cap else None
+        params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, extra_args=own)
         request = Request(name, prompt, params, None, arrival_time=0.0, block_hasher=self._hasher)
         self._left[name] = case.prompt_tokens
         began_s = time.perf_counter()
@@ -130,17 +148,27 @@ class Engine:
         from vllm.v1.outputs import ModelRunnerOutput
 
         from meridian_agent.observe import REQUEST, RESULT, StepSignals
+        from tests.sim.engine import forced
 
         output = self.scheduler.schedule()
-        self.scheduler.get_grammar_bitmask(output)
+        masks = forced(output, self.scheduler.get_grammar_bitmask(output))
         ids = list(output.num_scheduled_tokens)
-        sampled = [[self.word] if self._reaches(r, output.num_scheduled_tokens[r]) else [] for r in ids]
+        sampled = [[self._token(masks.get(r))] if self._reaches(r, output.num_scheduled_tokens[r]) else [] for r in ids]
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
         if hasattr(output, REQUEST) and ids:
             ones = np.ones(len(ids), np.float32)
             setattr(result, RESULT, StepSignals(None, ones, ones.astype(np.int32), -ones))
         self.scheduler.update_from_output(output, result)
         return sum(len(s) for r, s in zip(ids, sampled, strict=True) if r in self._left)
+
+    def _token(self, mask: dict[int, int] | None) -> int:
+        """The same word, or what a mask makes of it."""
+        if mask is None:
+            return self.word
+        (token,) = mask.values()
+        if token == self.end:
+            self.think_tokens = self.scheduler.requests["long"].num_output_tokens
+        return token
 
     def _reaches(self, request_id: str, scheduled: int) -> bool:
         """Whether so many more tokens bring a request past its prompt."""
@@ -159,8 +187,10 @@ def measure(case: Case, arm: str, control: Control) -> Found:
     before_mb = rss_mb(os.getpid())
     opened_ms = engine.add("long", case)
     stock_us, agent_us, longest_s = list[float](), list[float](), 0.0
-    generated = 0
+    generated, held_kb = 0, list[float]()
     while generated < case.new_tokens:
+        if generated in {case.looked_at, case.new_tokens - 1}:
+            held_kb.append(_held_kb(engine))
         agent_s, began_s, began_cpu_s = _seconds(engine), time.perf_counter(), time.thread_time()
         new = engine.step()
         took_s, own_s = time.perf_counter() - began_s, _seconds(engine) - agent_s
@@ -179,10 +209,10 @@ def measure(case: Case, arm: str, control: Control) -> Found:
         engine.agent.link.stop()
 
     def first(of: Sequence[float]) -> float:
-        return statistics.median(of[:LOOKED_AT])
+        return statistics.median(of[: case.looked_at])
 
     def last(of: Sequence[float]) -> float:
-        return statistics.median(of[-LOOKED_AT:])
+        return statistics.median(of[-case.looked_at :])
 
     return Found(
         case=case.name,
@@ -195,11 +225,30 @@ def measure(case: Case, arm: str, control: Control) -> Found:
         longest_ms=longest_s * 1e3,
         probes=probes,
         rss_mb=grown_mb,
+        held_kb=(held_kb[0], held_kb[-1]),
+        think_tokens=engine.think_tokens,
     )
 
 
 def _seconds(engine: Engine) -> float:
     return engine.agent.agent_seconds if engine.agent is not None else 0.0
+
+
+def _held_kb(engine: Engine) -> float:
+    """What the agent's objects take once the link has sent what waits, all that they refer to included, but for what is
+    vLLM's."""
+    if engine.agent is None:
+        return 0.0
+    wait_for(lambda: not engine.agent.link.outbox.ring.qsize(), 10, "the link to send what waits")
+    seen, size, waiting = {id(engine.scheduler)}, 0, [engine.agent]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, NOT_HELD) or type(one).__module__.startswith(("vllm", "torch", "grpc")):
+            continue
+        seen.add(id(one))
+        size += sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+    return size / 1024
 
 
 def _refusals(engine: Engine, control: Control) -> dict[str, int]:
@@ -215,6 +264,7 @@ def table(found: Sequence[Found]) -> list[str]:
         "the agent's part, first / last, us",
         "longest step, stock / governed, ms",
         "grown by, stock / governed, MB",
+        "the agent's objects, first / last, KB",
     )
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for stock, own in zip(found[::2], found[1::2], strict=True):
@@ -225,6 +275,7 @@ def table(found: Sequence[Found]) -> list[str]:
             f"{own.agent_first_us:.0f} / {own.agent_last_us:.0f}",
             f"{stock.longest_ms:.1f} / {own.longest_ms:.1f}",
             f"{stock.rss_mb:.0f} / {own.rss_mb:.0f}",
+            f"{own.held_kb[0]:.0f} / {own.held_kb[1]:.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -232,7 +283,7 @@ def table(found: Sequence[Found]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.long_requests", description=__doc__)
-    parser.add_argument("--decoded", type=int, default=200_000, help="tokens that the longest answer has")
+    parser.add_argument("--decoded", type=int, default=MILLION, help="tokens that the longest answer has")
     parser.add_argument("--only", type=int, nargs="*", help="these cases, by number")
     parser.add_argument("--engine", type=int, default=0, help="tokens of a prompt on a real engine besides; minutes")
     parser.add_argument("--arm", choices=("stock", "governed"), help=argparse.SUPPRESS)

@@ -299,7 +299,7 @@ class Engine:
                     self.finished[out.request_id] = str(out.finish_reason)
 
     def _sample(self, output: Any, grammar: Any) -> ModelRunnerOutput:
-        masks = _forced(output, grammar)
+        masks = forced(output, grammar)
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -361,7 +361,7 @@ class Engine:
         return StepSignals(first, entropy, rank, -entropy)
 
 
-def _forced(output: Any, grammar: Any) -> dict[str, dict[int, int]]:
+def forced(output: Any, grammar: Any) -> dict[str, dict[int, int]]:
     """Tokens that a mask leaves no choice about, by request and row."""
     if grammar is None:
         return {}
