@@ -165,7 +165,14 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         assert control.names() == ["before"]
         engine.open("after", own_cap=9)
-        await engine.steps_until(lambda: (1, 9) in engine.caps())
+        engine.step()
+
+        def told() -> bool:
+            """Without a step: on a busy machine there would be more of them than the cap allows."""
+            engine.take_inbox()
+            return (1, 9) in engine.caps()
+
+        await until(told)
         await engine.steps_until(lambda: control.engine().ends == {"hard_cap": 1})
         shown = control.engine()
         assert (shown.acked_revision, shown.vllm_version, shown.running) == (1, "", 2)
@@ -175,7 +182,10 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
             engine.engine.finish(name)
         await engine.steps_until(lambda: not control.engine().open_decisions)
         shown = control.engine()
-        assert sum(shown.decisions.values()) == sum(shown.outcomes.values()) == len(engine.engine.outcomes)
+        # What comes once the engine is idle the link answers for, without the engine.
+        own = engine.engine.outcomes.values()
+        assert sum(shown.decisions.values()) == sum(shown.outcomes.values()) >= len(own)
+        assert {len(outcomes) for outcomes in own} == {1}
         assert "agent_off" not in shown.outcomes
         assert control.names() == []
         (connection,) = control.fleet.connections
