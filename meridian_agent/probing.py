@@ -41,8 +41,10 @@ class Probing:
         asked, self._directives.probes = self._directives.probes, []
         self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
         before, markers = len(self.placed), self._tracker.markers
+        # A prompt in pieces takes whatever a step has left, and runs before all that waits: no probe would find room.
+        is_crowded = any(request.is_prefill_chunk for request in scheduler.running)
         for decision_id, tr, flags, hold_ms in asked:
-            misplaced = tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
+            misplaced = is_crowded or tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
             if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
                 self._directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue

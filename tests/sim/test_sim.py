@@ -54,11 +54,11 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 
 @contextmanager
-def started(shape: Shape) -> Iterator[World]:
-    """A world without faults and with the default policy; when the block is left its requests run to their ends."""
+def started(shape: Shape, policy: Policy | None = None) -> Iterator[World]:
+    """A world without faults; when the block is left its requests run to their ends. policy: None for the default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "policy", lambda *_: Policy())
-        world = World(1, Options(ticks=0, shape=shape), patch)
+        patch.setattr(World, "policy", lambda *_: policy or Policy())
+        world = World(1, Options(ticks=0, shape=shape, trace=True), patch)
         yield world
         world.run()
 
@@ -103,6 +103,29 @@ def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
             for _ in range(20):
                 world.pass_time(0.01)
         plant.open("b", [text[0]] * 90 + [start, end], answering, {})
+
+
+def test_a_probe_waits_for_a_prompt_in_pieces() -> None:
+    """The prompt takes what a step has left: the request would be held for a probe that finds no room."""
+    start, _, _, text = words()
+    entropy = {"enabled": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere", "eat_hold_ms": 50}
+    never = {"eat_level_threshold_nats": 1e-9, "rank_conditions": []}
+    policy = Policy.model_validate({"entropy": {**entropy, **never}, "scheduler": {"min_think_tokens": 0}})
+    with started(Shape(places=8, blocks=200, batch_tokens=32), policy) as world:
+        (plant,) = world.plants
+        world.network.latency_ms = 0.0
+        plant.open("a", [start], Script(1, 1000, 40, restless=False), {})
+        with world.timeline.running():
+            for tick in range(30):
+                if tick % 5 == 0:
+                    plant.open(
+                        f"b{tick}", [text[tick % 6]] + [text[tick // 6]] * 89, Script(tick, 1, 5, restless=False), {}
+                    )
+                world.pass_time(0.01)
+        assert plant.engine.agent.probing.tokens > 0
+    said = " ".join(world.invariants.trace or [])
+    assert "probes {" in said
+    assert "no room in the step" not in said
 
 
 def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
