@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian_agent.directives import Outcome
 from meridian_agent.phases import Phase
+from meridian_control import policy_forms as forms
 from meridian_control.trace import FileError, read
 from tests.sim.invariants import Invariants
 from tests.sim.recorded import Replayed
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2, fleet_pb2
 
+    from tests.sim.given import Given
 
 # In faults of the agent's that the soak itself has made (harm/sitecustomize.py).
 INJECTED = "injected by the soak"
@@ -42,13 +44,20 @@ class Audit:
 
 
 class _Late:
-    """A session whose beginning is not known: a decision that was seen has one outcome at most."""
+    """A session whose beginning is not known: a decision that was seen has one outcome at most.
 
-    def __init__(self) -> None:
+    given: what its engine is given over all its streams.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
         self._open: set[int] = set()
         self._settled: set[int] = set()
 
     def take(self, record: fleet_pb2.TraceRecord) -> None:
+        if record.HasField("policy"):
+            policy = forms.from_proto(record.policy.policy)
+            self._given.unanswered(record.session_id, record.policy.revision, policy)
         self._open |= _ids(record.down.directives)
         for outcome in record.up.step.outcomes:
             assert outcome.decision_id not in self._settled, f"a second outcome of decision {outcome.decision_id}"
@@ -59,10 +68,10 @@ class _Late:
 
 
 class _File:
-    """The sessions of one trace file, each as far as it held."""
+    """The sessions of one trace file, each as far as it held. invariants: those of the whole run."""
 
-    def __init__(self, audit: Audit) -> None:
-        self._audit = audit
+    def __init__(self, audit: Audit, invariants: Invariants) -> None:
+        self._audit, self._invariants = audit, invariants
         self._sessions: dict[str, Replayed | _Late] = {}
         self._broken: set[str] = set()
         # Decisions that were said, by session and id; and those without an outcome so far.
@@ -100,7 +109,8 @@ class _File:
             self._close(name)
         audit.sessions += 1
         audit.joined_late += record.joined_late
-        self._sessions[name] = _Late() if record.joined_late else Replayed(record, Invariants())
+        given = self._invariants.given[record.up.hello.engine_id]
+        self._sessions[name] = _Late(given) if record.joined_late else Replayed(record, self._invariants)
 
     def end(self, at_rest: bool) -> None:
         """at_rest: all has come to its end, so the newest session owes nothing."""
@@ -129,9 +139,9 @@ class _File:
 
 def audit(paths: Iterable[Path]) -> Audit:
     """The traces of one run, in order; in the end of the last one everything is at rest."""
-    found, listed = Audit(), list(paths)
+    found, invariants, listed = Audit(), Invariants(), list(paths)
     for path in listed:
-        file = _File(found)
+        file = _File(found, invariants)
         try:
             for record in read(path):
                 file.take(record)

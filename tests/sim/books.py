@@ -1,0 +1,381 @@
+"""The books of one engine, kept beside the agent's own: requests, their limits, what they were forced to and why.
+
+Everything the agent does is held against them, step by step; an `AssertionError` names what was broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE
+from meridian_agent.phases import Markers, Phase, PhaseState, begin
+from meridian_agent.tracker import StepRecord
+from tests.sim.steps import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_agent.link import Arrived
+    from meridian_control.session import Session
+    from tests.sim.engine import Engine
+    from tests.sim.invariants import Invariants
+    from tests.sim.network import SteppedLink
+
+NO_LIMIT = 1 << 40
+
+
+@dataclass
+class Watched:
+    """One request, by books of our own."""
+
+    own_cap: int | None
+    default_cap: int | None
+    state: PhaseState
+    markers: Markers
+    cap: tuple[int | None, bool] | None = None
+    # The part of a force that was accepted and has not begun.
+    force: int = 0
+    ending_left: int = 0
+    # Limits when the last masks were made, newest last.
+    limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+    # Markers changed while it lived: its counts are not ours to know.
+    unsure: bool = False
+    # The step of its newest token; whether a phase of thinking began in it, and in the one before.
+    step: int = 0
+    began: bool = False
+    began_before: bool = False
+    skipped: int = 0
+    may_skip: int = 0
+    # The agent has it: not one that was off when it came, nor one that has not come so far since.
+    known: bool = True
+
+    def forget(self) -> None:
+        """The agent is off: whatever it was told of this is void."""
+        self.known, self.cap, self.default_cap, self.force, self.ending_left = False, None, None, 0, 0
+        self.skipped = self.may_skip = 0
+
+    def limit(self) -> int:
+        policy = self.default_cap if self.cap is None else None if self.cap[1] else self.cap[0]
+        return min(cap if cap is not None else NO_LIMIT for cap in (policy, self.own_cap))
+
+
+class EngineBooks:
+    """One engine's, for one start of its process."""
+
+    def __init__(self, invariants: Invariants, clock: Callable[[], float]) -> None:
+        self.invariants, self._clock = invariants, clock
+        self._steps: Steps | None = None
+        # Settings that were put in force, oldest first.
+        self._obeyed: list[agent_pb2.Settings] = []
+        self.link: SteppedLink | None = None
+        self.requests: dict[str, Watched] = {}
+        self.revision = 0
+        self.engine: Engine
+        self.forced_tokens = 0
+        # Faults are injected.
+        self.may_fail = False
+        self._session = ""
+
+    def attach(self, engine: Engine, link: SteppedLink | None) -> None:
+        self.engine, self.link, self._limits = engine, link, engine.limits()
+        if link is None:
+            return
+        taken_in = link.taken_in
+
+        def watched_taken_in(arrived: Arrived) -> None:
+            self._in_force(arrived)
+            taken_in(arrived)
+
+        link.taken_in = watched_taken_in  # type: ignore[method-assign]
+        self._watch(engine.agent)
+        keeper = engine.scheduler._keeper
+        again = keeper.again
+
+        def watched_again(steps_under_way: int) -> Any:
+            agent = again(steps_under_way)
+            # It begins with what holds.
+            self._obeyed = [keeper.link.held[0]] if keeper.link.held is not None else []
+            self._watch(agent)
+            return agent
+
+        keeper.again = watched_again
+
+    def _watch(self, agent: Any) -> None:
+        self._steps = Steps(self.engine, agent, self._clock)
+        obey, directives = agent.put_in_force, agent.directives
+
+        def watched_obey(settings: agent_pb2.Settings, markers: Markers) -> None:
+            self._obeyed.append(settings)
+            obey(settings, markers)
+
+        agent.put_in_force = watched_obey
+        accept, new_stream = directives.accept, directives.new_stream
+
+        def watched_accept(message: agent_pb2.Directives) -> None:
+            ranks = {tr: tr.rank for tr in agent.tracker.by_id.values()}
+            accept(message)
+            self._accepted(message, ranks)
+
+        def watched_new_stream() -> None:
+            assert self.link is not None
+            self._session = self.link.session_id
+            new_stream()
+            self._forget_forces(ALL_BUT_CAPS)
+
+        directives.accept, directives.new_stream = watched_accept, watched_new_stream
+
+    def open(self, request_id: str, prompt: list[int], own_cap: int | None) -> None:
+        if self.link is None:
+            return
+        tracker = self.engine.scheduler._keeper.agent.tracker
+        state = begin(tracker.markers, prompt, tracker.supports_think_disable)
+        known = self.engine.agent is not None
+        self.requests[request_id] = Watched(own_cap, self._default_cap(), state, tracker.markers, known=known)
+
+    def _default_cap(self) -> int | None:
+        """The cap of a request that nothing was decided about, by the settings that were put in force last."""
+        agent = self.engine.agent
+        if agent is None or agent._lapsed & CAPS or not self._obeyed:
+            return None
+        settings = self._obeyed[-1]
+        return settings.max_think_tokens if settings.HasField("max_think_tokens") else None
+
+    # ----------------------------------------------------------------------------------------------- what is decided
+
+    def _in_force(self, arrived: Arrived) -> None:
+        """Settings are about to be acknowledged: they hold, or no request is live."""
+        settings = arrived.settings
+        agent = self.engine.agent
+        if settings is not None and agent is not None and agent.tracker.by_id:
+            assert settings in self._obeyed, f"revision {settings.revision} is acknowledged before it holds"
+
+    def _accepted(self, message: agent_pb2.Directives, ranks: dict[Any, int | None]) -> None:
+        tracker, made = self.engine.agent.tracker, self.invariants.made
+        for cap in message.caps:
+            if watched := self._meant(cap.decision_id):
+                watched.cap = (cap.max_think_tokens if cap.HasField("max_think_tokens") else None), cap.shadow
+        for force in message.forces:
+            watched = self._meant(force.decision_id)
+            if watched and not force.shadow and watched.state.phase is Phase.THINK:
+                watched.force = ORDER if force.reason == SOFT_CLOSE else RULES
+        for tr in tracker.by_id.values():
+            ids = [tr.cap.decision_id if tr.cap else 0, tr.ending.decision_id if tr.ending else 0]
+            self._own(tr, [*ids, tr.tier[0] if tr.tier else 0])
+        for decision_id, tr, *_ in self.engine.agent.directives.probes:
+            self._own(tr, [decision_id])
+        if message.HasField("plan") and message.plan.decision_id:
+            slots = made[self._session, message.plan.decision_id].slots
+            for slot, request_id in slots.items():
+                tr = tracker.by_slot.get(slot)
+                if tr is None or tr.rank == ranks[tr]:
+                    continue
+                here, known = tr.info.request_id, made[self._session, message.plan.decision_id].phases[slot]
+                assert here == request_id, f"the rank of {request_id} is given to {here}"
+                assert known == tr.state.phase, f"the rank of {here} is for its phase {known}, not {tr.state.phase}"
+
+    def _meant(self, decision_id: int) -> Watched | None:
+        made = self.invariants.made.get((self._session, decision_id))
+        assert made is not None, f"the agent is told of decision {decision_id}, which nobody made on this stream"
+        alive = made.request_id in self.engine.agent.tracker.by_id
+        return self.requests[made.request_id] if alive else None
+
+    def _own(self, tr: Any, ids: list[int]) -> None:
+        for decision_id in filter(None, ids):
+            meant = self.invariants.made[self._session, decision_id].request_id
+            here = tr.info.request_id
+            assert meant == here, f"decision {decision_id} was made for {meant} and is applied to {here}"
+
+    def _forget_forces(self, parts: int) -> None:
+        for watched in self.requests.values():
+            watched.force &= ~parts
+
+    # ------------------------------------------------------------------------------------------------ what is sampled
+
+    def before_masks(self) -> None:
+        """The step's masks are about to be made, with what the agent knows now."""
+        agent = self.engine.agent
+        if agent is None:
+            return
+        for tr in agent.tracker.by_id.values():
+            watched = self.requests[tr.info.request_id]
+            if not watched.known:
+                self._adopted(watched, tr)
+            watched.unsure = watched.unsure or watched.markers != agent.tracker.markers
+            watched.limits = watched.limits[1], watched.limit()
+
+    def _adopted(self, watched: Watched, tr: Any) -> None:
+        """An agent that has come back has read the request again, and knows of it what is known here."""
+        watched.known, watched.default_cap, watched.limits = True, self._default_cap(), (NO_LIMIT, NO_LIMIT)
+        ours, read = watched.state, tr.state
+        if not watched.unsure and watched.markers == self.engine.agent.tracker.markers:
+            told = [(s.phase, s.think_tokens, s.output_tokens) for s in (ours, read)]
+            assert told[0] == told[1] or self.engine.shape.is_async, f"{tr.info.request_id} was read as {told[1]}"
+
+    def on_token(self, request_id: str, token: int, forced: bool) -> None:
+        watched = self.requests.get(request_id)
+        if watched is None:
+            assert not forced
+            return
+        if self.engine.agent is None:
+            watched.forget()
+        if not watched.known:
+            assert not forced, f"{request_id} is forced by an agent that does not know it"
+            watched.state.feed(token, watched.markers)
+            return
+        state, now = watched.state, watched.limit()
+        self.forced_tokens += forced
+        if watched.unsure or self.engine.agent.tracker.markers != watched.markers:
+            watched.unsure = True
+            return
+        if watched.step != (step := len(self.engine.schedule)):
+            watched.step, watched.began_before, watched.began = step, watched.began, False
+        # With asynchronous scheduling a mask is made a step ahead, and drafts that only workers know are.
+        late = watched.limits if self.engine.shape.is_async or self.engine.shape.hidden else (now,)
+        at = state.think_tokens if state.phase is Phase.THINK else -1
+        if self.engine.agent.frozen:
+            # An ending that is half written is left as it is; caps hold again afterwards.
+            assert not forced, f"{request_id} is forced while frozen"
+            watched.ending_left = watched.force = 0
+        elif watched.ending_left:
+            assert forced, f"the ending of {request_id} is broken off"
+            watched.ending_left -= 1
+        elif forced:
+            by_cap = at >= min(now, *late)
+            assert at >= 0, f"{request_id} is forced outside thinking"
+            assert by_cap or watched.force, f"thinking of {request_id} is ended at {at} tokens for no reason"
+            watched.ending_left = len(state.ending(watched.markers)) - 1
+            watched.force = 0
+        else:
+            limit = max(now, *late)
+            # There a mask can also not know yet that thinking began in the step before, nor where only the worker knows
+            # the drafts that it begins among them.
+            shape = self.engine.shape
+            began = (shape.is_async and watched.began_before) or (shape.hidden and watched.began)
+            assert at < limit or began, f"{request_id} thinks on at {at} tokens, past its cap of {limit}"
+        before = state.phase
+        state.feed(token, watched.markers)
+        watched.began = watched.began or (before is not Phase.THINK and state.phase is Phase.THINK)
+        if state.phase is not Phase.THINK:
+            watched.force = 0
+
+    # --------------------------------------------------------------------------------------------------- every step
+
+    def after_step(self) -> None:
+        engine, link = self.engine, self.link
+        agent = engine.agent
+        if link is None:
+            return
+        fault = engine.scheduler._guard.fault
+        assert not fault or self.may_fail, f"the guard has tripped: {fault}"
+        if agent is None:
+            for watched in self.requests.values():
+                watched.forget()
+            return
+        assert link.revision >= self.revision, f"revision goes from {self.revision} to {link.revision}"
+        self.revision = link.revision
+        self._after_lease(agent)
+        for tr in agent.tracker.by_id.values():
+            waits = tr.ref.status.name == "PREEMPTED"
+            assert tr.preempted or not waits, f"{tr.info.request_id} is preempted, and the agent does not know"
+        if not engine.shape.is_async:
+            self._nobody_starves(agent)
+        if self._steps is not None:
+            self._steps.after_step()
+
+    def _after_lease(self, agent: Any) -> None:
+        """What a lease that is over ended is gone; caps only where the policy gave them a lease of their own."""
+        lapsed, plan = agent._lapsed, agent.directives.plan
+        self._forget_forces(lapsed)
+        if lapsed & CAPS:
+            for watched in self.requests.values():
+                watched.cap = watched.default_cap = None
+        if lapsed & RULES:
+            assert not agent.directives.probes, "probes wait past the lease"
+        if lapsed & ORDER:
+            assert plan is None or plan.stock, "a plan holds past the lease"
+            assert all(tr.rank is None for tr in agent.tracker.by_id.values()), "a rank holds past the lease"
+        if lapsed & MEMORY:
+            assert plan is None or not plan.hold_admission, "admission is held past the lease"
+
+    def _nobody_starves(self, agent: Any) -> None:
+        scheduled = self.engine.schedule[-1]
+        plan = agent.directives.plan
+        bound = plan.max_skip_steps if plan is not None and not plan.shadow and not plan.stock else 0
+        for request in self.engine.scheduler.running:
+            watched, tr = self.requests.get(request.request_id), agent.tracker.by_id.get(request.request_id)
+            if watched is None or tr is None:
+                continue
+            if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.probing.held:
+                watched.skipped = watched.may_skip = 0
+                continue
+            watched.skipped, watched.may_skip = watched.skipped + 1, max(bound, watched.may_skip)
+            assert watched.skipped <= watched.may_skip + 1, (
+                f"{request.request_id} is left out {watched.skipped} times in a row, {watched.may_skip} are allowed"
+            )
+
+    # -------------------------------------------------------------------------------------------------- at quiet times
+
+    def sides_agree(self, session: Session) -> None:
+        """Nothing is under way: the control plane's table is the agent's, and so are the decisions that wait."""
+        tracker = self.engine.agent.tracker
+        if tracker.record != StepRecord():
+            return
+        table = session.table
+        theirs = {
+            info.request_id: (
+                slot,
+                Phase(int(table.phase[slot])).name,
+                int(table.think_tokens[slot]),
+                int(table.output_tokens[slot]),
+                bool(table.preempted[slot]),
+            )
+            for slot, info in table.requests()
+        }
+        ours = {
+            r: (tr.slot, tr.state.phase.name, tr.state.think_tokens, tr.state.output_tokens, tr.preempted)
+            for r, tr in tracker.by_id.items()
+        }
+        assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
+        assert self.link is not None
+        if not self.link.inbox.messages:
+            told, kept = set(session.open_decisions), self._kept_decisions()
+            assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"
+
+    def _kept_decisions(self) -> set[int]:
+        """Those that still owe their outcome."""
+        agent = self.engine.agent
+        plan, placed = agent.directives.plan, agent.probing.placed.values()
+        kept = {p.decision_id for p in placed} | {decision_id for decision_id, *_ in agent.directives.probes}
+        if plan is not None and not plan.reported:
+            kept.add(plan.decision_id)
+        for tr in agent.tracker.by_id.values():
+            if tr.cap is not None and not tr.cap.reported:
+                kept.add(tr.cap.decision_id)
+            if tr.ending is not None:
+                kept.add(tr.ending.decision_id)
+            if tr.tier is not None:
+                kept.add(tr.tier[0])
+        # What the agent does on its own account, or for a stream that is no more.
+        return kept - {0}
+
+    def nothing_left(self) -> None:
+        """All requests are done: neither the agent nor the scheduler keeps anything of them."""
+        agent, scheduler = self.engine.agent, self.engine.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are lost"
+        left = [*scheduler.requests, *scheduler.running, *scheduler.waiting]
+        assert not left, f"left in the scheduler: {left}"
+        assert self.engine.limits() == self._limits, "the scheduler's own limits are changed"
+        missing = set(self.requests) - set(self.engine.finished)
+        assert not missing, f"requests never end: {missing}"
+        if agent is None:
+            return
+        tracker, directives = agent.tracker, agent.directives
+        probing = agent.probing
+        kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held)
+        assert not any(kept), f"left behind: {kept}"
+        assert not directives.probes
+        assert (tracker.thinking, tracker.answering) == (0, 0)
