@@ -70,7 +70,7 @@ class Shape:
             # Room for the longest request, and often for little more.
             blocks=rng.choice((24, 30, 64, 200)),
             batch_tokens=rng.choice((32, 128, 512)),
-            policy="priority" if rng.random() < 0.15 else "fcfs",
+            policy="priority" if rng.random() < 0.25 else "fcfs",
         )
 
 
@@ -199,7 +199,8 @@ def _hasher() -> Any:
 class Engine:
     """One start of an engine process. `on_token` hears of every sampled token: request, token, whether it was forced.
 
-    is_governed: False for stock vLLM. between: called while the model runs.
+    is_governed: False for stock vLLM. In a step `between` is called while the model runs, `sampling` once the masks are
+    made.
     """
 
     def __init__(self, shape: Shape, on_token: Callable[[str, int, bool], None], is_governed: bool = True) -> None:
@@ -215,9 +216,11 @@ class Engine:
         self.finished: dict[str, str] = {}
         # What each step scheduled, probes left out.
         self.schedule: list[dict[str, int]] = []
-        # Of the newest step, probes included.
+        # Of the newest step: tokens, those of probes included, and its probes.
         self.scheduled_tokens = 0
+        self.probes: set[str] = set()
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._sampling: Callable[[], None] = lambda: None
 
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
         self.model.open(request_id, prompt, script)
@@ -247,7 +250,8 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.scheduler.has_requests() or self._queue)
 
-    def step(self, between: Callable[[], None]) -> None:
+    def step(self, between: Callable[[], None], sampling: Callable[[], None]) -> None:
+        self._sampling = sampling
         if self.shape.is_async:
             self._step_async(between)
         else:
@@ -288,10 +292,12 @@ class Engine:
     def _schedule(self) -> Any:
         output = self.scheduler.schedule()
         self.scheduled_tokens = output.total_num_scheduled_tokens
+        self.probes = {r for r in output.num_scheduled_tokens if r.startswith(PREFIX)}
         self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not r.startswith(PREFIX)})
         return output
 
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
+        self._sampling()
         for group in self.scheduler.update_from_output(output, result).values():
             for out in group.outputs:
                 assert not out.request_id.startswith(PREFIX), "a probe's output reaches the clients"

@@ -94,7 +94,7 @@ class SteppedLink(Link):
         self._network = network
         self.stream: Stream | None = None
         self.session_id = ""
-        self.stalled_until_s = self._retry_s = 0.0
+        self.stalled_until_s = self.mute_until_s = self._retry_s = 0.0
         self._heard = False
         self._first_waits_s: float | None = None
         self._messages: Any = None
@@ -181,6 +181,8 @@ class SteppedLink(Link):
     def _say(self, now: float) -> None:
         """Records wait for others of their interval, but not for long."""
         assert self.stream is not None
+        if now < self.mute_until_s:
+            return
         if not self.outbox.ring.qsize() and not self._holds():
             self._first_waits_s = None
             return

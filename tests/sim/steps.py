@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.directives import ORDER
 from meridian_agent.phases import Phase
 from meridian_agent.probes import PREFIX
 from meridian_agent.tracker import PHASE_RANK
@@ -27,6 +28,8 @@ class Prepared:
     """What the coming step may do at most."""
 
     running: set[str]
+    # Probes that have just been placed.
+    probes: set[str] = field(default_factory=set)
     # Sequences of the phase that is left out, and how many of them may join.
     shared: set[str] = field(default_factory=set)
     may_join: int = 0
@@ -45,6 +48,8 @@ class Steps:
         self._scheduler, self._agent = engine.scheduler, agent
         self._prepared: Prepared | None = None
         self._held: dict[Any, tuple[float, float]] = {}
+        # The running list is in an order of the plan's.
+        self._is_ordered = False
         self._before, self._evict = self._agent.before_schedule, self._scheduler.kv_cache_manager.evict_blocks
         self._agent.before_schedule = self._watched_before
         self._scheduler.kv_cache_manager.evict_blocks = self._watched_evict
@@ -52,10 +57,13 @@ class Steps:
     def _watched_before(self, scheduler: Any) -> Any:
         placed = set(self._agent.probing.placed)
         skipped = {name: tr.skipped_steps for name, tr in self._agent.tracker.by_id.items()}
+        running = self._running()
         limits = self._before(scheduler)
-        self._prepared = Prepared({r.request_id for r in scheduler.running})
+        self._check_disorder(running)
+        newly_placed = set(self._agent.probing.placed) - placed
+        self._prepared = Prepared({r.request_id for r in scheduler.running}, newly_placed)
         self._check_held()
-        self._check_places(set(self._agent.probing.placed) - placed)
+        self._check_places(newly_placed)
         plan = self._agent.directives.plan
         if plan is not None and not self._agent.frozen:
             self._prepare(plan, self._prepared, skipped)
@@ -91,6 +99,26 @@ class Steps:
         prepared.shared = {tr.info.request_id for tr in sequences}
         prepared.may_join = per_step + sum(skipped.get(name, 0) >= max_skip_steps for name in prepared.shared)
 
+    def _running(self) -> list[str]:
+        """Requests that run, in vLLM's order, without probes."""
+        return [r.request_id for r in self._scheduler.running if not r.request_id.startswith(PREFIX)]
+
+    def _check_disorder(self, before: list[str]) -> None:
+        """Where no order is in force, the list is as vLLM has left it; once one ends, as the requests came.
+
+        A plan that leaves the order to vLLM from now on does not put back what an older one has done.
+        """
+        agent = self._agent
+        plan, after = agent.directives.plan, self._running()
+        if agent.frozen or agent._lapsed & ORDER:
+            came = [name for name in self._scheduler.requests if name in after]
+            wanted, self._is_ordered = came if self._is_ordered else before, False
+            assert after == wanted, f"{after} run in this order without one in force, not {wanted}"
+        elif plan is None or plan.shadow or plan.stock:
+            assert after == before, f"{before} are put into the order {after} by nobody"
+        else:
+            self._is_ordered = True
+
     def _check_order(self) -> None:
         """Under asynchronous scheduling a prompt is done a step before its first token says so."""
         if self._agent.is_async:
@@ -119,6 +147,12 @@ class Steps:
         left = scheduler.max_num_running_reqs - len(scheduler.running) - waiting
         assert not newly_placed or left > 0, "a probe takes the last place"
 
+    def _check_probes(self, prepared: Prepared) -> None:
+        """A request sits out for its probe, so that has to be in the step; in one that preempts nothing new is."""
+        preempted = any(r.request_id in prepared.running for r in self._scheduler.waiting)
+        late = prepared.probes - self._engine.probes
+        assert not late or preempted, f"{sorted(late)} were placed in a step without room for them"
+
     def _watched_evict(self, block_ids: set[int]) -> Any:
         pool = self._scheduler.kv_cache_manager.block_pool.blocks
         shared = [b for b in block_ids if pool[b].ref_cnt > 1]
@@ -129,6 +163,10 @@ class Steps:
         """vLLM has made the step."""
         prepared, self._prepared = self._prepared, None
         agent, scheduler = self._agent, self._scheduler
+        for request in [*scheduler.waiting, *(scheduler.running if agent.frozen else ())]:
+            assert request.priority == int(request.priority), f"{request.request_id} keeps a rank in its priority"
+        if prepared is not None:
+            self._check_probes(prepared)
         if prepared is None or agent.is_async:
             return
         scheduled = self._engine.schedule[-1]
@@ -145,5 +183,3 @@ class Steps:
             answers = prepared.admitted - prepared.running
             held = came <= answers if prepared.are_first else len(came) <= len(answers)
             assert held, f"{sorted(came)} come in while admission is held"
-        for request in [*scheduler.waiting, *(scheduler.running if agent.frozen else ())]:
-            assert request.priority == int(request.priority), f"{request.request_id} keeps a rank in its priority"

@@ -46,7 +46,7 @@ def served(patch: pytest.MonkeyPatch, injected: Injected | None) -> tuple[Any, l
     for seed in range(3):
         engine.open(f"r{seed}", [start], Script(seed, 10, 10, restless=False), {})
     while engine.busy():
-        engine.step(lambda: None)
+        engine.step(lambda: None, lambda: None)
     return (engine.model.tokens, engine.finished, engine.schedule), absent
 
 

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
 # Small enough that rings and queues fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (
-    (outbox_module, "RING_RECORDS", 12),
     (inbox_module, "INBOX_MESSAGES", 24),
-    (outbox_module, "MERGE_RECORDS", 6),
+    (outbox_module, "MERGE_RECORDS", 4),
     (fleet_module, "QUEUE_MESSAGES", 16),
     (dispatch, "WARM_STEPS", 4),
 )
@@ -130,7 +129,7 @@ class Plant:
         if not self.engine.busy():
             return
         steps = len(self.engine.schedule)
-        self.engine.step(self._between)
+        self.engine.step(self._between, self._sampling)
         if len(self.engine.schedule) > steps:
             self.books.after_step()
 
@@ -142,6 +141,12 @@ class Plant:
             if self.world.rng.random() < 0.3:
                 self.world.network.tick()
         self.books.before_masks()
+
+    def _sampling(self) -> None:
+        """Messages arrive when the masks have been made."""
+        if self.world.governed and self.world.rng.random() < 0.2:
+            self.world.timeline.advance(self.world.step_ms / 5e3)
+            self.world.network.tick()
 
 
 class World:
@@ -161,6 +166,8 @@ class World:
         self.harshness = kinds.choice((0.0, 0.05, 0.15, 0.4))
         self.step_ms = kinds.choice((1.0, 5.0, 30.0))
         self.ticks = min(kinds.choice((20, 40, 80)), options.ticks)
+        # The smallest are full before a report interval is over.
+        self.ring_records = kinds.choice((2, 3, 12, 12))
         self.patches()
         self.tick = 0
         self.revision = 0
@@ -185,7 +192,7 @@ class World:
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)
         self.patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128), version=4))
-        for module, name, value in LIMITS:
+        for module, name, value in (*LIMITS, (outbox_module, "RING_RECORDS", self.ring_records)):
             self.patch.setattr(module, name, value)
         self.injected, self.was_raised, self.last = None, False, False
         if self.governed and self.options.fault is not None:
@@ -306,7 +313,7 @@ class World:
         if chance < 0.7:
             return {}
         if chance < 0.8:
-            return {"m": {"closing_text": "Wait ."}}
+            return {"m": {"closing_text": " ".join(["Wait ."] * rng.choice((1, 1, 6)))}}
         if chance < 0.85:
             return {"m": {"think_end_token_ids": [1 << 20]}}
         if chance < 0.9:
@@ -356,8 +363,16 @@ class World:
         self.network.latency_ms = rng.choice((0.0, 1.0, 10.0, 100.0, 1000.0))
 
     def fault_link_stalls(self, rng: random.Random) -> None:
+        """So long that a ring fills up, often. Or nothing can be sent, while what is said to the agent arrives. Now and
+        then the stream is over before the link goes on."""
         for link in self.network.links:
-            link.stalled_until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0))
+            until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0, self.step_ms / 25, self.step_ms / 50))
+            if rng.random() < 0.5:
+                link.mute_until_s = until_s
+            else:
+                link.stalled_until_s = until_s
+            if rng.random() < 0.2 and link.stream is not None:
+                link.stream.break_off(0.0, rng.choice((None, 1.0)))
 
     def fault_time_passes(self, rng: random.Random) -> None:
         """Nothing runs for a while; past a lease, perhaps. Or engines alone stand still: what they are told arrives,
