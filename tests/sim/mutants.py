@@ -1,4 +1,8 @@
-"""What the product must not do, as patches of its source: each is a bug that the simulator has to notice."""
+"""What the product must not do, as patches of its source: each is a bug that the simulator has to notice.
+
+Some are bugs that it once had. What cannot happen in the simulator is not here: that a tier's outcome is lost when its
+request is aborted, for one, takes a KV connector that keeps the blocks (`tests/unit/test_directives.py` has it).
+"""
 
 from __future__ import annotations
 
@@ -60,12 +64,6 @@ MUTANTS: tuple[Mutant, ...] = (
         DIRECTIVES,
         "            self.report(self.plan.decision_id, Outcome.SUPERSEDED)\n",
         "            pass\n",
-    ),
-    Mutant(
-        "no outcome for a tier at an abort",
-        DIRECTIVES,
-        "            self.report(tr.tier[0], Outcome.REQUEST_GONE)\n",
-        "",
     ),
     Mutant(
         "no outcome for caps at a freeze",
@@ -288,6 +286,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "        left = tr.ending.tokens[-1:]",
     ),
     Mutant(
+        "an ending in a mask not begun",
+        DIRECTIVES,
+        "(tr.ending.position > 0 or bool(tr.expected))",
+        "tr.ending.position > 0",
+    ),
+    Mutant(
         "caps gone with the stream",
         DIRECTIVES,
         "                tr.cap.decision_id, tr.cap.reported = 0, True\n",
@@ -348,7 +352,31 @@ MUTANTS: tuple[Mutant, ...] = (
         "            request.priority = math.floor(request.priority)\n\n",
         "            pass\n\n",
     ),
+    Mutant(
+        "a prompt that is done stays last",
+        QUEUES,
+        "(tracker.reorder or self._prompts_last or running",
+        "(tracker.reorder or running",
+    ),
+    Mutant(
+        "answers resumed in pieces counted twice",
+        QUEUES,
+        "        return [request for request in found if hooks.waits_preempted(request)]",
+        "        return found",
+    ),
+    Mutant(
+        "waits for a step before the first",
+        AGENT,
+        "        if due and not (self.frozen or self._settled()) and self.masks",
+        "        if due and not self.frozen and self.masks",
+    ),
     # Probes and blocks.
+    Mutant(
+        "a probe beside a prompt in pieces",
+        PROBING,
+        "        is_crowded = any(request.is_prefill_chunk for request in scheduler.running)\n",
+        "        is_crowded = False\n",
+    ),
     Mutant(
         "a probe takes the last place",
         "meridian_agent/probes.py",

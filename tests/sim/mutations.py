@@ -1,7 +1,8 @@
 """`python -m tests.sim.mutations`: breaks the product on purpose and says after how many seeds the simulator notices.
 
-Each mutation is a patch of one source file in a copy of the tree. `--in NAME COMMAND…` runs a command in such a copy
-instead, for example a soak. Exit code 1 when a mutation survives, or no longer fits the source.
+Each mutation is a patch of one source file in a copy of the tree. `--write` puts what came out into the table of
+tests/README.md. `--in NAME COMMAND…` runs a command in such a copy instead, for example a soak. Exit code 1 when a
+mutation survives, or no longer fits the source.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meridian_agent", "meridian_control")
+README = ROOT / "tests" / "README.md"
+BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
+HEAD = "| mutation | seeds | what said so |\n|---|---|---|\n"
+SAID = 110
 
 
 @contextmanager
@@ -70,21 +75,35 @@ def hunt(mutant: Mutant, seeds: range, seconds: float) -> tuple[int, str]:
         return -1, str(error)
 
 
-def survivors(mutants: list[Mutant], seeds: range, seconds: float, jobs: int) -> int:
-    """Hunt them all, printing a table; returns how many survive or do not fit."""
+def hunts(mutants: list[Mutant], seeds: range, seconds: float, jobs: int) -> dict[str, tuple[int, str]]:
+    """Hunt them all, printing what comes out: by name as `hunt` returns it."""
     # What takes long to import is not ours: each process has it from this one.
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.structured_output  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs  # noqa: F401
 
-    left = 0
+    found = {}
     with get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        found = pool.imap(partial(hunt, seeds=seeds, seconds=seconds), mutants)
-        for mutant, (done, reason) in zip(mutants, found, strict=True):
-            left += not reason or done < 0
-            verdict = "does not fit" if done < 0 else f"{done:5} seeds" if reason else f"SURVIVES {done} seeds"
-            print(f"{mutant.name:34} {verdict:20} {' '.join(reason.split())[:110]}", flush=True)
-    return left
+        results = pool.imap(partial(hunt, seeds=seeds, seconds=seconds), mutants)
+        for mutant, (done, reason) in zip(mutants, results, strict=True):
+            found[mutant.name] = done, " ".join(reason.split())[:SAID]
+            print(f"{mutant.name:40} {verdict(*found[mutant.name]):18} {found[mutant.name][1]}", flush=True)
+    return found
+
+
+def verdict(done: int, reason: str) -> str:
+    return "does not fit" if done < 0 else f"{done}" if reason else f"survives {done}"
+
+
+def write(found: dict[str, tuple[int, str]]) -> None:
+    """The table of the README, with new rows for these mutations; those of others stay."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines()[2:]}
+    for name, (done, reason) in found.items():
+        rows[name] = f"| {name} | {verdict(done, reason)} | {reason.replace('|', '/')} |"
+    kept = "".join(f"{rows[mutant.name]}\n" for mutant in MUTANTS if mutant.name in rows)
+    README.write_text(f"{before}{BEGIN}{HEAD}{kept}{END}{after}")
 
 
 def main() -> int:
@@ -93,6 +112,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:3000", help="FIRST:END")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each mutation, at most")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--write", action="store_true", help="put it into the README's table")
     parser.add_argument("--in", dest="inside", nargs=argparse.REMAINDER, help="run COMMAND… in the tree of NAME")
     arguments = parser.parse_args()
     if arguments.inside:
@@ -103,9 +123,12 @@ def main() -> int:
             return subprocess.call(command, cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     chosen = [one for one in MUTANTS if not arguments.names or one.name in arguments.names]
     first, _, end = arguments.seeds.partition(":")
-    left = survivors(chosen, range(int(first), int(end)), arguments.seconds, arguments.jobs)
-    print(f"{len(chosen) - left} of {len(chosen)} are noticed")
-    return 1 if left else 0
+    found = hunts(chosen, range(int(first), int(end)), arguments.seconds, arguments.jobs)
+    if arguments.write:
+        write(found)
+    noticed = sum(done > 0 and reason != "" for done, reason in found.values())
+    print(f"{noticed} of {len(chosen)} are noticed")
+    return 1 if noticed < len(chosen) else 0
 
 
 if __name__ == "__main__":
