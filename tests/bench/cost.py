@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 STEP_MS = 10.0
-PAIRS, THROUGHPUT_PAIRS = 3, 12
+PAIRS, ROUNDS = 3, 12
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
@@ -63,18 +63,18 @@ def hook_table(rows: Sequence[Row]) -> list[str]:
 
 
 def throughput_table(found: Throughput) -> list[str]:
-    """Both arms: tokens per second, and who used how much of the processors."""
+    """All arms: tokens per second, the ratio to stock, and who used how much of the processors."""
     names = list(found.cpu_us["governed"])
-    head = "| | tokens per second | " + " | ".join(f"{name}, us per token" for name in names) + " |"
-    lines = [head, "|---" * (len(names) + 2) + "|"]
-    for arm, rate in (("stock", found.stock_tokens_per_s), ("governed", found.governed_tokens_per_s)):
-        used = " | ".join(f"{found.cpu_us[arm][name]:.0f}" for name in names)
-        lines.append(f"| {arm} | {rate:.0f} | {used} |")
+    head = ["", "tokens per second", "over stock, 95 % interval", *(f"{name}, us per token" for name in names)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for arm, rate in found.tokens_per_s.items():
+        ratio = found.ratio.get(arm)
+        over = f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f})" if ratio else "1"
+        lines.append(f"| {' | '.join([arm, f'{rate:.0f}', over, *(f'{found.cpu_us[arm][n]:.0f}' for n in names)])} |")
     return lines
 
 
 def report(rows: Sequence[Row], found: Throughput) -> str:
-    ratio = f"{found.ratio:.4f} (95 % interval {found.low:.4f} to {found.high:.4f}, {found.pairs} pairs of windows)"
     return "\n".join(
         [
             "# What the agent costs",
@@ -91,8 +91,8 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
             "",
             "## Throughput",
             "",
-            f"Governed over stock: {ratio}; steps of {found.step_ms:.1f} ms; other programs used "
-            f"{found.others_cores:.2f} cores.",
+            f"{found.rounds} rounds; steps of {found.step_ms:.1f} ms; others used {found.others_cores:.2f} cores; "
+            f"`merged`: `telemetry.report_interval_steps = {cost_throughput.MERGED_STEPS}`.",
             "",
             *throughput_table(found),
             "",
@@ -103,7 +103,7 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.cost", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of windows per batch size")
-    parser.add_argument("--throughput-pairs", type=int, default=THROUGHPUT_PAIRS, help="pairs of windows of throughput")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="windows of each arm of throughput")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="running requests")
     parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
     return parser.parse_args()
@@ -114,7 +114,7 @@ def run() -> None:
     options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-cost-"))
     # vLLM loads its plugins once in a process, and stock's engine would have it load none of ours.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        found = apart.submit(cost_throughput.measure, folder / "throughput", options.throughput_pairs).result()
+        found = apart.submit(cost_throughput.measure, folder / "throughput", options.rounds).result()
     (folder / "steps").mkdir()
     steps = Steps(folder / "steps", STEP_MS)
     try:

@@ -1,6 +1,6 @@
 """What the agent takes of an engine's throughput, and what each process used: stock and governed vLLM side by side.
 
-Owns two engines, of which one at a time has work, the windows and their pairs. Protocol: tests/bench/README.md.
+Owns two engines, of which one at a time has work, the windows and their rounds. Protocol: tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ import numpy as np
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.machine import TICKS_PER_S, Others, ticks_of
-from tests.bench.results import geometric
+from tests.bench.results import Interval, geometric
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCKS = 1024
-# In a window each place is taken about twice; its last steps, when places fall empty, are the same in both arms.
+# In a window each place is taken about twice; its last steps, when places fall empty, are the same in all arms.
 REQUESTS = 2 * PLACES
 # vLLM's workers look for work without a pause for a second after the last.
 SPIN_S = 1.2
 # Nobody is left out, nothing is held back, no rule ends thinking; all else is on as it comes.
 NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
+# Steps of text that one report tells of in the third arm.
+MERGED_STEPS = 8
+POLICIES = {
+    "stock": {},
+    "governed": NEUTRAL,
+    "merged": NEUTRAL | {"telemetry": {"report_interval_steps": MERGED_STEPS}},
+}
+ARMS = tuple(POLICIES)
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 
 
@@ -47,63 +55,64 @@ class Window:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The governed engine against stock. ratio: geometric mean over the pairs of windows, with a bootstrap interval.
+    """The governed engine against stock, by arm: with a report for each step, and with `MERGED_STEPS` of text in one.
 
-    cpu_us: processor microseconds per generated token, by arm and process.
+    rounds: windows of each arm. ratio: geometric mean over the rounds, with a bootstrap interval. cpu_us: processor
+    microseconds per generated token, by arm and process. ratios: of each round.
     """
 
-    pairs: int
-    ratio: float
-    low: float
-    high: float
-    stock_tokens_per_s: float
-    governed_tokens_per_s: float
+    rounds: int
+    ratio: dict[str, Interval]
+    tokens_per_s: dict[str, float]
     step_ms: float
     cpu_us: dict[str, dict[str, float]]
     others_cores: float
-    ratios: list[float]
+    ratios: dict[str, list[float]]
 
 
-def measure(folder: Path, pairs: int) -> Throughput:
+def measure(folder: Path, rounds: int) -> Throughput:
     """Raises BenchError."""
-    return asyncio.run(_measure(folder, pairs))
+    return asyncio.run(_measure(folder, rounds))
 
 
-async def _measure(folder: Path, pairs: int) -> Throughput:
+async def _measure(folder: Path, rounds: int) -> Throughput:
     model = random_model.make(folder / "model")
     setups = {name: Setup(model, BLOCKS, governed=name == "governed") for name in ("stock", "governed")}
     with contextlib.ExitStack() as stack:
-        arms = {name: stack.enter_context(_arm(setup, folder / name)) for name, setup in setups.items()}
+        engines = {name: stack.enter_context(_engine(setup, folder / name)) for name, setup in setups.items()}
         found: list[dict[str, Window]] = []
-        for pair in range(pairs + 1):
-            order = ("stock", "governed") if pair % 2 else ("governed", "stock")
-            found.append({name: await arms[name].window(pair) for name in order})
+        for seed in range(rounds + 1):
+            turned = seed % len(ARMS)
+            order = (ARMS[turned:] + ARMS[:turned])[:: 1 if seed % 2 else -1]
+            found.append(
+                {arm: await engines.get(arm, engines["governed"]).window(POLICIES[arm], seed) for arm in order}
+            )
     return summary(found[1:])
 
 
 @contextlib.contextmanager
-def _arm(setup: Setup, folder: Path) -> Iterator[Arm]:
+def _engine(setup: Setup, folder: Path) -> Iterator[Measured]:
     before = _named()
     engine = StreamedEngine(setup, folder)
     try:
         processes = {pid: name for pid, name in _named().items() if pid not in before}
         if engine.control is not None:
             processes[engine.control.process.popen.pid] = "control plane"
-        yield Arm(engine, processes)
+        yield Measured(engine, processes)
     finally:
         engine.close()
 
 
-class Arm:
+class Measured:
     """One engine and its processes."""
 
     def __init__(self, engine: StreamedEngine, processes: dict[int, str]) -> None:
         self._engine, self._processes = engine, processes
 
-    async def window(self, seed: int) -> Window:
-        """The same requests in both arms, a new one whenever one is done."""
+    async def window(self, policy: dict[str, Any], seed: int) -> Window:
+        """The same requests in all arms of a round, a new one whenever one is done."""
         engine = self._engine
-        await engine.begin(NEUTRAL)
+        await engine.begin(policy)
         await asyncio.sleep(SPIN_S)
         before, own_s, others = self._ticks(), time.process_time(), Others()
         waiting, began_s = iter(load.requests(seed, REQUESTS)), time.perf_counter()
@@ -148,26 +157,22 @@ def _descends(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def summary(pairs: list[dict[str, Window]]) -> Throughput:
-    """What the pairs of windows come to."""
-    ratios = [pair["governed"].tokens_per_s / pair["stock"].tokens_per_s for pair in pairs]
-    ratio = geometric(ratios)
+def summary(rounds: list[dict[str, Window]]) -> Throughput:
+    """What the rounds come to."""
 
     def of(arm: str, name: str) -> float:
-        return float(np.median([getattr(pair[arm], name) for pair in pairs]))
+        return float(np.median([getattr(found[arm], name) for found in rounds]))
 
     def cpu_us(arm: str, process: str) -> float:
-        return float(np.median([pair[arm].cpu_s[process] / pair[arm].tokens for pair in pairs])) * 1e6
+        return float(np.median([found[arm].cpu_s[process] / found[arm].tokens for found in rounds])) * 1e6
 
+    ratios = {arm: [found[arm].tokens_per_s / found["stock"].tokens_per_s for found in rounds] for arm in ARMS[1:]}
     return Throughput(
-        pairs=len(pairs),
-        ratio=ratio.value,
-        low=ratio.low,
-        high=ratio.high,
-        stock_tokens_per_s=of("stock", "tokens_per_s"),
-        governed_tokens_per_s=of("governed", "tokens_per_s"),
+        rounds=len(rounds),
+        ratio={arm: geometric(values) for arm, values in ratios.items()},
+        tokens_per_s={arm: of(arm, "tokens_per_s") for arm in ARMS},
         step_ms=of("stock", "step_ms"),
-        cpu_us={arm: {p: cpu_us(arm, p) for p in pairs[0][arm].cpu_s} for arm in ("stock", "governed")},
-        others_cores=max(of(arm, "others_cores") for arm in ("stock", "governed")),
+        cpu_us={arm: {p: cpu_us(arm, p) for p in rounds[0][arm].cpu_s} for arm in ARMS},
+        others_cores=max(of(arm, "others_cores") for arm in ARMS),
         ratios=ratios,
     )
