@@ -132,8 +132,9 @@ def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str])
     found = []
     if answer.finish not in ("stop", "length"):
         found.append(f"finish reason {answer.finish!r}")
-    if answer.tokens.count(END) > 1 and (ask.body["temperature"] == 0 or [END, END] in pairs(answer.tokens)):
-        # Drawn at random, the model itself writes another now and then; whether one was forced is told by the trace.
+    if answer.tokens.count(END) > 1 and (ask.known is not None or [END, END] in pairs(answer.tokens)):
+        # Where it was cut short on a path it was not taught, the model itself writes another now and then; that none is
+        # forced where nobody thinks is told by the trace.
         found.append(f"{answer.tokens.count(END)} end markers")
     if not 0 < len(answer.tokens) <= ask.body["max_tokens"]:
         found.append(f"{len(answer.tokens)} tokens")
@@ -143,7 +144,9 @@ def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str])
         plain = decode([token for token in tokens if token not in (START, END)])
         if MARKER.sub(" ", text).split() != plain.split():
             found.append(f"{name} is {text[-80:]!r}, its tokens say {plain[-80:]!r}")
-    if ask.choices and answer.finish == "stop" and answer.content.strip() not in ask.choices:
+    # Who stops in the midst of thinking gives no answer.
+    answers = END in answer.tokens or ask.mode == CLOSED
+    if ask.choices and answers and answer.finish == "stop" and answer.content.strip() not in ask.choices:
         found.append(f"{answer.content!r} is none of the choices")
     return found
 

@@ -112,7 +112,7 @@ class Load:
         warm_s, lasted = min(WARM_S, seconds / 3), self.samples[-1].at_s
         # Too short a time shows how a process warms up, not what it keeps.
         length_s = lasted if seconds >= 2 * WARM_S else 0.0
-        worst, found = watch.grown(self.samples, warm_s, length_s)
+        worst, found = watch.grown(self.samples, warm_s, length_s, self.clients.tally.tokens)
         growth = {
             name: {role: round(g, 2) for role, g in watch.growth(self.samples, name, warm_s, length_s).items()}
             for name in watch.LIMITS

@@ -136,7 +136,7 @@ def test_an_answer_that_is_as_it_should_be() -> None:
 def test_an_answer_that_is_not(spoil: Callable[[asks.Answer], object], what: str) -> None:
     given = answer(*STOCK)
     spoil(given)
-    assert any(what in found for found in asks.complaints(ask(), given, words))
+    assert any(what in found for found in asks.complaints(ask(known=0), given, words))
 
 
 def test_a_marker_drawn_in_the_midst_is_no_word() -> None:
@@ -148,6 +148,14 @@ def test_a_marker_drawn_in_the_midst_is_no_word() -> None:
 
 def test_an_answer_that_is_none_of_the_choices() -> None:
     assert "none of the choices" in asks.complaints(ask(choices=["20"]), answer(*STOCK), words)[-1]
+    assert not asks.complaints(ask(choices=["20"]), answer(7, 8, 9), words), "it stopped before it came to an answer"
+
+
+def test_another_end_marker_in_an_answer() -> None:
+    """Nothing is known of what stock vLLM would say there."""
+    apart, together = ([7, asks.END, 20, asks.END, 22], [7, asks.END, asks.END, 20, 22])
+    assert not asks.complaints(ask(), asks.Answer("test", apart, "7", "20 22", "stop"), words)
+    assert asks.complaints(ask(), asks.Answer("test", together, "7", "20 22", "stop"), words) == ["2 end markers"]
 
 
 @pytest.mark.parametrize(
@@ -183,14 +191,20 @@ def test_growth_is_seen_through_noise_and_restarts(mb_per_hour: float, grows: bo
         life, age = divmod(second, 600)
         mb = 100 + min(age, 60) + age * mb_per_hour / 3600 + rng.gauss(0, 2) + 200 * (rng.random() < 0.02)
         samples.append(Sample(second, watch.CONTROL, life, mb, 10, 20))
-    worst, found = watch.grown(samples, 100.0, 1200.0)
+    worst, found = watch.grown(samples, 100.0, 1200.0, 10**7)
     assert bool(found) == grows
     assert abs(worst - mb_per_hour / 3) < 5
 
 
 def test_a_process_that_gains_threads() -> None:
     samples = [Sample(second, watch.FRONT, 1, 100.0, 10 + second // 200, 20) for second in range(1200)]
-    assert ["threads" in found for found in watch.grown(samples, 100.0, 1200.0)[1]] == [True]
+    assert ["threads" in found for found in watch.grown(samples, 100.0, 1200.0, 0)[1]] == [True]
+
+
+@pytest.mark.parametrize(("tokens", "grows"), [(0, True), (10**6, False)])
+def test_what_stock_keeps_for_its_tokens_is_not_ours(tokens: int, grows: bool) -> None:
+    samples = [Sample(second, "worker", 1, 100.0 + second / 60, 10, 20) for second in range(1200)]
+    assert bool(watch.grown(samples, 100.0, 1200.0, tokens)[1]) == grows
 
 
 def test_a_decision_without_an_outcome_is_owed_in_the_end_only(tmp_path: Path) -> None:
