@@ -340,6 +340,9 @@ class EngineBooks:
         }
         assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
         assert self.link is not None
+        if not (self.engine.agent.frozen or self.link.frozen() or session.frozen):
+            waits = session.freezing.void and bool(table.live.any())
+            assert not waits, "the control plane waits for a snapshot that nobody sends"
         if not self.link.inbox.messages:
             told, kept = set(session.open_decisions), self._kept_decisions()
             assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"

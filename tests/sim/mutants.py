@@ -430,7 +430,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "decided by the policy before its ACK",
         SESSION,
         "        settings = self.delivery.offer(revision, policy)\n",
-        "        settings = self.delivery.offer(revision, policy)\n        self.policy = policy\n",
+        "        settings = self.delivery.offer(revision, policy)\n        self._groups.apply(revision, policy)\n",
     ),
     # The table.
     Mutant(

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from meridian.v1 import agent_pb2
+
 from meridian_control.policy import Policy
 from tests.sim.engine import Script, Shape, words
 from tests.sim.lines import broken, cases
@@ -105,6 +107,35 @@ def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
         plant.open("b", [text[0]] * 90 + [start, end], answering, {})
 
 
+def test_an_answer_that_is_resumed_in_pieces_leaves_no_place_for_a_stranger() -> None:
+    """While admission is held it counts once, as waiting or as running: its next token is steps away."""
+    start, end, _, text = words()
+    with started(Shape(places=8, blocks=200, batch_tokens=32)) as world:
+        (plant,) = world.plants
+        scheduler, answering = plant.engine.scheduler, Script(1, 1000, 1000, restless=False, max_tokens=40)
+        for name, tokens in (("a", 90), ("b", 1)):
+            plant.open(name, [*[text[0]] * tokens, start, end], answering, {})
+        with world.timeline.running():
+            for _ in range(12):
+                world.pass_time(0.01)
+            assert plant.link is not None
+            plant.link.stalled_until_s = world.timeline.now_s + 5
+            preempted = scheduler.requests["a"]
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids("a")
+            scheduler.kv_cache_manager.evict_blocks(set(blocks))
+            scheduler.running.remove(preempted)
+            scheduler._preempt_request(preempted, 0.0)
+            held = agent_pb2.DispatchPlan(hold_admission=True, stock=True)
+            plant.engine.agent.directives.accept(agent_pb2.Directives(plan=held))
+            plant.open("stranger", [text[1]], answering, {})
+            pieces = 0
+            while plant.engine.agent.tracker.by_id["a"].preempted:
+                world.pass_time(0.01)
+                pieces += 1
+                assert [r.request_id for r in scheduler.waiting] == ["stranger"]
+        assert pieces > 2
+
+
 def test_a_probe_waits_for_a_prompt_in_pieces() -> None:
     """The prompt takes what a step has left: the request would be held for a probe that finds no room."""
     start, _, _, text = words()
@@ -129,7 +160,8 @@ def test_a_probe_waits_for_a_prompt_in_pieces() -> None:
 
 
 def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
-    """Nothing comes after the report that was dropped: the outcomes in it and the ends of requests were never told."""
+    """Nothing comes after the report that was dropped: the outcomes in it and the ends of requests were never told.
+    The stream begins anew, and on that they are void."""
     start, *_ = words()
     with started(Shape(places=8, blocks=200)) as world:
         (plant,) = world.plants
@@ -144,6 +176,10 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
             while plant.engine.busy():
                 world.pass_time(0.01)
             assert plant.link.outbox.reports_dropped
+            assert plant.link.outbox._kept_outcomes
+            while plant.link.stream is None or not plant.link.quiet():
+                world.pass_time(0.5)
+            plant.open("later", [start], Script(9, 5, 5, restless=False), {})
 
 
 # -------------------------------------------------------------------------------------------------- faults of the agent
