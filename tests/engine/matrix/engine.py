@@ -92,6 +92,7 @@ class Engine:
         names = [f"paced{i}" for i in range(len(asks))]
         run = self.run(dict(zip(names, asks, strict=True)))
         run.until(pause_s=0.0 if self.slow else 0.003)
+        self.drain()
         return [run.tokens[name] for name in names]
 
     def observe(self, asks: list[Ask]) -> tuple[list[list[Answer]], list[Observed]]:
