@@ -113,6 +113,9 @@ class Agent:
             if one.settings is not None:
                 self.put_in_force(one.settings, one.markers)
         lapsed, frozen = self.link.lapsed(), self.link.frozen()
+        if not (frozen or self.frozen) and any(one.status.freeze_status.frozen for one in taken):
+            # Over before a step saw it: for the control plane all that was decided is void until it is told anew.
+            self._suspend(scheduler, lapsed, True)
         if taken or lapsed != self._lapsed or frozen != self.frozen:
             self._suspend(scheduler, lapsed, frozen)
         for one in taken:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meridian.v1 import agent_pb2
+
 from meridian_control.delivery import model_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from meridian.v1 import agent_pb2
-
     from meridian_control.policy import Policy
     from meridian_control.session import Session
 
@@ -34,12 +32,18 @@ class Given:
         # What each session's agent has acknowledged last, and which revisions it was sent there.
         self.acknowledged: dict[str, Policy] = {}
         self._sent: set[tuple[str, int]] = set()
-        # Sessions in which there was such a time.
+        # Sessions in which there was such a time; all that were sent settings, oldest first.
         self._loose: set[str] = set()
+        self._streams: list[str] = []
 
     def unanswered(self, session_id: str, revision: int, policy: Policy) -> None:
         """It is sent a policy on a stream of which no more is known."""
+        self._note_stream(session_id)
         self._known[revision] = self._under_way[session_id, revision] = policy
+
+    def _note_stream(self, name: str) -> None:
+        if name not in self._streams:
+            self._streams.append(name)
 
     def give(self, session: Session, settings: agent_pb2.Settings) -> None:
         """It is sent settings."""
@@ -48,6 +52,7 @@ class Given:
         assert (name, revision) not in self._sent, f"revision {revision} is sent twice"
         assert session.delivery.pending is not None
         self._sent.add((name, revision))
+        self._note_stream(name)
         self._known[revision] = self._under_way[name, settings.nonce] = session.delivery.pending[1]
 
     def answer(self, session: Session, status: agent_pb2.SettingsStatus) -> None:
@@ -61,24 +66,27 @@ class Given:
             return
         if given is None:
             return
-        # What was given before, on older streams too, has been replaced.
+        # What was given before, on older streams too, has been replaced. An old one may be heard after a new has begun.
+        at = self._streams.index
         self._under_way = {
             (stream, nonce): policy
             for (stream, nonce), policy in self._under_way.items()
-            if stream == name and nonce > status.nonce
+            if (at(stream), nonce) > (at(name), status.nonce)
         }
         # Of several that were given only the newest counts.
         if session.delivery.pending is not None and session.delivery.nonce == status.nonce:
             self.acknowledged[name] = given
 
-    def look(self, session: Session, told_anew: Iterable[agent_pb2.RequestOpened] = ()) -> None:
-        """Note who is free, among the live requests and those that are told anew: of these it is not known since when
-        they live."""
+    def look(self, session: Session, message: agent_pb2.ConnectRequest | None = None) -> None:
+        """Note who is free: of the live requests, of those that a message tells of for the first time, and of those
+        that it tells anew, for since when these live is not known."""
+        name, heard = session.session_id, message or agent_pb2.ConnectRequest()
         if session.frozen or self._is_loose(session):
-            self._loose.add(session.session_id)
+            self._loose.add(name)
             self.free |= {info.request_id for _, info in session.table.requests()}
-        if session.session_id in self._loose:
-            self.free |= {request.request_id for request in told_anew}
+            self.free |= {request.request_id for request in heard.step.opened}
+        if name in self._loose:
+            self.free |= {request.request_id for request in heard.snapshot.requests}
 
     def _is_loose(self, session: Session) -> bool:
         may_hold, revision = list(self._under_way.values()), session.hello.revision

@@ -126,8 +126,9 @@ class Invariants:
         if session is None:
             return
         given = self.given[session.hello.engine_id]
-        given.look(session, message.snapshot.requests)
-        if given.free.isdisjoint(info.request_id for _, info in session.table.requests()):
+        given.look(session, message)
+        live = {info.request_id for _, info in session.table.requests()}
+        if given.free.isdisjoint(live | {request.request_id for request in message.step.opened}):
             for flags in message.step.tokens.flags:
                 assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
         for outcome in message.step.outcomes:

@@ -104,6 +104,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
     ),
     Mutant(
+        "a freeze that no step saw",
+        AGENT,
+        "            self._suspend(scheduler, lapsed, True)\n",
+        "            pass\n",
+    ),
+    Mutant(
         "snapshot forgets who is preempted",
         TRACKER,
         "tr.forced, tr.preempted)",

@@ -12,4 +12,5 @@ REGRESSIONS = {
     82: "a forced end of two tokens was broken off by a preemption between them, with asynchronous scheduling",
     126: "a request was held for a probe that found no room beside a prompt in pieces, and lost steps for nothing",
     261: "an answering request whose prompt came in pieces stayed behind thinking ones: it was preempted before them",
+    9021354: "a freeze was over before a step saw it: the control plane waited for a snapshot, and decided nothing",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("vllm")
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.freezes import Freeze, Match
 from meridian_control.policy import Policy
 from tests.sim.engine import Script, Shape, words
 from tests.sim.lines import broken, cases
@@ -105,6 +107,31 @@ def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
             for _ in range(20):
                 world.pass_time(0.01)
         plant.open("b", [text[0]] * 90 + [start, end], answering, {})
+
+
+def test_a_freeze_that_is_over_before_a_step_sees_it() -> None:
+    """The control plane waits for a snapshot before it decides anything again."""
+    start, *_ = words()
+    with started(Shape(places=8, blocks=200)) as world:
+        (plant,) = world.plants
+        world.network.latency_ms = 0.0
+        plant.open("a", [start], Script(1, 1000, 40, restless=False), {})
+        with world.timeline.running():
+            for _ in range(20):
+                world.pass_time(0.01)
+            now = world.timeline.utc_now()
+            frozen = Freeze(1, Match(), "test", "", now, now + timedelta(seconds=20))
+            assert plant.link is not None
+            assert plant.link.stream is not None
+            session = plant.link.stream.connection.session  # type: ignore[union-attr]
+            for freezes in ((frozen,), ()):
+                world.server.set_freezes(freezes)
+                assert session.freezing.void
+                world.network.tick()
+            for _ in range(5):
+                world.pass_time(0.01)
+            assert plant.engine.busy()
+            assert not session.freezing.void
 
 
 def test_an_answer_that_is_resumed_in_pieces_leaves_no_place_for_a_stranger() -> None:
