@@ -229,7 +229,12 @@ class KvMemoryPolicy(Section):
 class TelemetryPolicy(Section):
     """What engines report, how often, and what of it is kept."""
 
-    report_interval_steps: int = Field(1, ge=1, le=1000, description="Engine steps of text merged into one report.")
+    report_interval_steps: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="Engine steps merged into one report; fewer where one of them has more to tell than text.",
+    )
     decision_log_sample_ratio: float = Field(
         1.0,
         ge=0,
