@@ -36,6 +36,8 @@ SOURCES = ("sources", "every hook that is used, with its parameters")
 REASONS = {
     "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
     "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
+    "does not yet support: speculative method": "its Model Runner V2 takes no ngram drafts",
+    "bad operand type for unary -": "its V2 sampler ends with an error in Triton's interpreter",
     "Cannot inspect kernel parameters": "its CPU build ends with an error at the first draft that is made, on V1",
 }
 
@@ -65,7 +67,8 @@ def save(lines: list[dict[str, Any]]) -> None:
 
 
 def _kept(line: dict[str, Any]) -> dict[str, str]:
-    detail = str(line["detail"]).strip().rpartition("\n")[2]
+    # What pydantic says comes before where to read more of it.
+    detail = str(line["detail"]).partition("For further information")[0].strip().rpartition("\n")[2].strip()
     return {**{name: str(line[name]) for name in KEPT}, "detail": detail}
 
 
