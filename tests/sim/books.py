@@ -1,17 +1,19 @@
-"""The books of one engine, kept beside the agent's own: requests, their limits, what they were forced to and why.
+"""The books of one engine, kept beside the agent's own: what holds, what was decided for whom.
 
-Everything the agent does is held against them, step by step; an `AssertionError` names what was broken.
+Everything the agent takes in is watched, and what it does held against that, step by step; an `AssertionError` names
+what was broken. What a request's tokens must be like is in `watched`, what a step must be like in `steps`, what must
+hold when nothing is under way in `rest`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE
-from meridian_agent.phases import Markers, Phase, PhaseState, begin
-from meridian_agent.tracker import StepRecord
+from meridian_agent.phases import Markers, Phase, begin
+from tests.sim import rest
 from tests.sim.steps import Steps
+from tests.sim.watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,43 +25,6 @@ if TYPE_CHECKING:
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants
     from tests.sim.network import SteppedLink
-
-NO_LIMIT = 1 << 40
-
-
-@dataclass
-class Watched:
-    """One request, by books of our own."""
-
-    own_cap: int | None
-    default_cap: int | None
-    state: PhaseState
-    markers: Markers
-    cap: tuple[int | None, bool] | None = None
-    # The part of a force that was accepted and has not begun.
-    force: int = 0
-    ending_left: int = 0
-    # Limits when the last masks were made, newest last.
-    limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
-    # Markers changed while it lived: its counts are not ours to know.
-    unsure: bool = False
-    # The step of its newest token; whether a phase of thinking began in it, and in the one before.
-    step: int = 0
-    began: bool = False
-    began_before: bool = False
-    skipped: int = 0
-    may_skip: int = 0
-    # The agent has it: not one that was off when it came, nor one that has not come so far since.
-    known: bool = True
-
-    def forget(self) -> None:
-        """The agent is off: whatever it was told of this is void."""
-        self.known, self.cap, self.default_cap, self.force, self.ending_left = False, None, None, 0, 0
-        self.skipped = self.may_skip = 0
-
-    def limit(self) -> int:
-        policy = self.default_cap if self.cap is None else None if self.cap[1] else self.cap[0]
-        return min(cap if cap is not None else NO_LIMIT for cap in (policy, self.own_cap))
 
 
 class EngineBooks:
@@ -133,7 +98,7 @@ class EngineBooks:
         tracker = self.engine.scheduler._keeper.agent.tracker
         state = begin(tracker.markers, prompt, tracker.supports_think_disable)
         known = self.engine.agent is not None
-        self.requests[request_id] = Watched(own_cap, self._default_cap(), state, tracker.markers, known=known)
+        self.requests[request_id] = Watched(request_id, own_cap, self._default_cap(), state, tracker.markers, known)
 
     def _default_cap(self) -> int | None:
         """The cap of a request that nothing was decided about, by the settings that were put in force last."""
@@ -203,12 +168,11 @@ class EngineBooks:
             watched = self.requests[tr.info.request_id]
             if not watched.known:
                 self._adopted(watched, tr)
-            watched.unsure = watched.unsure or watched.markers != agent.tracker.markers
-            watched.limits = watched.limits[1], watched.limit()
+            watched.masked(agent.tracker.markers)
 
     def _adopted(self, watched: Watched, tr: Any) -> None:
         """An agent that has come back has read the request again, and knows of it what is known here."""
-        watched.known, watched.default_cap, watched.limits = True, self._default_cap(), (NO_LIMIT, NO_LIMIT)
+        watched.adopted(self._default_cap())
         ours, read = watched.state, tr.state
         if not watched.unsure and watched.markers == self.engine.agent.tracker.markers:
             told = [(s.phase, s.think_tokens, s.output_tokens) for s in (ours, read)]
@@ -225,41 +189,11 @@ class EngineBooks:
             assert not forced, f"{request_id} is forced by an agent that does not know it"
             watched.state.feed(token, watched.markers)
             return
-        state, now = watched.state, watched.limit()
         self.forced_tokens += forced
         if watched.unsure or self.engine.agent.tracker.markers != watched.markers:
             watched.unsure = True
             return
-        if watched.step != (step := len(self.engine.schedule)):
-            watched.step, watched.began_before, watched.began = step, watched.began, False
-        # With asynchronous scheduling a mask is made a step ahead, and drafts that only workers know are.
-        late = watched.limits if self.engine.shape.is_async or self.engine.shape.hidden else (now,)
-        at = state.think_tokens if state.phase is Phase.THINK else -1
-        if self.engine.agent.frozen:
-            # An ending that is half written is left as it is; caps hold again afterwards.
-            assert not forced, f"{request_id} is forced while frozen"
-            watched.ending_left = watched.force = 0
-        elif watched.ending_left:
-            assert forced, f"the ending of {request_id} is broken off"
-            watched.ending_left -= 1
-        elif forced:
-            by_cap = at >= min(now, *late)
-            assert at >= 0, f"{request_id} is forced outside thinking"
-            assert by_cap or watched.force, f"thinking of {request_id} is ended at {at} tokens for no reason"
-            watched.ending_left = len(state.ending(watched.markers)) - 1
-            watched.force = 0
-        else:
-            limit = max(now, *late)
-            # There a mask can also not know yet that thinking began in the step before, nor where only the worker knows
-            # the drafts that it begins among them.
-            shape = self.engine.shape
-            began = (shape.is_async and watched.began_before) or (shape.hidden and watched.began)
-            assert at < limit or began, f"{request_id} thinks on at {at} tokens, past its cap of {limit}"
-        before = state.phase
-        state.feed(token, watched.markers)
-        watched.began = watched.began or (before is not Phase.THINK and state.phase is Phase.THINK)
-        if state.phase is not Phase.THINK:
-            watched.force = 0
+        watched.sampled(token, forced, len(self.engine.schedule), self.engine.shape, self.engine.agent.frozen)
 
     # --------------------------------------------------------------------------------------------------- every step
 
@@ -309,76 +243,15 @@ class EngineBooks:
             if watched is None or tr is None:
                 continue
             if request.request_id in scheduled or request.is_prefill_chunk or tr in agent.probing.held:
-                watched.skipped = watched.may_skip = 0
-                continue
-            watched.skipped, watched.may_skip = watched.skipped + 1, max(bound, watched.may_skip)
-            assert watched.skipped <= watched.may_skip + 1, (
-                f"{request.request_id} is left out {watched.skipped} times in a row, {watched.may_skip} are allowed"
-            )
+                watched.joins()
+            else:
+                watched.left_out(bound)
 
     # -------------------------------------------------------------------------------------------------- at quiet times
 
     def sides_agree(self, session: Session) -> None:
-        """Nothing is under way: the control plane's table is the agent's, and so are the decisions that wait."""
-        tracker = self.engine.agent.tracker
-        if tracker.record != StepRecord():
-            return
-        table = session.table
-        theirs = {
-            info.request_id: (
-                slot,
-                Phase(int(table.phase[slot])).name,
-                int(table.think_tokens[slot]),
-                int(table.output_tokens[slot]),
-                bool(table.preempted[slot]),
-            )
-            for slot, info in table.requests()
-        }
-        ours = {
-            r: (tr.slot, tr.state.phase.name, tr.state.think_tokens, tr.state.output_tokens, tr.preempted)
-            for r, tr in tracker.by_id.items()
-        }
-        assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
         assert self.link is not None
-        if not (self.engine.agent.frozen or self.link.frozen() or session.frozen):
-            waits = session.freezing.void and bool(table.live.any())
-            assert not waits, "the control plane waits for a snapshot that nobody sends"
-        if not self.link.inbox.messages:
-            told, kept = set(session.open_decisions), self._kept_decisions()
-            assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"
-
-    def _kept_decisions(self) -> set[int]:
-        """Those that still owe their outcome."""
-        agent = self.engine.agent
-        plan, placed = agent.directives.plan, agent.probing.placed.values()
-        kept = {p.decision_id for p in placed} | {decision_id for decision_id, *_ in agent.directives.probes}
-        if plan is not None and not plan.reported:
-            kept.add(plan.decision_id)
-        for tr in agent.tracker.by_id.values():
-            if tr.cap is not None and not tr.cap.reported:
-                kept.add(tr.cap.decision_id)
-            if tr.ending is not None:
-                kept.add(tr.ending.decision_id)
-            if tr.tier is not None:
-                kept.add(tr.tier[0])
-        # What the agent does on its own account, or for a stream that is no more.
-        return kept - {0}
+        rest.sides_agree(self.engine, self.link, session)
 
     def nothing_left(self) -> None:
-        """All requests are done: neither the agent nor the scheduler keeps anything of them."""
-        agent, scheduler = self.engine.agent, self.engine.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are lost"
-        left = [*scheduler.requests, *scheduler.running, *scheduler.waiting]
-        assert not left, f"left in the scheduler: {left}"
-        assert self.engine.limits() == self._limits, "the scheduler's own limits are changed"
-        missing = set(self.requests) - set(self.engine.finished)
-        assert not missing, f"requests never end: {missing}"
-        if agent is None:
-            return
-        tracker, directives = agent.tracker, agent.directives
-        probing = agent.probing
-        kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held)
-        assert not any(kept), f"left behind: {kept}"
-        assert not directives.probes
-        assert (tracker.thinking, tracker.answering) == (0, 0)
+        rest.nothing_left(self.engine, self.requests, self._limits)

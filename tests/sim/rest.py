@@ -1,0 +1,83 @@
+"""What must hold of an engine and its control plane wherever nothing is under way between them, and in the end.
+
+Looks at the agent, the scheduler and the session's table; keeps nothing. An `AssertionError` names what was broken.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.phases import Phase
+from meridian_agent.tracker import StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_control.session import Session
+    from tests.sim.engine import Engine
+    from tests.sim.network import SteppedLink
+
+
+def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
+    """Nothing is under way: the control plane's table is the agent's, and so are the decisions that wait."""
+    tracker, table = engine.agent.tracker, session.table
+    if tracker.record != StepRecord():
+        return
+    theirs = {
+        info.request_id: (
+            slot,
+            Phase(int(table.phase[slot])).name,
+            int(table.think_tokens[slot]),
+            int(table.output_tokens[slot]),
+            bool(table.preempted[slot]),
+        )
+        for slot, info in table.requests()
+    }
+    ours = {
+        r: (tr.slot, tr.state.phase.name, tr.state.think_tokens, tr.state.output_tokens, tr.preempted)
+        for r, tr in tracker.by_id.items()
+    }
+    assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
+    if not (engine.agent.frozen or link.frozen() or session.frozen):
+        waits = session.freezing.void and bool(table.live.any())
+        assert not waits, "the control plane waits for a snapshot that nobody sends"
+    if not link.inbox.messages:
+        told, kept = set(session.open_decisions), _kept_decisions(engine.agent)
+        assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"
+
+
+def _kept_decisions(agent: Any) -> set[int]:
+    """Those that still owe their outcome."""
+    plan, placed = agent.directives.plan, agent.probing.placed.values()
+    kept = {p.decision_id for p in placed} | {decision_id for decision_id, *_ in agent.directives.probes}
+    if plan is not None and not plan.reported:
+        kept.add(plan.decision_id)
+    for tr in agent.tracker.by_id.values():
+        if tr.cap is not None and not tr.cap.reported:
+            kept.add(tr.cap.decision_id)
+        if tr.ending is not None:
+            kept.add(tr.ending.decision_id)
+        if tr.tier is not None:
+            kept.add(tr.tier[0])
+    # What the agent does on its own account, or for a stream that is no more.
+    return kept - {0}
+
+
+def nothing_left(engine: Engine, opened: Iterable[str], limits: tuple[int, ...]) -> None:
+    """All requests are done: neither the agent nor the scheduler keeps anything of them. opened: all that there were.
+    limits: the scheduler's own, as it began."""
+    agent, scheduler = engine.agent, engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are lost"
+    left = [*scheduler.requests, *scheduler.running, *scheduler.waiting]
+    assert not left, f"left in the scheduler: {left}"
+    assert engine.limits() == limits, "the scheduler's own limits are changed"
+    missing = set(opened) - set(engine.finished)
+    assert not missing, f"requests never end: {missing}"
+    if agent is None:
+        return
+    tracker, directives, probing = agent.tracker, agent.directives, agent.probing
+    kept = (tracker.by_id, tracker.by_slot, tracker.due, tracker.preempted, probing.placed, probing.held)
+    assert not any(kept), f"left behind: {kept}"
+    assert not directives.probes
+    assert (tracker.thinking, tracker.answering) == (0, 0)
