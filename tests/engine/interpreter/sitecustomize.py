@@ -18,7 +18,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     triton.backends.backends["cpu"] = _Backend()
 
+    import triton.language as tl
+    from triton.language.extra import libdevice
     from triton.runtime import interpreter
+
+    # Of CUDA's library there are only names here. vLLM 0.30 samples with this one.
+    def _log1p(value: Any) -> Any:
+        near = 1.0 + value
+        return tl.where(near == 1.0, value, value * tl.log(near) / tl.where(near == 1.0, 1.0, near - 1.0))
+
+    libdevice.log1p = _log1p
 
     # The interpreter's own loads and stores take a mask of booleans only, and its operators make others, too.
     _load, _store = (

@@ -102,7 +102,7 @@ def prepare(build: Build) -> None:
 
     The CPU platform switches asynchronous scheduling off: it is switched on again, so that vLLM chooses AsyncScheduler
     as it does on GPUs. Of Model Runner V2 the one kernel that does not run in Triton's interpreter, which applies token
-    masks, is replaced by the same masking in torch.
+    masks, is replaced by the same masking in torch. 0.30 gets its own kernel for accepting drafts on a CPU.
     """
     import torch
 
@@ -112,6 +112,8 @@ def prepare(build: Build) -> None:
         _keep_async_scheduling()
     if build.v2:
         _mask_in_torch()
+    elif "speculative_config" in build.args:
+        _accept_drafts()
 
 
 def _keep_async_scheduling() -> None:
@@ -140,3 +142,12 @@ def _mask_in_torch() -> None:
             logits[int(row), torch.from_numpy(allowed == 0)] = float("-inf")
 
     StructuredOutputsWorker.apply_grammar_bitmask = apply
+
+
+def _accept_drafts() -> None:
+    """The CPU build of 0.30 puts the kernel that accepts greedy drafts where nothing looks for it any more."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample import rejection_sampler
+
+    if kernel := getattr(cpu_triton_utils, "rejection_greedy_sample_kernel", None):
+        rejection_sampler._rejection_greedy_sample.kernel = kernel

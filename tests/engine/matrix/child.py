@@ -42,10 +42,8 @@ def start(build: Build, control: Control, stock: Stock) -> Engine:
     return engine
 
 
-def cannot(build: Build, stock: Stock) -> str:
-    """What stock vLLM says where it cannot answer anything; empty where it can, or is not needed."""
-    if build.scripted:
-        return ""
+def cannot(stock: Stock) -> str:
+    """What stock vLLM says where it cannot answer anything; empty where it can."""
     try:
         stock.ask([PLAIN])
     except StockFailed as error:
@@ -62,7 +60,10 @@ def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
     except StockFailed as error:
         return "not supported", str(error)[-2000:]
     except Exception:
-        return "failed", traceback.format_exc()[-4000:]
+        failed = traceback.format_exc()[-4000:]
+        # Every other stock engine has answered before.
+        reason = cannot(engine.stock) if engine.build.scripted else ""
+        return ("not supported", reason[-2000:]) if reason else ("failed", failed)
     return "passed", ""
 
 
@@ -80,23 +81,25 @@ def main() -> None:
         said: dict[str, Any] = {"build": build.name, "feature": name, "result": result, "detail": detail}
         print("\n" + json.dumps({**said, "vllm": vllm.__version__, "seconds": round(seconds, 1)}), flush=True)
 
-    # Both start at the same time.
-    if not build.scripted:
-        stock.start()
     try:
-        engine = start(build, control, stock)
-        reason = cannot(build, stock)
-    except Exception:
-        if not (reason := cannot(build, stock)):
-            raise
-    if reason:
+        # Both start at the same time. Beside scripted ones none is needed, unless something fails.
+        if not build.scripted:
+            stock.start()
+        try:
+            engine = start(build, control, stock)
+            reason = "" if build.scripted else cannot(stock)
+        except Exception:
+            if not (reason := cannot(stock)):
+                raise
+        if reason:
+            for one in chosen:
+                say(one.name, "not supported", reason[-2000:], 0.0)
+            return
         for one in chosen:
-            say(one.name, "not supported", reason[-2000:], 0.0)
-        return
-    for one in chosen:
-        began = time.monotonic()
-        say(one.name, *tried(one, engine), time.monotonic() - began)
-    stock.stop()
+            began = time.monotonic()
+            say(one.name, *tried(one, engine), time.monotonic() - began)
+    finally:
+        stock.stop()
     engine.llm.llm_engine.engine_core.shutdown()
 
 

@@ -37,8 +37,7 @@ REASONS = {
     "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
     "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
     "does not yet support: speculative method": "its Model Runner V2 takes no ngram drafts",
-    "bad operand type for unary -": "its V2 sampler ends with an error in Triton's interpreter",
-    "Cannot inspect kernel parameters": "its CPU build ends with an error at the first draft that is made, on V1",
+    "Cannot inspect kernel parameters": "its CPU build ends with an error at a draft for a sampled request, on V1",
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StockFailed(Exception):  # noqa: N818
-    """Stock vLLM itself cannot do it; the text is its error."""
+    """Stock vLLM itself cannot do it; the text is its error. One that ends without a word is no such thing."""
 
 
 def _serve(pipe: Connection, build_name: str) -> None:
@@ -40,7 +40,7 @@ def _serve(pipe: Connection, build_name: str) -> None:
 
 
 class Stock:
-    """Starts when it is told to."""
+    """Starts when it is told to, or asked: once it has ended with an error, anew."""
 
     def __init__(self, build_name: str) -> None:
         self._build_name = build_name
@@ -56,13 +56,13 @@ class Stock:
         theirs.close()
 
     def ask(self, asks: list[Ask]) -> list[list[Answer]]:
-        """Raises StockFailed."""
-        try:
-            self._pipe.send(asks)
-            found: Any = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise StockFailed("its process has ended") from error
+        """Raises StockFailed, or EOFError where it ended without a word."""
+        if self._process is None:
+            self.start()
+        self._pipe.send(asks)
+        found: Any = self._pipe.recv()
         if isinstance(found, str):
+            self.stop()
             raise StockFailed(found)
         answers: list[list[Answer]] = found
         return answers
@@ -76,3 +76,4 @@ class Stock:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._process = None

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def several_sequences(engine: Engine) -> None:
     params = {"temperature": 2.0, "seed": 5, "n": 3, "max_tokens": 30}
     ask = Ask(engine.prompt(), params)
+    (expected,) = engine.stock.ask([ask])
     ((answers,), seen), cap = engine.observe([ask]), 6
-    assert [answers] == engine.stock.ask([ask])
+    assert answers == expected
     assert len({tuple(a.tokens) for a in answers}) > 1
     for answer, said in zip(answers, seen, strict=True):
         engine.check_phases(ask.prompt, answer.tokens, said)
@@ -137,8 +138,10 @@ def reentry(engine: Engine) -> None:
     words = [engine.start, engine.end, engine.token("A"), engine.token("B")]
     params = {"temperature": 2.0, "frequency_penalty": 2.0, "max_tokens": 40, "allowed_token_ids": words}
     asks = [Ask(engine.prompt(i), {**params, "seed": i}) for i in range(4)]
+    # Stock first: where it ends with an error, a governed engine would, too.
+    expected = engine.stock.ask(asks)
     answers, seen = engine.observe(asks)
-    assert answers == engine.stock.ask(asks)
+    assert answers == expected
     assert sum(a.tokens.count(engine.start) for (a,) in answers) > 3
     for ask, (answer,), said in zip(asks, answers, seen, strict=True):
         engine.check_phases(ask.prompt, answer.tokens, said)
