@@ -59,7 +59,7 @@ class Accounts:
             # Under asynchronous scheduling the token of the step before the preemption is still to come.
             if tr.preempted and not hooks.waits_preempted(tr.ref):
                 tr.preempted = False
-                self._tracker.preempted.discard(tr)
+                self._tracker.preempted.pop(tr, None)
                 self._tracker.record.resumed.append(tr.slot)
             at = index.get(out.request_id, 0)
             first = at if signals is None else signals.row(at)
@@ -71,6 +71,6 @@ class Accounts:
 
     def close(self, tr: Tracked, reason: int) -> None:
         """A request has ended: settle what still waits for it, and forget it."""
-        self._probing.held.discard(tr)
+        self._probing.held.pop(tr, None)
         self._directives.close(tr)
         self._tracker.close(tr, reason)

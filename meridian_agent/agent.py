@@ -192,7 +192,7 @@ class Agent:
         if tr is None:
             return
         tr.preempted = True
-        self.tracker.preempted.add(tr)
+        self.tracker.preempted[tr] = None
         self.tracker.record.preempted.append(tr.slot)
         if tr.state.phase is Phase.OUTPUT:
             self.output_critical += 1

@@ -136,7 +136,7 @@ class Directives:
             self.report(force.decision_id, Outcome.SUPERSEDED, tr)
         else:
             tr.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
-            self._tracker.due.add(tr)
+            self._tracker.due[tr] = None
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
         tr = self._target(cap.slot, cap.decision_id, step)

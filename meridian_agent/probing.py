@@ -29,8 +29,8 @@ class Probing:
         self._tracker, self._directives = tracker, directives
         self._block_size, self._shares_blocks = block_size, shares_blocks
         self.placed: dict[str, probes.Placed] = {}
-        # Thinking requests that wait for what is decided from their probes.
-        self.held: set[Tracked] = set()
+        # Thinking requests that wait for what is decided from their probes, in the order in which they came.
+        self.held: dict[Tracked, None] = {}
         self.tokens = 0
         self._number = 0
         self._keep_places_until = 0
@@ -65,7 +65,7 @@ class Probing:
         self.placed[probe.request_id] = placed
         if hold_ms:
             tr.held_until, tr.asked_in = time.monotonic() + hold_ms / 1e3, 0
-            self.held.add(tr)
+            self.held[tr] = None
         scheduler.add_request(probe)
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
@@ -101,7 +101,7 @@ class Probing:
             # A clock that was set back would have it wait for as long.
             waits = 0 <= tr.held_until - now <= MAX_HOLD_MS / 1e3
             if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:
-                self.held.discard(tr)
+                self.held.pop(tr, None)
             else:
                 skip_step(scheduler, tr)
 
@@ -164,5 +164,5 @@ class Probing:
         placed = self.placed[request_id]
         scheduler.finish_requests(request_id, hooks.aborted_status())
         del self.placed[request_id]
-        self.held.discard(placed.parent)
+        self.held.pop(placed.parent, None)
         self._directives.report(placed.decision_id, outcome, detail=detail)

@@ -218,10 +218,10 @@ class Tracker:
         self.default_cap: int | None = None
         self.by_id: dict[str, Tracked] = {}
         self.by_slot: dict[int, Tracked] = {}
-        # Requests that may need a forced token in the coming step.
-        self.due: set[Tracked] = set()
-        # Requests that wait after a preemption.
-        self.preempted: set[Tracked] = set()
+        # Requests that may need a forced token in the coming step, and those that wait after a preemption: as keys, in
+        # the order in which they came, for a set is in that of their addresses.
+        self.due: dict[Tracked, None] = {}
+        self.preempted: dict[Tracked, None] = {}
         self.record = StepRecord()
         self.answering = 0
         self.thinking = 0
@@ -247,7 +247,7 @@ class Tracker:
         step = max(step, self._last_step + 1)
         tr = Tracked(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
         if preempted:
-            self.preempted.add(tr)
+            self.preempted[tr] = None
         self.by_id[info.request_id] = self.by_slot[slot] = tr
         self._count(state.phase, 1)
         self.watch_limit(tr)
@@ -280,9 +280,9 @@ class Tracker:
         limit = tr.limit
         tr.watch_from = NEVER if limit is None else limit - self.lookahead
         if tr.state.phase is Phase.THINK and (tr.ending or tr.state.think_tokens >= tr.watch_from):
-            self.due.add(tr)
+            self.due[tr] = None
         else:
-            self.due.discard(tr)
+            self.due.pop(tr, None)
 
     @property
     def boundaries(self) -> bytes:
@@ -353,7 +353,7 @@ class Tracker:
             state.think_tokens += 1
             tr.own_boundary = self.boundaries[token] if token < len(self.boundaries) else 0
             if state.think_tokens >= tr.watch_from:
-                self.due.add(tr)
+                self.due[tr] = None
         else:
             state.output_tokens += 1
             tr.own_boundary = 0
@@ -367,8 +367,8 @@ class Tracker:
         del self.by_id[tr.info.request_id]
         del self.by_slot[tr.slot]
         self._count(tr.state.phase, -1)
-        self.due.discard(tr)
-        self.preempted.discard(tr)
+        self.due.pop(tr, None)
+        self.preempted.pop(tr, None)
         self.record.closed.append((tr.slot, reason))
 
     def take_record(self) -> StepRecord:

@@ -29,7 +29,7 @@ class Thinker:
         tracker.lookahead = lookahead
         tr = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, self.request)
         tr.ending = Ending((END,), 1)
-        tracker.due.add(tr)
+        tracker.due[tr] = None
         self.masks = Masks(tracker, Directives(tracker), words=1)
 
 

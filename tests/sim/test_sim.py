@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ pytest.importorskip("vllm")
 
 from meridian.v1 import agent_pb2
 
+from meridian_agent.tracker import Tracked
 from meridian_control.freezes import Freeze, Match
 from meridian_control.policy import Policy
-from tests.sim.engine import Script, Shape, words
-from tests.sim.lines import broken, cases
+from tests.sim.engine import Script, Shape, mix, words
+from tests.sim.inject import Fault
+from tests.sim.lines import OPTIONS, broken, cases
 from tests.sim.mutants import MUTANTS
 from tests.sim.mutations import ROOT
 from tests.sim.seeds import REGRESSIONS
@@ -52,6 +55,18 @@ def test_a_seed_gives_the_same_run_again() -> None:
     traces = [run(3, Options(trace=True)).invariants.trace for _ in range(2)]
     assert traces[0] == traces[1]
     assert len(traces[0] or []) > 20
+
+
+@pytest.mark.parametrize("seed", [8, 82])
+def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent goes through requests in an order of its own, not in that of their addresses."""
+    reached = []
+    for salt in (1, 2):
+        monkeypatch.setattr(Tracked, "__hash__", lambda tr, salt=salt: mix(salt, tr.slot, tr.opened_step))
+        world = run(seed, replace(OPTIONS, ticks=80, longest=100, fault=Fault()))
+        assert world.injected is not None
+        reached.append(world.injected.reached)
+    assert reached[0] == reached[1]
 
 
 # ------------------------------------------------------------------------------------------- what the simulator found

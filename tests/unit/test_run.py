@@ -93,12 +93,12 @@ def test_what_needs_a_look_at_each_step_is_no_run() -> None:
     tracker = tracker_of()
     a = opened(tracker, "a")
     assert noted(tracker, {"a": [TEXT]})[-1]
-    tracker.preempted.add(a)
+    tracker.preempted[a] = None
     assert noted(tracker, {"a": [TEXT]}) == [False] * 3
     tracker.preempted.clear()
     assert noted(tracker, {"a": [TEXT]})[-1]
     a.ending = Ending((END,), 1)
-    tracker.due.add(a)
+    tracker.due[a] = None
     assert noted(tracker, {"a": [TEXT]}) == [False] * 3
     several = tracker_of(Markers(((START,),), ((5, 6),)))
     opened(several, "a")

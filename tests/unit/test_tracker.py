@@ -180,14 +180,14 @@ def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
     tracker = Tracker(MARKERS)
     natural, lifted, gone = (opened(tracker, name, own_cap=0) for name in "abc")
     other = opened(tracker, "d", [], own_cap=0)
-    assert tracker.due == {natural, lifted, gone}, "one that does not think is not due"
+    assert [*tracker.due] == [natural, lifted, gone], "one that does not think is not due"
     tracker.feed(natural, [END], 0)
     lifted.info = info("b")
     tracker.watch_limit(lifted)
     tracker.close(gone, 3)
     assert not tracker.due
     tracker.feed(other, [START], 0)
-    assert tracker.due == {other}
+    assert [*tracker.due] == [other]
 
 
 def test_an_ending_keeps_a_request_due() -> None:
@@ -195,7 +195,7 @@ def test_an_ending_keeps_a_request_due() -> None:
     tr = opened(tracker, "a")
     tr.ending = Ending((END,), 1)
     tracker.feed(tr, [TEXT], 0)
-    assert tracker.due == {tr}
+    assert [*tracker.due] == [tr]
 
 
 def test_expected_tokens_move_the_ending_on() -> None:
