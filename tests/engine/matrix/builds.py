@@ -58,8 +58,13 @@ def _marked(
     return Build(name, shown, args, env or {}, asynchronous=asynchronous, v2=v2, scripted=True)
 
 
+RANKS, BOUND = {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+NARROW = {"max_num_batched_tokens": 16}
+UNCACHED = {"enable_prefix_caching": False}
+PRIORITY = {"scheduling_policy": "priority"}
+GRAMMAR = {"structured_outputs_config": {"enable_in_reasoning": True}}
 # A cache for some 320 tokens, prompts in pieces.
-TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, "max_num_batched_tokens": 16}
+TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, **NARROW}
 BUILDS = {
     build.name: build
     for build in (
@@ -77,12 +82,24 @@ BUILDS = {
             v2=True,
             asynchronous=True,
         ),
-        Build("tp2", "V1, two ranks", {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+        Build("tp2", "V1, two ranks", RANKS, BOUND),
+        Build(
+            "tp2-v2-async",
+            "V2 async, two ranks",
+            {**RANKS, "worker_extension_cls": "tests.engine.matrix.worker.Extension"},
+            # What vLLM compiles for an embedding in parts asks Triton for its device.
+            env={**INTERPRETER, **BOUND, "TORCH_COMPILE_DISABLE": "1"},
+            v2=True,
+            asynchronous=True,
+        ),
         Build("tight", "V1", TIGHT),
         Build("tight-async", "async", TIGHT, asynchronous=True),
         Build("tight-v2", "V2", TIGHT, env=INTERPRETER, v2=True),
-        Build("chunked", "async", {"max_num_batched_tokens": 16}, asynchronous=True),
-        Build("uncached", "async", {"enable_prefix_caching": False}, asynchronous=True),
+        Build("tight-v2-async", "V2 async", TIGHT, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("chunked", "async", NARROW, asynchronous=True),
+        Build("chunked-v2-async", "V2 async", NARROW, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("uncached", "async", UNCACHED, asynchronous=True),
+        Build("uncached-v2-async", "V2 async", UNCACHED, env=INTERPRETER, v2=True, asynchronous=True),
         Build("lora", "async", LORA, asynchronous=True),
         Build("lora-v2", "V2", LORA, env=INTERPRETER, v2=True),
         _marked("marked", "V1"),
@@ -91,8 +108,11 @@ BUILDS = {
         _marked("marked-v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
         _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
         _marked("marked-v2-ngram", "V2, drafts", env=INTERPRETER, v2=True, speculative_config=NGRAM),
-        Build("priority", "V1", {"scheduling_policy": "priority"}),
-        Build("grammar", "async", {"structured_outputs_config": {"enable_in_reasoning": True}}, asynchronous=True),
+        Build("priority", "V1", PRIORITY),
+        Build("priority-async", "async", PRIORITY, asynchronous=True),
+        Build("grammar", "async", GRAMMAR, asynchronous=True),
+        Build("grammar-v2-async", "V2 async", GRAMMAR, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("grammar-ngram", "V1, drafts", {**GRAMMAR, "speculative_config": NGRAM}),
     )
 }
 
@@ -111,7 +131,7 @@ def prepare(build: Build) -> None:
     if build.asynchronous:
         _keep_async_scheduling()
     if build.v2:
-        _mask_in_torch()
+        mask_in_torch()
     elif "speculative_config" in build.args:
         _accept_drafts()
 
@@ -128,7 +148,7 @@ def _keep_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def _mask_in_torch() -> None:
+def mask_in_torch() -> None:
     import numpy as np
     import torch
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker

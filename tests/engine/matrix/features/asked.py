@@ -13,13 +13,15 @@ from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.engine import ABORT, CLOSED, LENGTH, OPEN, STOP
 from tests.engine.matrix.features.forces import GREEDY, force
-from tests.engine.matrix.features.signals import ALL, DRAFTS, EVERYWHERE
+from tests.engine.matrix.features.signals import ALL, DRAFTS, EVERYWHERE, RANKS
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
 from tests.processes import MODEL
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
+
+GRAMMAR = ("grammar", "grammar-v2-async", "grammar-ngram")
 
 
 @feature("n > 1: each sequence has its own phases, signals and cap", *ALL)
@@ -173,7 +175,7 @@ def tool_loop(engine: Engine) -> None:
         blocks._tool_call = tool_call
 
 
-@feature("a grammar after thinking, also after a forced end", *EVERYWHERE)
+@feature("a grammar after thinking, also after a forced end", *EVERYWHERE, *RANKS)
 def grammar_after(engine: Engine) -> None:
     words = ["walk", "where"]
     params = {**GREEDY, "max_tokens": 30}
@@ -193,7 +195,7 @@ def grammar_after(engine: Engine) -> None:
         assert [answering] == engine.stock.ask(asks[3:])
 
 
-@feature("a grammar during thinking: it is kept, and no request fails for a cap", "grammar")
+@feature("a grammar during thinking: it is kept, and no request fails for a cap", *GRAMMAR)
 def grammar_during(engine: Engine) -> None:
     """One that never allows the end marker has the last word; one that allows it is ended where the cap says."""
     thinking = {**GREEDY, "max_tokens": 30, "structured_outputs": {"regex": "[A-X]{40}"}}

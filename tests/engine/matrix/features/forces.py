@@ -9,7 +9,7 @@ from meridian.v1 import agent_pb2
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.features.signals import EVERYWHERE
+from tests.engine.matrix.features.signals import EVERYWHERE, RANKS
 from tests.engine.policies import CONVERGED
 from tests.processes import wait_for
 
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 SHORT = 14
 
 
-@feature("caps: exact to the token, one end marker, nothing before it changed", *EVERYWHERE)
+@feature("caps: exact to the token, one end marker, nothing before it changed", *EVERYWHERE, *RANKS)
 def caps(engine: Engine) -> None:
     asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 40}) for i in range(6)]
     free = engine.tokens(asks)
@@ -31,7 +31,7 @@ def caps(engine: Engine) -> None:
             engine.check_ends_once(before, after, cap)
 
 
-@feature("entropy rules end thinking", *EVERYWHERE)
+@feature("entropy rules end thinking", *EVERYWHERE, *RANKS)
 def rules(engine: Engine) -> None:
     policy, tokens = CONVERGED, 120 if engine.slow else 400
     if engine.scheduler.num_spec_tokens and engine.build.asynchronous:
@@ -62,7 +62,7 @@ def closing_text(engine: Engine) -> None:
         engine.check_phases(ask.prompt, answer.tokens, said)
 
 
-@feature("a freeze leaves stock vLLM", *EVERYWHERE)
+@feature("a freeze leaves stock vLLM", *EVERYWHERE, *RANKS)
 def freeze(engine: Engine) -> None:
     engine.control.apply(CONVERGED)
     asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80 if engine.slow else 250}) for i in range(6)]
@@ -75,7 +75,7 @@ def freeze(engine: Engine) -> None:
         wait_for(lambda: not engine.control.engine().HasField("freeze"), 10, "the thaw")
 
 
-@feature("no second end marker when the model ends thinking beside a force", *EVERYWHERE)
+@feature("no second end marker when the model ends thinking beside a force", *EVERYWHERE, *RANKS)
 def beside_its_own_end(engine: Engine) -> None:
     """Forces around the model's own end, as they would come down the stream at that moment."""
     opening = engine.chat(maze.prompts(SHORT + 1, seed=11)[SHORT])

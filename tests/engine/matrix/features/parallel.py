@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.features.signals import RANKS
 
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
 
 
-@feature("every rank masks and samples the same", "tp2")
+@feature("every rank masks and samples the same", *RANKS)
 def same_on_every_rank(engine: Engine) -> None:
     asks = [Ask(engine.prompt(i), {"temperature": 0.0, "max_tokens": 40}) for i in range(6)]
     free = engine.tokens(asks)

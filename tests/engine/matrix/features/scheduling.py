@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # How many tokens before the end of thinking on that prompt its last paragraph begins; how many on either side of the
 # end are there to be drafted.
 LAST_PARAGRAPH, AROUND = 10, 6
-TIGHT = ("tight", "tight-async", "tight-v2")
+TIGHT = ("tight", "tight-async", "tight-v2", "tight-v2-async")
 
 
 @feature(
@@ -125,7 +125,7 @@ def steps_of(said: Observed) -> list[tuple[int, int]]:
     return list(zip([0, *past], past, strict=False))
 
 
-@feature("chunked prefill, with probes and caps", "chunked")
+@feature("chunked prefill, with probes and caps", "chunked", "chunked-v2-async")
 def chunked(engine: Engine) -> None:
     """Prompts in pieces of at most 16 tokens, beside requests that think and answer."""
     engine.control.apply(DENSE)
@@ -144,7 +144,7 @@ def chunked(engine: Engine) -> None:
         engine.check_ends_once(before.tokens, after, 7)
 
 
-@feature("no prefix cache: says that it cannot probe, all else holds", "uncached")
+@feature("no prefix cache: says that it cannot probe, all else holds", "uncached", "uncached-v2-async")
 def uncached(engine: Engine) -> None:
     capabilities = engine.control.engine().capabilities
     assert (capabilities.eat_probe, capabilities.reclaim, capabilities.token_entropy) == (False, False, True)
@@ -279,7 +279,7 @@ def aborts(engine: Engine) -> None:
         engine.check_phases(asks[name].prompt, run.tokens[name], at[name], name == "also")
 
 
-@feature("priority policy: answers first between requests of equal priority", "priority")
+@feature("priority policy: answers first between requests of equal priority", "priority", "priority-async")
 def priority(engine: Engine) -> None:
     """Stock preempts answers that came last; governed it does not, except where a request's own priority says so."""
 

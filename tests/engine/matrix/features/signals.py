@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ALL = ("v1", "async", "v2", "v2-async")
 DRAFTS = ("ngram", "v2-ngram", "v2-async-ngram")
 EVERYWHERE = (*ALL, *DRAFTS)
+RANKS = ("tp2", "tp2-v2-async")
 # How often stock vLLM has to draw the same tokens before another engine is held against it.
 REPEATS = 2
 
@@ -43,7 +44,7 @@ def _as_stock(engine: Engine, **params: Any) -> None:
         engine.check_signals(ask.prompt, answer.tokens, said)
 
 
-@feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE, "tp2")
+@feature("greedy: tokens as stock's; phases, entropy and rank of each", *EVERYWHERE, *RANKS)
 def greedy(engine: Engine) -> None:
     _as_stock(engine, temperature=0.0, max_tokens=60 if engine.slow else 300)
 
@@ -70,7 +71,7 @@ def logprobs(engine: Engine) -> None:
             assert abs(logprob - row[engine.end]) <= 5e-5
 
 
-@feature("EAT probes: value, and two tokens each", *EVERYWHERE)
+@feature("EAT probes: value, and two tokens each", *EVERYWHERE, *RANKS)
 def eat(engine: Engine) -> None:
     engine.control.apply(DENSE)
     params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 250}
