@@ -74,6 +74,8 @@ class Injected:
         self.fault = fault
         self.reached: Counter[Line] = Counter()
         self.raised = False
+        # The hook that fails in any case has done so; not where the line's fault came first.
+        self.was_early = False
         self._hooks = 0
         self._side = ENGINE
 
@@ -86,6 +88,7 @@ class Injected:
                 return run(guard, hook, *args, **kwargs)
             self._hooks += 1
             if self._hooks == self.fault.early:
+                self.was_early = True
                 return run(guard, _fails)
             return self.traced(ENGINE, run, guard, hook, *args, **kwargs)
 

@@ -433,7 +433,7 @@ class World:
             said, where = [guard.last_fault for guard in guards if guard.last_fault], self.injected.fault
             assert all("injected" in fault for fault in said), f"something else failed: {said}"
             # What fails on the link's thread is no matter of the guard's: it connects anew.
-            on_link = where.line is not None and where.line[0] == LINK and where.early is None
+            on_link = where.line is not None and where.line[0] == LINK and not self.injected.was_early
             assert bool(said) is not on_link, f"the guard has stopped {said}"
 
     def settled(self) -> bool:
