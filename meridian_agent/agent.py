@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_agent.link import Link
+    from meridian_agent.queues import Limit
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -211,10 +212,10 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------------ each step
 
-    def before_schedule(self, scheduler: Any) -> dict[str, int]:
+    def before_schedule(self, scheduler: Any) -> list[Limit]:
         """Take in decisions, order the queues, leave sequences out, place probes.
 
-        Returns the scheduler's own limits that are to be lower in this step, by attribute.
+        Returns the scheduler's own limits that are to be lower in this step.
         """
         self._began = time.perf_counter()
         self.take_arrived(scheduler)
@@ -223,14 +224,14 @@ class Agent:
         if self._adoption is not None:
             self._adopt_some(scheduler, self._adoption)
         if self.frozen:
-            return {}
+            return []
         if scheduler.num_spec_tokens:
             self.masks.drop_unknown_drafts()
         plan = self.directives.active_plan()
         if plan is not None:
             self.queues.obey(scheduler, plan)
         probing = self.probing
-        placed = probing.place(scheduler, self.observe_entropy) if self.directives.probes else 0
+        placed = probing.place(scheduler, self.observe_entropy) if self.directives.probes else []
         if probing.held:
             probing.hold(scheduler, self.link.inbox.answered_step)
         reserved, hold = probing.reserved(scheduler), self.directives.hold_admission

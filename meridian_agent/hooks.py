@@ -401,6 +401,14 @@ def can_redraw(scheduler: Any) -> bool:
     return str(scheduler.vllm_config.device_config.device_type) != "cpu"
 
 
+def may_cut_prompts(scheduler: Any) -> bool:
+    """Whether the workers can do with prompts in other pieces than vLLM makes by itself."""
+    if can_redraw(scheduler):
+        return True
+    requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
+    return not any(map(awaits_seeded_token, requests))
+
+
 def awaits_seeded_token(request: Any) -> bool:
     """Whether a request with a seed of its own has more than its newest token to compute before it goes on."""
     return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
@@ -438,6 +446,37 @@ def waits(request: Any) -> bool:
 def admission_limit_name(scheduler: Any) -> str:
     """The attribute that limits how many requests run at once; up to 0.30 the runner's slots are that limit."""
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+
+
+def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
+    """Tokens of the coming step that the running requests take by themselves: each prompt in pieces, as the second, and
+    all others together. Where there is no such prompt, others are not counted."""
+    pieces = [_tokens_left(request) for request in scheduler.running if request.is_prefill_chunk]
+    if not pieces:
+        return 0, []
+    threshold, step = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.current_step + 1
+    others = (r for r in scheduler.running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
+    return sum(map(_tokens_left, others)), [min(piece, threshold or piece) for piece in pieces]
+
+
+def input_tokens(scheduler: Any, sequences: int) -> int:
+    """Tokens that the workers' buffers take in a step of so many sequences: some drafters want places of their own."""
+    drafting = scheduler.vllm_config.speculative_config
+    places = drafting.max_num_new_slots_for_drafting if drafting is not None else 0
+    return int(scheduler.scheduler_config.max_num_batched_tokens - places * sequences)
+
+
+def _tokens_left(request: Any) -> int:
+    return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
+
+
+def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
+    """What limits each piece of a prompt to so many tokens: (object, attribute, value). From 0.31 on vLLM may be told
+    to raise such a limit to a fair share of the step."""
+    limits: list[tuple[Any, str, int]] = [(scheduler.scheduler_config, "long_prefill_token_threshold", tokens)]
+    if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        limits.append((scheduler, "adaptive_long_prefill_threshold", False))
+    return limits
 
 
 def fcfs(scheduler: Any) -> bool:

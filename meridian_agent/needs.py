@@ -22,7 +22,13 @@ Table = dict[str, tuple[str, ...]]
 # a call is one that the agent makes so, with `_` for each argument. `**_`: the agent's override passes on what else
 # vLLM gives, and only the arguments named are read.
 ENGINE: Table = {
-    "vllm.config.scheduler:SchedulerConfig": ("get_scheduler_cls()", "enable_chunked_prefill"),
+    "vllm.config.scheduler:SchedulerConfig": (
+        "get_scheduler_cls()",
+        "enable_chunked_prefill",
+        "long_prefill_token_threshold",
+        "max_num_batched_tokens",
+    ),
+    "vllm.config.speculative:SpeculativeConfig": ("max_num_new_slots_for_drafting",),
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "schedule(**_)",
@@ -108,6 +114,7 @@ ENGINE: Table = {
         "num_output_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "num_tokens_with_spec",
         "output_token_ids",
         "priority",
         "prompt_token_ids",

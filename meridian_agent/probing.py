@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent import hooks, probes, restore
+from meridian_agent import hooks, pieces, probes, restore
 from meridian_agent.directives import MAX_HOLD_MS, Outcome
 from meridian_agent.dispatch import skip_step
 from meridian_agent.phases import Phase
@@ -35,28 +35,33 @@ class Probing:
         self._number = 0
         self._keep_places_until = 0
 
-    def place(self, scheduler: Any, observes: bool) -> int:
-        """Put the probes whose place has come at the head of the queue; returns how many. observes: entropy is
-        measured."""
+    def place(self, scheduler: Any, observes: bool) -> list[int]:
+        """Put the probes whose place has come at the head of the queue; returns the tokens of each. observes: entropy
+        is measured."""
         asked, self._directives.probes = self._directives.probes, []
         self._keep_places_until = scheduler.current_step + probes.PLACE_STEPS
-        before, markers = len(self.placed), self._tracker.markers
-        # A prompt in pieces takes whatever a step has left, and runs before all that waits: no probe would find room.
-        is_crowded = any(request.is_prefill_chunk for request in scheduler.running)
+        placed, markers = list[int](), self._tracker.markers
+        wanted: pieces.Wanted | None = None
         for decision_id, tr, flags, hold_ms in asked:
-            misplaced = is_crowded or tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
+            misplaced = tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
             if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
                 self._directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue
             # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
             known = len(tr.ref.all_token_ids)
             again = 1 if self._shares_blocks else known % self._block_size
-            reason = probes.refusal(tr, self._room(scheduler), self._block_size, len(markers.probe) + again)
+            cost = len(markers.probe) + again
+            reason = probes.refusal(tr, self._room(scheduler), self._block_size, cost)
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
                 continue
+            wanted = wanted or hooks.wanted_tokens(scheduler)
+            if not pieces.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
+                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+                continue
+            placed.append(cost)
             self._enter(scheduler, tr, probes.Placed(decision_id, tr, tr.state.think_tokens, known - 1), hold_ms)
-        return len(self.placed) - before
+        return placed
 
     def _enter(self, scheduler: Any, tr: Tracked, placed: probes.Placed, hold_ms: int) -> None:
         self._number += 1

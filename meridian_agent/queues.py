@@ -7,19 +7,29 @@ their number. Engine-core thread, before vLLM schedules.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meridian_agent import hooks, restore
+from meridian_agent import hooks, pieces, restore
 from meridian_agent.dispatch import left_out, skip_step
 from meridian_agent.phases import Phase
 from meridian_agent.tracker import PHASE_RANK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_agent.directives import Plan
     from meridian_agent.tracker import Tracker
 
 # Under vLLM's priority policy a rank is this fraction of a priority.
 MAX_RANK, RANK_SCALE = 1023, 1024
+
+
+class Limit(NamedTuple):
+    """A limit of vLLM's own for one step. owner: the object whose attribute it is."""
+
+    owner: Any
+    name: str
+    value: int
 
 
 class Queues:
@@ -119,17 +129,24 @@ class Queues:
 
     # ---------------------------------------------------------------------------------- the scheduler's own limits
 
-    def limits(self, scheduler: Any, plan: Plan | None, hold: bool, reserved: int, placed: int) -> dict[str, int]:
-        """Those that are to be lower in this step, by attribute.
+    def limits(
+        self, scheduler: Any, plan: Plan | None, hold: bool, reserved: int, probes: Sequence[int]
+    ) -> list[Limit]:
+        """Those that are to be lower in this step.
 
-        hold: admission is on hold. reserved: running places to leave free. placed: probes, which are first in the
-        queue now.
+        hold: admission is on hold. reserved: running places to leave free. probes: tokens of those that are first in
+        the queue now.
         """
-        limits = {}
-        if (running := self._admission_limit(scheduler, hold, reserved, placed)) is not None:
-            limits[hooks.admission_limit_name(scheduler)] = running
-        if (tokens := self._token_limit(scheduler, plan, placed)) is not None:
-            limits["max_num_scheduled_tokens"] = tokens
+        limits = []
+        if (running := self._admission_limit(scheduler, hold, reserved, len(probes))) is not None:
+            limits.append(Limit(scheduler, hooks.admission_limit_name(scheduler), running))
+        if (tokens := self._token_limit(scheduler, plan, sum(probes))) is not None:
+            limits.append(Limit(scheduler, "max_num_scheduled_tokens", tokens))
+        if probes:
+            budget = scheduler.max_num_scheduled_tokens if tokens is None else tokens
+            if (piece := pieces.limit_for(scheduler, hooks.wanted_tokens(scheduler), budget, probes)) is not None:
+                piece = max(piece, pieces.least(scheduler, probes))
+                limits += [Limit(*limit) for limit in hooks.piece_limits(scheduler, piece)]
         return limits
 
     def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
@@ -145,15 +162,15 @@ class Queues:
             limit = min(limit, len(scheduler.running) + len(self.preempted_answers()) + placed)
         return limit if limit < stock else None
 
-    def _token_limit(self, scheduler: Any, plan: Plan | None, placed: int) -> int | None:
-        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream."""
+    def _token_limit(self, scheduler: Any, plan: Plan | None, probing: int) -> int | None:
+        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream.
+        probing: those of probes."""
         if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
             return None
         # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
         if not self._can_redraw and any(hooks.awaits_seeded_token(tr.ref) for tr in self._tracker.by_id.values()):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
-        probing = placed * (1 + len(self._tracker.markers.probe))
         # Without a single token a preempted request would never come back.
         tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None

@@ -15,6 +15,7 @@ from meridian_agent import restore
 from meridian_agent.absence import say_absent
 from meridian_agent.guard import Guard
 from meridian_agent.keeper import Keeper
+from meridian_agent.queues import Limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +45,8 @@ class GovernedScheduler:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The scheduler's own limits that are lowered in this step, by attribute, as they were.
-        self._stock_limits: dict[str, Any] = {}
+        # The scheduler's own limits that are lowered in this step, as they were.
+        self._stock_limits: list[Limit] = []
         self._guard = Guard()
         self._agent = self._guard.run(self._begin)
         if self._agent is None:
@@ -135,18 +136,18 @@ class GovernedScheduler:
     def _before_schedule(self, agent: Agent) -> None:
         self._restore_limits()
         limits = agent.before_schedule(self)
-        self._stock_limits = {name: getattr(self, name) for name in limits}
-        for name, limit in limits.items():
-            setattr(self, name, limit)
+        self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
+        for owner, name, limit in limits:
+            setattr(owner, name, limit)
 
     def _after_schedule(self, agent: Agent, output: Any) -> None:
         self._restore_limits()
         agent.after_schedule(self, output)
 
     def _restore_limits(self) -> None:
-        for name, limit in self._stock_limits.items():
-            setattr(self, name, limit)
-        self._stock_limits = {}
+        for owner, name, limit in self._stock_limits:
+            setattr(owner, name, limit)
+        self._stock_limits = []
 
     # ---------------------------------------------------------------------------------------------- when one has failed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from meridian_agent.probes import PREFIX
 from tests.data import maze
 from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED
@@ -91,6 +94,49 @@ def test_answers_stay_right_when_the_rules_end_thinking(llm: Any, agent: Any, co
 
     assert sum(map(len, governed)) < 0.7 * sum(map(len, free))
     assert right(governed) >= right(free) - 1
+
+
+def test_rules_end_thinking_while_prompts_come_in_pieces(
+    llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt after the other takes what each step has left. Probes have their tokens all the same, their steps are
+    as full as any, and up to its end thinking says what it says on an engine that does nothing else."""
+    free = chat(llm, CASES[:2], GREEDY)
+    end, words = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids(list(maze.NODES))
+    control.apply(CONVERGED)
+    before = control.settled().ends["eat"]
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 32)
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    run, rng, numbers, totals = Run(llm), random.Random(5), itertools.count(), []
+    names = [f"thinks-{i}" for i in range(2)]
+    for name, case in zip(names, CASES, strict=False):
+        run.add(name, case, GREEDY)
+
+    def thought() -> bool:
+        """Whether both are done; until then there are always prompts that wait."""
+        while len(run.tokens) - len(run.finished) < 5:
+            run.put(f"prompt-{next(numbers)}", rng.choices(words, k=400), SamplingParams(max_tokens=1))
+        return set(names) <= run.finished.keys()
+
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        if any(name.startswith(PREFIX) for name in output.num_scheduled_tokens):
+            totals.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    run.until(thought, pause_s=0.003)
+    run.until()
+    assert len(totals) > 10
+    assert set(totals) == {32}
+    assert scheduler.scheduler_config.long_prefill_token_threshold == threshold
+    assert control.settled().ends["eat"] > before
+    for name, f in zip(names, free, strict=True):
+        at = run.tokens[name].index(end)
+        assert run.tokens[name][:at] == f[:at]
+    assert sum(len(run.tokens[name]) for name in names) < 0.7 * sum(map(len, free))
 
 
 def paragraph_rule(hold_ms: int) -> dict[str, Any]:

@@ -241,7 +241,8 @@ class Engine:
     def limits(self) -> tuple[int, ...]:
         """What the agent may lower for a step."""
         scheduler = self.scheduler
-        return getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_scheduled_tokens
+        threshold = scheduler.scheduler_config.long_prefill_token_threshold
+        return getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_scheduled_tokens, threshold
 
     @property
     def live(self) -> list[str]:

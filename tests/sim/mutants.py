@@ -379,9 +379,22 @@ MUTANTS: tuple[Mutant, ...] = (
     # Probes and blocks.
     Mutant(
         "a probe beside a prompt in pieces",
+        "meridian_agent/queues.py",
+        "        if probes:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a probe that prompts in pieces leave no room",
         PROBING,
-        "        is_crowded = any(request.is_prefill_chunk for request in scheduler.running)\n",
-        "        is_crowded = False\n",
+        "            if not pieces.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "a piece's limit not taken back",
+        "meridian_agent/scheduler.py",
+        "        for owner, name, limit in self._stock_limits:\n            setattr(owner, name, limit)\n",
+        "        for owner, name, limit in self._stock_limits:\n"
+        "            setattr(owner, name, limit) if owner is self else None\n",
     ),
     Mutant(
         "a probe takes the last place",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.phases import FLAG_FORCED, Phase
+from meridian_agent.probes import PREFIX
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
@@ -15,6 +17,8 @@ from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.engine.matrix.engine import Engine, Observed
 
 # How many tokens before the end of thinking on that prompt its last paragraph begins; how many on either side of the
@@ -127,11 +131,13 @@ def steps_of(said: Observed) -> list[tuple[int, int]]:
 
 @feature("chunked prefill, with probes and caps", "chunked", "chunked-v2-async")
 def chunked(engine: Engine) -> None:
-    """Prompts in pieces of at most 16 tokens, beside requests that think and answer."""
+    """Prompts in pieces of at most 16 tokens, beside requests that think and answer, and beside their probes."""
     engine.control.apply(DENSE)
     asks = [Ask(engine.prompt(i, CLOSED if i == 3 else None), {**GREEDY, "max_tokens": 80}) for i in range(6)]
     assert all(len(ask.prompt) > 2 * engine.scheduler.max_num_scheduled_tokens for ask in asks)
-    answers, seen = engine.observe(asks)
+    with _probes_beside_pieces(engine) as totals:
+        answers, seen = engine.observe(asks)
+    assert set(totals) == {16}, "a step with a probe and a prompt in pieces is as full as any"
     assert answers == engine.stock.ask(asks)
     for ask, (answer,), said in zip(asks, answers, seen, strict=True):
         engine.check_phases(ask.prompt, answer.tokens, said, ask is asks[3])
@@ -142,6 +148,26 @@ def chunked(engine: Engine) -> None:
     capped = engine.tokens(asks[:3])
     for (before,), after in zip(answers, capped, strict=False):
         engine.check_ends_once(before.tokens, after, 7)
+
+
+@contextlib.contextmanager
+def _probes_beside_pieces(engine: Engine) -> Iterator[list[int]]:
+    """Tokens of each step inside the block that has probes and leaves a prompt unfinished."""
+    scheduler, totals = engine.scheduler, list[int]()
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        pieces = [r for r in scheduler.running if r.is_prefill_chunk and r.request_id in output.num_scheduled_tokens]
+        if pieces and any(name.startswith(PREFIX) for name in output.num_scheduled_tokens):
+            totals.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = watched
+    try:
+        yield totals
+    finally:
+        del scheduler.schedule
 
 
 @feature("no prefix cache: says that it cannot probe, all else holds", "uncached", "uncached-v2-async")
