@@ -34,14 +34,24 @@ class Credentials:
     def open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         """A channel to `target`. Raises OSError or ValueError where the files cannot be used."""
         if not self.ca and not self.cert:
-            if self.token_file:
-                raise ValueError("MERIDIAN_TOKEN_FILE needs TLS: set MERIDIAN_TLS_CA")
             return grpc.insecure_channel(target, options)
         if bool(self.cert) != bool(self.key):
             raise ValueError("MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together")
         ca, cert, key = (Path(path).read_bytes() if path else None for path in (self.ca, self.cert, self.key))
-        credentials = grpc.ssl_channel_credentials(ca, key, cert)
-        if self.token_file:
-            token = Path(self.token_file).read_text(encoding="ascii").strip()
-            credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
-        return grpc.secure_channel(target, credentials, options)
+        return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What shows the token, for a call on such a channel. Raises OSError or ValueError where there is none to show.
+
+        Not gRPC's call credentials: those it asks Python for on a thread of its core's, for which a fork waits, for up
+        to a minute, with the lock that the thread needs.
+        """
+        if not self.token_file:
+            return ()
+        if not self.ca and not self.cert:
+            raise ValueError("MERIDIAN_TOKEN_FILE needs TLS: set MERIDIAN_TLS_CA")
+        token = Path(self.token_file).read_text(encoding="ascii").strip()
+        if not token.isprintable():
+            # gRPC would refuse it, and say it.
+            raise ValueError("MERIDIAN_TOKEN_FILE holds no token: it has control characters")
+        return (("authorization", f"Bearer {token}"),)

@@ -218,6 +218,7 @@ class Link(Standing):
         heard, self._why = False, ""
         ring = self.outbox.new_ring()
         try:
+            shown = self._credentials.metadata()
             opened = self._credentials.open(target, CHANNEL_OPTIONS)
         except (OSError, ValueError) as error:
             self._complain(target, str(error), str(error))
@@ -225,7 +226,8 @@ class Link(Standing):
         with opened as channel:
             self._forks.opened(channel)
             messages = self._forks.held(self.outbox.messages(ring, self._hello))
-            call = agent_pb2_grpc.AgentServiceStub(channel).Connect(messages, timeout=self._lasts_s())
+            stub = agent_pb2_grpc.AgentServiceStub(channel)
+            call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
             self._call = call
             if self._stop.is_set():
                 call.cancel()

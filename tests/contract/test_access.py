@@ -209,10 +209,15 @@ async def test_a_link_that_is_refused_says_so_once(secured: Secured, caplog: pyt
     assert caplog.text.count("may not connect") == 1 + caplog.text.count("is refused")
 
 
-async def test_a_link_whose_files_are_missing_says_so(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_link_whose_files_are_no_good_says_so(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    (broken := secured.folder / "broken").write_text("one\ntwo\n")
     for files, complaint in (
         (agent_credentials.Credentials(ca="/no/such.pem"), "No such file or directory: '/no/such.pem'"),
         (agent_credentials.Credentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
+        (
+            agent_credentials.Credentials(ca=str(secured.authority.file), token_file=str(broken)),
+            "MERIDIAN_TOKEN_FILE holds no token",
+        ),
         (
             agent_credentials.Credentials(ca=str(secured.authority.file), cert="x"),
             "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together",
