@@ -1,31 +1,50 @@
-"""Forks of the engine's process where GRPC_ENABLE_FORK_SUPPORT is set: gRPC then stops its own threads before each, and
-the thread that forks, the engine's, waits for that.
+"""Forks of the engine's process, around each of which gRPC stops its own threads while the thread that forks waits.
 
-Left alone it waits for up to a second: the thread that sends waits so long for its last message, which nobody delivers
-any more, and the thread that receives looks up once a second. Owns what has both stop at once; the stream goes on.
+gRPC's core does so by default, its Python part where GRPC_ENABLE_FORK_SUPPORT is set. Owns what keeps such waits short,
+and what has neither the engine nor a child wait for ever; the stream goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import grpc
-
 T = TypeVar("T")
 
-# As gRPC reads it.
-ENABLED = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0").lower() in {"1", "true", "yes"}
 # For the message that is being sent; and until the call that wakes the receiver is over.
 SENT_S, NUDGE_S = 0.02, 0.002
 # Any will do: it ends before it is answered.
 NUDGE = "/grpc.health.v1.Health/Check"
+
+
+def _of_grpc(name: str) -> Callable[..., Any]:
+    """A function of gRPC's own; one that does nothing where this gRPC has no such."""
+    found: Callable[..., Any] = getattr(importlib.import_module("grpc._cython.cygrpc"), name, lambda *_: None)
+    return found
+
+
+# Whether gRPC's Python part has its threads stop.
+ENABLED = bool(_of_grpc("is_fork_support_enabled")())
+
+
+@functools.cache
+def _keep_core() -> grpc.Channel:
+    """A channel that connects to nothing, as long as the process: gRPC's core ends with the last one.
+
+    A thread of its own ends the core then, and its timer's thread. Of a fork meanwhile the core is left with a timer's
+    thread that it does not know, for which the next fork waits for ever, with the interpreter's lock.
+    """
+    return grpc.insecure_channel("localhost")
 
 
 class Forks:
@@ -41,6 +60,10 @@ class Forks:
     def opened(self, channel: grpc.Channel) -> None:
         """The stream is on this channel now. What is registered after gRPC's own handlers runs before them."""
         self._channel = channel
+        _keep_core()
+        # In a child gRPC ends the calls of all channels that it knows, and takes locks for that which the link's thread
+        # may have had at the fork: the child would wait for ever, and whoever waits for it.
+        _of_grpc("fork_unregister_channel")(channel)
         if ENABLED and not self._registered:
             # There is no way to take a handler back: it must not keep the link.
             self._registered, before, after = True, weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)

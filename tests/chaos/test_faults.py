@@ -170,7 +170,7 @@ def test_a_fault(world: World, fault: Fault) -> None:
 
 def test_forks_with_grpcs_fork_support(world: World) -> None:
     """gRPC stops its threads before each, for which it takes a second by itself in two of three: here no step is that
-    long, but for what a busy machine does, and the stream goes on."""
+    long, but for what a busy machine does, the child ends, and the stream goes on."""
     world.governed()
     said = len(world.engine.log())
     held_up = [held_up_s(world) for _ in range(8)]

@@ -1,0 +1,80 @@
+"""Forks of an engine's process beside a stream: neither that process nor a child ever stands still, and streams go on.
+
+The link and its server are real, and so are the forks, in a process of its own for gRPC's environment.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, agent_pb2_grpc
+
+from tests.certificates import Authority
+from tests.processes import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Answers(agent_pb2_grpc.AgentServiceServicer):
+    """Welcomes, and answers each report at once. What each stream showed is kept."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def Connect(  # noqa: N802
+        self, requests: Iterator[agent_pb2.ConnectRequest], context: Any
+    ) -> Iterator[agent_pb2.ConnectResponse]:
+        self.shown += [value for key, value in context.invocation_metadata() if key == "authorization"]
+        yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s"))
+        for request in requests:
+            if request.WhichOneof("message") == "step":
+                yield agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Answers, str, str]]:
+    """Its answers, where it listens, and where with TLS, with the authority `ca.pem` in the folder."""
+    answers, issued = Answers(), Authority(tmp_path).issue("server")
+    server = grpc.server(ThreadPoolExecutor(16))
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(answers, server)
+    pair = (issued.key.read_bytes(), issued.cert.read_bytes())
+    plain = server.add_insecure_port("127.0.0.1:0")
+    tls = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    yield answers, f"127.0.0.1:{plain}", f"127.0.0.1:{tls}"
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "support", "forks"),
+    [("serving", "1", 250), ("anew", "1", 200), ("anew", "0", 200), ("token", "1", 150)],
+)
+def test_nobody_stands_still(
+    server: tuple[Answers, str, str], tmp_path: Path, how: str, support: str, forks: int
+) -> None:
+    """Without the variable, which is gRPC's default, its core has its threads stop all the same."""
+    answers, plain, tls = server
+    arguments = [plain, str(forks), "" if how == "serving" else "anew"]
+    if how == "token":
+        (tmp_path / "token").write_text("a.b.c\n")
+        arguments = [tls, *arguments[1:], str(tmp_path / "ca.pem"), str(tmp_path / "token")]
+    command = [sys.executable, "-m", "tests.contract.forking", *arguments]
+    process = Process(command, tmp_path / "log", {"GRPC_ENABLE_FORK_SUPPORT": support})
+    try:
+        assert process.popen.wait(120) == 0, process.output()[-4000:]
+    finally:
+        # Its children, too, if they stand still.
+        process.kill()
+    said = re.search(rf"forked {forks} times over (\d+) streams", process.output())
+    assert said, process.output()[-4000:]
+    streams = int(said[1])
+    assert streams == 1 if how == "serving" else streams > forks / 10
+    assert answers.shown == ["Bearer a.b.c"] * len(answers.shown)
+    assert (len(answers.shown) >= streams) == (how == "token")
