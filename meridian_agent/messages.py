@@ -79,9 +79,19 @@ def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
     )
     if last.counters:
         report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))
+    if len(records) > 1:
+        _add_steps(report.merged, records)
     for record in records:
         _add(report, record)
     return report
+
+
+def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) -> None:
+    last_s = records[-1].ended_s
+    columns.rows.extend(len(record.slots) for record in records)
+    columns.step_time_ms.extend(record.step_time_ms for record in records)
+    columns.prefill_tokens.extend(record.prefill_tokens for record in records)
+    columns.age_ms.extend((last_s - record.ended_s) * 1e3 for record in records)
 
 
 def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
-# Longest a record waits for the others of its report interval; an engine that falls idle still reports.
-MERGE_WAIT_S = 0.05
 # Between two reports: steps faster than this share one. Longest that nobody is looked for while no request is live.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
 # Reports whose time of queueing is remembered.
@@ -88,7 +86,7 @@ class Outbox:
             return
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
-        now = standing.clock()
+        record.ended_s = now = standing.clock()
         standing.asks(now)
         self._queued[record.step % ROUND_TRIP_STEPS] = now
         self.ring.lay(record, record.presses)
@@ -102,7 +100,7 @@ class Outbox:
         record.text = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        self.ring.lay(SnapshotRecord(record.step, snapshot()))
+        self.ring.lay(SnapshotRecord(record.step, snapshot()), presses=True)
 
     def wake(self) -> None:
         """Have what was laid down sent."""
@@ -150,6 +148,7 @@ class Outbox:
             if isinstance(item, agent_pb2.ConnectRequest):
                 yield item
             elif isinstance(item, SnapshotRecord):
+                ring.took(1)
                 rows = [opened_message(row) for row in item.rows]
                 yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
             else:
@@ -162,22 +161,19 @@ class Outbox:
     def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
         """The first of what waits, once its interval is over. Raises queue.Empty."""
         standing = self._standing
-        return ring.get(IDLE_WAIT_S if standing.idle else MERGE_WAIT_S, standing.report_interval_steps)
+        return ring.get(IDLE_WAIT_S if standing.idle else standing.merge_s, standing.report_interval_steps)
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
-        """The records to merge into one report: what the interval asks for, and whatever else already waits."""
-        standing = self._standing
-        batch, last_s = [first], standing.clock() + standing.merge_s
-        while len(batch) < max(MERGE_RECORDS, standing.report_interval_steps):
-            waits = not ring.presses and standing.clock() < last_s
-            missing = standing.report_interval_steps - len(batch) if waits else 0
+        """The records to merge into one report: whatever waits."""
+        batch = [first]
+        while len(batch) < max(MERGE_RECORDS, self._standing.report_interval_steps):
             try:
-                item = ring.get(MERGE_WAIT_S, missing) if missing > 0 else ring.get_nowait()
+                item = ring.get_nowait()
             except queue.Empty:
-                return batch, None
+                break
             if item is None:
                 ring.put(None)
-                return batch, None
+                break
             if not isinstance(item, StepRecord) or not mergeable(batch, item):
                 return batch, item
             batch.append(item)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# What part of the shortest lease a record waits at most: the answer to it must come within that lease.
-MERGE_LEASE_SHARE = 0.25
+# Longest a record waits for the others of its report interval, and what part of the shortest lease: the answer to it
+# must come within that. An engine that falls idle still reports.
+MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.25, 0.25
 
 
 class Standing:
@@ -41,7 +42,7 @@ class Standing:
         # Leases with what ends past them.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
         self._shortest_s = self.lease_s
-        self.merge_s = MERGE_LEASE_SHARE * self._shortest_s
+        self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
         # Until when nothing of ours may hold; infinite where the environment says so.
         self._frozen_until = 0.0
         self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
@@ -104,7 +105,7 @@ class Standing:
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]
         self._leases = [(self.lease_s, ALL_BUT_CAPS), *sections]
         self._shortest_s = min(lease_s for lease_s, _ in self._leases)
-        self.merge_s = MERGE_LEASE_SHARE * self._shortest_s
+        self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
 
     def over(self, silent_s: float) -> int:
         """What a silence of so long has ended, as parts of directives."""

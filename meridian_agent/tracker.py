@@ -152,6 +152,8 @@ class StepRecord:
     """What one engine step did: plain lists, turned into a StepReport on the link's thread."""
 
     step: int = 0
+    # On the link's clock.
+    ended_s: float = 0.0
     step_time_ms: float = 0.0
     kv_used: float = 0.0
     running: int = 0

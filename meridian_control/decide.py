@@ -13,6 +13,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control import dispatch, eviction, termination
+from meridian_control.merged import steps
 from meridian_control.requests import NO_CAP, THINK, UNTOLD
 from meridian_control.words import reason_name
 
@@ -44,12 +45,10 @@ class Decider:
         self.review = False
 
     def learn(self, report: agent_pb2.StepReport) -> None:
-        """Learn from a step what steps cost; of several that were merged from the last, which they are all like where
-        none has a part of a prompt and all have as many rows."""
-        rows, took_ms = len(report.tokens.slot), report.step_time_ms
-        alike = report.steps == 1 or not (report.prefill_tokens or rows % report.steps)
-        if alike and rows + report.prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
-            self.cost.add(rows // report.steps, report.prefill_tokens, took_ms)
+        """Learn from its steps what steps cost."""
+        for rows, prefill_tokens, took_ms in steps(report):
+            if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+                self.cost.add(rows, prefill_tokens, took_ms)
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Everything that is due, under the policy in force."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.endings import FINISHED, Endings
+from meridian_control.merged import ages_ms
 from meridian_control.requests import NO_CAP, THINK
 from meridian_control.signals import add_eat_sample
 from meridian_control.words import phase_name
@@ -58,7 +59,7 @@ class Intake:
         for opened in report.opened:
             self._open(opened, now_ms)
         phases = table.phase.copy()
-        self._add_tokens(report.tokens, now_ms)
+        self._add_tokens(report, now_ms)
         ended = self._endings.count(report.tokens)
         self._add_probes(report.probes)
         self._note_preemptions(report)
@@ -81,8 +82,8 @@ class Intake:
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)
 
-    def _add_tokens(self, tokens: agent_pb2.TokenColumns, now_ms: float) -> None:
-        self._totals.token_events += self._table.add_tokens(tokens, now_ms)
+    def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+        self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
         self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
         self._totals.ttot.add(self._table.ttot_ms / 1e3)
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.rows import differs, nth, rows_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+
+    from meridian_control.rows import Rows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # What the phases of a newer agent count as here.
@@ -32,8 +36,6 @@ MAX_SLOTS = 1 << 16
 # A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
 NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 
-# More rows of one slot in one report come from no engine, however many steps it merges.
-MAX_ROWS_PER_SLOT = 1 << 14
 # Largest count of tokens, and longest text, of a request that is opened.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
@@ -210,115 +212,92 @@ class RequestTable:
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
 
-    def add_tokens(self, columns: agent_pb2.TokenColumns, now_ms: float = 0.0) -> int:
-        """Account a report's token rows, which came at `now_ms`; returns how many belonged to live requests.
+    def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
+        """Account a report's token rows, which came at `at_ms`, [rows] or one for all; returns how many belonged to
+        live requests.
 
         Raises ValueError when the columns differ in length, and for too many rows of a slot.
         """
-        slot, phase, flags, entropy, end_rank, end_logprob = _arrays(columns)
-        known = slot < len(self.info)
-        known[known] = self.live[slot[known]]
-        if not known.all():
-            slot, phase, flags = slot[known], phase[known], flags[known]
-            entropy, end_rank, end_logprob = entropy[known], end_rank[known], end_logprob[known]
+        rows = rows_of(columns, self.live, at_ms)
+        s, last = rows.s, rows.last
         self.boundary_now[:] = False
-        self._intervals(slot, phase, flags, now_ms)
-        self.token_ms[slot] = now_ms
-        for at in _without_repeats(slot):
-            s = slot[at]
-            self._boundaries(s, phase[at], flags[at], end_rank[at])
-            self._count(s, phase[at], flags[at])
-            self._signals(s, phase[at], flags[at], entropy[at])
-            self.entropy_nats[s], self.end_rank[s], self.end_logprob_nats[s] = (
-                entropy[at],
-                end_rank[at],
-                end_logprob[at],
-            )
-        return len(slot)
+        self._intervals(rows)
+        self._boundaries(rows)
+        self._count(rows)
+        self._signals(rows)
+        self.token_ms[s], self.entropy_nats[s] = rows.at_ms[last], rows.entropy_nats[last]
+        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
+        return len(rows.slot)
 
-    def _intervals(self, slot: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], now_ms: float) -> None:
-        """Tokens of one request are taken to have come evenly spread since its report before. What came before its
-        first token is not known to be a token's time, so the report with that one gives no interval."""
-        order = np.argsort(slot, kind="stable")
-        slot, phase, flags = slot[order], phase[order], flags[order]
-        answer = (phase == OUTPUT) & ((flags & FLAG_MARKER) == 0)
-        kind = np.where(flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
-        first = np.flatnonzero(np.diff(slot, prepend=-1))
-        count, s = np.diff(first, append=len(slot)), slot[first]
-        before = np.roll(kind, 1)
-        before[first] = self.newest_token[s]
-        interval_ms = np.repeat((now_ms - self.token_ms[s]) / count, count)
-        answer &= np.repeat(self.newest_token[s] != NO_TOKEN, count)
+    def _intervals(self, rows: Rows) -> None:
+        """Tokens of one request that came at one time are taken to have come evenly spread since its tokens before.
+        What came before its first is not known to be a token's time, so those that come with it give no interval."""
+        s, newest = rows.s, self.newest_token[rows.s]
+        answer = (rows.phase == OUTPUT) & ((rows.flags & FLAG_MARKER) == 0)
+        kind = np.where(rows.flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
+        # Rows that came together, each time as one.
+        together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
+        took_ms = rows.at_ms - rows.before(rows.at_ms, self.token_ms[s])
+        is_known = rows.before(np.ones(len(kind), bool), newest != NO_TOKEN)
+        count = np.empty_like(together)
+        count[:-1], count[-1:] = together[1:] - together[:-1], len(kind) - together[-1:]
+        # A report that was longer under way than the one before it makes its steps seem older.
+        interval_ms = (np.maximum(took_ms[together], 0.0) / count).repeat(count)
+        answer &= is_known[together].repeat(count)
+        before = rows.before(kind, newest)
         self.output_itl_ms = interval_ms[answer & (before == ANSWER_TOKEN)]
         self.ttot_ms = interval_ms[answer & (before == THINK_END)]
-        self.newest_token[s] = kind[first + count - 1]
+        self.newest_token[s] = kind[rows.last]
 
-    def _count(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any]) -> None:
+    def _count(self, rows: Rows) -> None:
+        s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
         text = (flags & FLAG_MARKER) == 0
         back = flags >> TAKE_BACK_SHIFT
         from_output = (flags & FLAG_FROM_OUTPUT) != 0
         think = (text & (phase == THINK)) - np.where(from_output, 0, back)
         output = (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
-        # No agent takes back more than it counted, but one may say so.
-        self.think_tokens[s] = np.maximum(self.think_tokens[s] + think, 0)
-        self.output_tokens[s] = np.maximum(self.output_tokens[s] + output, 0)
-        self.phase[s] = np.where(flags & FLAG_END, OUTPUT, phase)
+        if len(s):
+            # No agent takes back more than it counted, but one may say so.
+            self.think_tokens[s] = np.maximum(self.think_tokens[s] + np.add.reduceat(think, rows.first), 0)
+            self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
+        self.phase[s] = np.where(flags[last] & FLAG_END, OUTPUT, phase[last])
         self.preempted[s] = False
 
-    def _boundaries(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], end_rank: NDArray[Any]) -> None:
+    def _boundaries(self, rows: Rows) -> None:
         """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
-        known = self.at_boundary[s] & (phase == THINK) & (end_rank > 0)
-        ended, ranks = s[known], end_rank[known]
-        self.boundary_ranks[ended, 1:] = self.boundary_ranks[ended, :-1]
-        self.boundary_ranks[ended, 0] = ranks
-        self.boundary_count[ended] += 1
-        self.boundary_now[ended] = True
-        self.at_boundary[s] = (phase == THINK) & ((flags & FLAG_BOUNDARY) != 0)
+        thinks = rows.phase == THINK
+        ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
+        known = (rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)).nonzero()[0]
+        self.at_boundary[rows.s] = ends[rows.last]
+        slot, rank = rows.slot[known], rows.end_rank[known]
+        number = nth(slot)
+        for n in range(number.max() + 1 if len(known) else 0):
+            now = number == n
+            ended = slot[now]
+            self.boundary_ranks[ended, 1:] = self.boundary_ranks[ended, :-1]
+            self.boundary_ranks[ended, 0] = rank[now]
+            self.boundary_count[ended] += 1
+            self.boundary_now[ended] = True
 
-    def _signals(self, s: NDArray[Any], phase: NDArray[Any], flags: NDArray[Any], entropy: NDArray[Any]) -> None:
-        measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
+    def _signals(self, rows: Rows) -> None:
+        measured = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0) & np.isfinite(rows.entropy_nats)
         # Doubles: what is added to the window's sum is taken out again exactly.
-        s, entropy = s[measured], entropy[measured].astype(np.float64)
-        count, width = self.entropy_count[s], self.window.shape[1]
-        at = count % width
-        # What lies in the row before it is full is of the slot's last request.
-        self.entropy_window_sum[s] += entropy - np.where(count < width, 0.0, self.window[s, at])
-        self.entropy_sum[s] += entropy
-        self.window[s, at] = entropy
-        self.entropy_count[s] += 1
+        slot, entropy = rows.slot[measured], rows.entropy_nats[measured].astype(np.float64)
+        number, width = nth(slot), self.window.shape[1]
+        # So many at a time that no place of a window is written twice.
+        for n in range(0, number.max() + 1 if len(slot) else 0, width):
+            now = (number >= n) & (number < n + width)
+            s, new = slot[now], entropy[now]
+            count = self.entropy_count[s] + (number[now] - n)
+            at = count % width
+            # What lies in the row before it is full is of the slot's last request.
+            np.add.at(self.entropy_window_sum, s, new - np.where(count < width, 0.0, self.window[s, at]))
+            np.add.at(self.entropy_sum, s, new)
+            np.add.at(self.entropy_count, s, 1)
+            self.window[s, at] = new
 
     def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
         for slot in self.slots():
             info = self.info[slot]
             assert info is not None
             yield int(slot), info
-
-
-def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
-    slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
-    phase = np.fromiter(columns.phase, np.int32, len(columns.phase))
-    flags = np.fromiter(columns.flags, np.int64, len(columns.flags))
-    entropy = np.fromiter(columns.entropy_nats, np.float32, len(columns.entropy_nats))
-    end_rank = np.fromiter(columns.end_rank, np.uint32, len(columns.end_rank))
-    end_logprob = np.fromiter(columns.end_logprob_nats, np.float32, len(columns.end_logprob_nats))
-    arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
-    if len({len(a) for a in arrays}) != 1:
-        raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
-    phase[(phase < 0) | (phase > OUTPUT)] = UNKNOWN
-    return arrays
-
-
-def _without_repeats(slot: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
-    """Row indices in passes, in order, no slot twice in one pass (merged steps and draft tokens repeat slots)."""
-    if not len(slot):
-        return
-    by_slot = np.argsort(slot, kind="stable")
-    first = np.flatnonzero(np.diff(slot[by_slot], prepend=-1))
-    # How many rows of the same slot come before each.
-    earlier = np.empty(len(slot), np.intp)
-    earlier[by_slot] = np.arange(len(slot)) - np.repeat(first, np.diff(first, append=len(slot)))
-    by_pass = np.argsort(earlier, kind="stable")
-    rows_per_pass = np.bincount(earlier)
-    if len(rows_per_pass) > MAX_ROWS_PER_SLOT:
-        raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {len(rows_per_pass)}")
-    yield from np.split(by_pass, np.cumsum(rows_per_pass)[:-1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import queue
 import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -537,7 +535,13 @@ async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, s
         for _ in range(301):
             engine.step()
         await until(lambda: sum(m.step.steps for m in servicer.received) == 301)
-        assert [m.step.steps for m in servicer.received if m.HasField("step")] == [300, 1]
+        reports = [m.step for m in servicer.received if m.HasField("step")]
+        assert [r.steps for r in reports] == [300, 1], "the last one did not wait for ever"
+        merged = reports[0].merged
+        # The first of them is in the snapshot.
+        assert list(merged.rows) == [0, *[1] * 299]
+        assert list(merged.age_ms) == sorted(merged.age_ms, reverse=True)
+        assert merged.age_ms[0] > merged.age_ms[-1] == 0
 
 
 async def test_two_engines_at_once(control: Control) -> None:
@@ -691,43 +695,25 @@ async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, 
         assert engine.link.refused == {}, "a server's own revision of that number is another one"
 
 
-class Steady:
-    """A ring into which an engine puts a record every 64th of a second; from `pressing_from` on each presses."""
-
-    def __init__(self, clock: Clock, pressing_from: float = math.inf) -> None:
-        self.clock, self._pressing_from, self.presses = clock, pressing_from, False
-
-    def get(self, timeout: float, wanted: int = 1) -> StepRecord:
-        self.clock.now += 1 / 64
-        step = round(self.clock.now * 64)
-        self.presses = step >= self._pressing_from
-        return StepRecord(step=step, turned=self.presses)
-
-    def get_nowait(self) -> StepRecord:
-        raise queue.Empty
-
-
-def test_reports_are_merged_no_longer_than_a_lease_allows() -> None:
+@pytest.mark.parametrize(("lease_ms", "wait_s"), [(0, 0.25), (2000, 0.25), (400, 0.1)])
+def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s: float) -> None:
     """An interval of so many steps that a section's lease would be over before the first answer."""
-    clock = Clock()
-    engine = LinkedEngine(["nobody"], clock=clock)
-    for lease_ms, steps in ((0, 300), (2000, 33), (400, 8)):
-        settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300, scheduler_lease_ms=lease_ms)
-        engine.link.hold(settings, None)
-        batch, held = engine.link.outbox._gather(Steady(clock), StepRecord(step=0))  # type: ignore[arg-type]
-        assert (len(batch), held) == (steps, None)
+    engine = LinkedEngine(["nobody"])
+    engine.link.hold(agent_pb2.Settings(lease_ms=30_000, scheduler_lease_ms=lease_ms), None)
+    assert engine.link.merge_s == wait_s
 
 
-def test_a_step_in_which_something_happens_ends_the_interval() -> None:
-    clock = Clock()
-    engine = LinkedEngine(["nobody"], clock=clock)
-    engine.link.hold(agent_pb2.Settings(lease_ms=30_000, report_interval_steps=300), None)
-    started = round(clock.now * 64)
-    batch, held = engine.link.outbox._gather(
-        Steady(clock, started + 7),  # type: ignore[arg-type]
-        StepRecord(step=started),
-    )
-    assert ([record.turned for record in batch], held) == ([*[False] * 7, True], None)
+async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripted, str]) -> None:
+    """The snapshot that begins it waits for no interval."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
+        engine.link.merge_s = 3600.0
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.step()
+        await until(lambda: any(m.HasField("snapshot") for m in servicer.received))
 
 
 @pytest.mark.parametrize("kind", ["opened", "closed", "probes", "outcomes", "preempted", "resumed", "turned"])
@@ -744,11 +730,16 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         engine.open("a")
         await until(lambda: engine.link.connected)
         engine.take_inbox()
+        gaps, dropped = 0, False
         # A send that waited for the server would not come back.
         for sent in range(400_000):
+            reports_dropped = engine.link.outbox.reports_dropped
             record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
             record.phases = record.flags = record.rows = [2] * 50
             engine.send(record)
+            before, dropped = dropped, engine.link.outbox.reports_dropped > reports_dropped
+            # What gRPC takes out at last may make room for some records more.
+            gaps += dropped and not before
             assert engine.link.outbox.ring.qsize() <= RING_RECORDS + 2
             if engine.link.outbox.reports_dropped >= 100:
                 break
@@ -760,7 +751,7 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         engine.send(last)
         await until(lambda: servicer.received[-1].step.step == sent + 1)
         assert servicer.kinds()[-2:] == ["snapshot", "step"]
-        assert servicer.kinds().count("snapshot") == 2
+        assert servicer.kinds().count("snapshot") == 1 + gaps
         assert servicer.received[-1].step.counters.reports_dropped == 100
         reported = [o.decision_id for m in servicer.received for o in m.step.outcomes]
         assert sorted(reported) == list(range(1, sent + 2))

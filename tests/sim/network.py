@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent import link as link_module
 from meridian_agent.link import Link
-from meridian_agent.outbox import MERGE_WAIT_S
 from meridian_agent.ring import Ring
 from meridian_control.errors import MeridianError
 from meridian_control.fleet import Fleet
@@ -189,7 +188,7 @@ class SteppedLink(Link):
         if self._first_waits_s is None:
             self._first_waits_s = now
         is_short = self.outbox.ring.qsize() < self.report_interval_steps and not self.outbox.ring.presses
-        if is_short and now - self._first_waits_s < MERGE_WAIT_S:
+        if is_short and now - self._first_waits_s < self.merge_s:
             return
         self._first_waits_s = None
         while self.outbox.ring.qsize() or self._holds():

@@ -14,7 +14,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.messages import mergeable, opened_message, step_report
 from meridian_agent.tracker import RequestInfo, StepRecord
-from meridian_control.requests import COLUMNS, RequestTable
+from meridian_control.merged import ages_ms
+from meridian_control.requests import COLUMNS, NO_TOKEN, RequestTable
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 if TYPE_CHECKING:
@@ -28,22 +29,26 @@ class Signals:
     end_logprob_nats: NDArray[np.float32]
 
 
-def apply(table: RequestTable, report: agent_pb2.StepReport) -> None:
-    """A report's effect on the table, in the order in which a session has it."""
+def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
+    """A report's effect on the table, in the order in which a session has it. Returns its tokens' intervals."""
     for opened in report.opened:
-        table.open(opened)
-    table.add_tokens(report.tokens)
+        table.open(opened, now_ms)
+    table.add_tokens(report.tokens, now_ms - ages_ms(report))
     for slot in report.preempted:
         table.preempted[slot] = True
     for slot in report.resumed:
         table.preempted[slot] = False
     for closed in report.closed:
         table.close(closed.slot)
+    return [*table.output_itl_ms, *table.ttot_ms]
 
 
 def same(a: RequestTable, b: RequestTable) -> None:
-    for name in COLUMNS:
+    for name in COLUMNS.keys() - {"token_ms"}:
         np.testing.assert_array_equal(getattr(a, name)[a.slots()], getattr(b, name)[b.slots()], err_msg=name)
+    # When a request was opened is when its report came.
+    told = np.flatnonzero(a.live & (a.newest_token != NO_TOKEN))
+    np.testing.assert_allclose(a.token_ms[told], b.token_ms[told], atol=0.01)
     np.testing.assert_array_equal(a.window[a.slots()], b.window[b.slots()])
     assert [i for _, i in a.requests()] == [i for _, i in b.requests()]
 
@@ -148,6 +153,7 @@ steps_strategy = st.lists(
             "tokens": st.lists(
                 st.lists(st.sampled_from([TEXT, TEXT, START, END]), min_size=0, max_size=3), min_size=8, max_size=8
             ),
+            "took_ms": st.integers(1, 2000),
             "entropy": st.lists(st.sampled_from([0.0, 0.5, 3.25, math.nan]), min_size=24, max_size=24),
         }
     ),
@@ -158,7 +164,7 @@ steps_strategy = st.lists(
 
 def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
     """What a real tracker records of these steps."""
-    engine, number = FakeEngine(), 0
+    engine, number, now_s = FakeEngine(), 0, 0.0
     for step in steps:
         for prompt in step["open"]:
             engine.open(str(number), prompt)
@@ -183,6 +189,7 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
         entropy = np.array(step["entropy"][:n], np.float32)
         engine.tracker.record.signals = Signals(entropy, np.arange(n, dtype=np.int32), -entropy)
         engine.take()
+        engine.records[-1].ended_s = now_s = now_s + step["took_ms"] / 1e3
     return engine.records
 
 
@@ -199,9 +206,12 @@ def test_merging_changes_nothing(steps: list[dict[str, Any]], interval: int) -> 
             batch = []
         batch.append(record)
     for group in [*batches, batch]:
+        one_after_the_other: list[float] = []
         for record in group:
-            apply(one_by_one, step_report([record]))
+            one_after_the_other += apply(one_by_one, step_report([record]), record.ended_s * 1e3)
         report = step_report(group)
         assert report.steps == len(group)
-        apply(merged, agent_pb2.StepReport.FromString(report.SerializeToString()))
+        received = agent_pb2.StepReport.FromString(report.SerializeToString())
+        at_once = apply(merged, received, group[-1].ended_s * 1e3)
+        np.testing.assert_allclose(sorted(at_once), sorted(one_after_the_other), atol=0.01)
         same(one_by_one, merged)

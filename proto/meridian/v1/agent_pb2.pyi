@@ -827,6 +827,48 @@ class ProbeColumns(_message.Message):
 Global___ProbeColumns: _TypeAlias = ProbeColumns  # noqa: Y015
 
 @_typing.final
+class StepColumns(_message.Message):
+    """The steps of a report that merges several, oldest first. All columns have the same length, that of `steps`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    STEP_TIME_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of `tokens` that the step made, which follow those of the steps before it."""
+
+    @_builtins.property
+    def step_time_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Duration of the step, from its schedule to its update."""
+
+    @_builtins.property
+    def prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt tokens that the step computed."""
+
+    @_builtins.property
+    def age_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """From the step's end to that of the report's last step."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        step_time_ms: _abc.Iterable[_builtins.float] | None = ...,
+        prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        age_ms: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "prefill_tokens", b"prefill_tokens", "rows", b"rows", "step_time_ms", b"step_time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepColumns: _TypeAlias = StepColumns  # noqa: Y015
+
+@_typing.final
 class StepReport(_message.Message):
     """What happened since the report before."""
 
@@ -848,6 +890,7 @@ class StepReport(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report, and how many steps it merges. A report of 0 steps comes from an
     idle engine and carries outcomes only.
@@ -898,6 +941,10 @@ class StepReport(_message.Message):
     def counters(self) -> Global___AgentCounters:
         """Counters since the engine started."""
 
+    @_builtins.property
+    def merged(self) -> Global___StepColumns:
+        """Each of the steps; absent when there is one."""
+
     def __init__(
         self,
         *,
@@ -917,10 +964,11 @@ class StepReport(_message.Message):
         counters: Global___AgentCounters | None = ...,
         prefill_tokens: _builtins.int = ...,
         state: Global___AgentState.ValueType = ...,
+        merged: Global___StepColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "merged", b"merged", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

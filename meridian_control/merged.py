@@ -1,0 +1,48 @@
+"""The single steps of a report: one that merges several tells each in `merged`.
+
+An agent that does not is taken at what it says of its last step, and at a time for all rows. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian.v1 import agent_pb2
+    from numpy.typing import NDArray
+
+# What waits for longer than a day is no report any more.
+MAX_AGE_MS = 86_400_000
+
+
+def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
+    """Rows, prompt tokens and milliseconds of each step of which all three are known."""
+    merged = report.merged
+    if merged.rows:
+        yield from zip(merged.rows, merged.prefill_tokens, merged.step_time_ms, strict=True)
+    elif report.steps == 1:
+        yield len(report.tokens.slot), report.prefill_tokens, report.step_time_ms
+
+
+def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
+    """How long before the report's last step each of its token rows came, [rows].
+
+    Raises ValueError when the columns do not fit the report, and for an age out of range.
+    """
+    merged, rows = report.merged, len(report.tokens.slot)
+    if not report.HasField("merged"):
+        return np.zeros(rows)
+    columns = merged.rows, merged.step_time_ms, merged.prefill_tokens, merged.age_ms
+    if any(len(column) != report.steps for column in columns):
+        lengths = [len(column) for column in columns]
+        raise ValueError(f"columns of merged steps must have one entry for each of {report.steps}; got {lengths}")
+    if (told := sum(merged.rows)) != rows:
+        raise ValueError(f"merged steps must have all of the report's {rows} rows; got {told}")
+    age_ms = np.fromiter(merged.age_ms, np.float64, len(merged.age_ms))
+    if not ((age_ms >= 0) & (age_ms <= MAX_AGE_MS)).all():
+        raise ValueError(f"age_ms must be in [0, {MAX_AGE_MS}]; got {age_ms.tolist()}")
+    return np.repeat(age_ms, np.fromiter(merged.rows, np.int64, len(merged.rows)))

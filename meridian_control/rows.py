@@ -1,0 +1,94 @@
+"""The token rows of a report, as arrays in the order of slots, those of one slot in the order of their generation.
+
+Knows columns and their bounds, not what they mean for a request. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# More rows of one slot in one report come from no engine, however many steps it merges.
+MAX_ROWS_PER_SLOT = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns [rows]; at_ms: when a row came. begins: whether a row is the first of its slot. first, last: row numbers,
+    and s: slot numbers, [slots]."""
+
+    slot: NDArray[np.int64]
+    phase: NDArray[np.int32]
+    flags: NDArray[np.int64]
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.uint32]
+    end_logprob_nats: NDArray[np.float32]
+    at_ms: NDArray[np.float64]
+    begins: NDArray[np.bool_]
+    first: NDArray[np.intp]
+    last: NDArray[np.intp]
+    s: NDArray[np.int64]
+
+    def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
+        """A column's value in the row before of the same slot; `first`, [slots], before a slot's first."""
+        shifted = np.empty_like(column)
+        shifted[1:] = column[:-1]
+        shifted[self.first] = first
+        return shifted
+
+
+def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> Rows:
+    """The rows of live slots. live: [slots]. at_ms: when they came, one for all or [rows].
+
+    Raises ValueError when the columns differ in length, and for too many rows of a slot.
+    """
+    slot, *others = _arrays(columns)
+    when_ms = np.empty(len(slot))
+    when_ms[:] = at_ms
+    known = slot < len(live)
+    known[known] = live[slot[known]]
+    chosen = known.nonzero()[0]
+    order = chosen[slot[chosen].argsort(kind="stable")]
+    slot = slot[order]
+    begins, ends = differs(slot), np.ones(len(slot), bool)
+    ends[:-1] = begins[1:]
+    first, last = begins.nonzero()[0], ends.nonzero()[0]
+    if len(first) and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
+        raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
+    phase, flags, entropy, end_rank, end_logprob = (column[order] for column in others)
+    return Rows(slot, phase, flags, entropy, end_rank, end_logprob, when_ms[order], begins, first, last, s=slot[first])
+
+
+def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where a column differs from its row before, and in the first."""
+    found = np.ones(len(column), bool)
+    np.not_equal(column[1:], column[:-1], out=found[1:])
+    return found
+
+
+def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
+    """How many rows of the same slot come before each, in the order of slots."""
+    first = differs(slot).nonzero()[0]
+    number = np.arange(len(slot))
+    counts: NDArray[np.intp] = number - first[np.searchsorted(first, number, side="right") - 1]
+    return counts
+
+
+def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
+    slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
+    phase = np.fromiter(columns.phase, np.int32, len(columns.phase))
+    flags = np.fromiter(columns.flags, np.int64, len(columns.flags))
+    entropy = np.fromiter(columns.entropy_nats, np.float32, len(columns.entropy_nats))
+    end_rank = np.fromiter(columns.end_rank, np.uint32, len(columns.end_rank))
+    end_logprob = np.fromiter(columns.end_logprob_nats, np.float32, len(columns.end_logprob_nats))
+    arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
+    if len({len(a) for a in arrays}) != 1:
+        raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
+    phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
+    return arrays
