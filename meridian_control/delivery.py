@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from meridian_control.totals import Totals
 
 
+# Steps merged into a report where the policy says nothing: what a report costs the machine is a multiple of what its
+# steps do, and no decision that follows from a phase, an arrival or a probe waits for others.
+USUAL_INTERVAL_STEPS = 8
+
+
 class Delivery:
     """`revision` is the newest that was wanted, `nack_error` why it is not in force; `agent_revision` is in force
     on the engine, as it says. What `refused` has is not sent to it again."""
@@ -65,6 +70,12 @@ def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
     return policy.model.get(hello.model) or ModelPolicy()
 
 
+def report_interval_steps(policy: Policy) -> int:
+    """The policy's own, or what suits its strategy: deadlines go by when the newest tokens came."""
+    usual = 1 if policy.scheduler.strategy == "deadline" else USUAL_INTERVAL_STEPS
+    return policy.telemetry.report_interval_steps or usual
+
+
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """The part of a policy that the agent itself must know."""
     model = model_of(policy, hello)
@@ -78,7 +89,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         closing_text=model.closing_text,
         eat_answer_prefix=model.eat_answer_prefix,
         observe_entropy=termination.needs_signals(policy) and hello.capabilities.token_entropy,
-        report_interval_steps=policy.telemetry.report_interval_steps,
+        report_interval_steps=report_interval_steps(policy),
         lease_ms=policy.fallback.lease_ms,
         scheduler_lease_ms=policy.scheduler.lease_ms,
         entropy_lease_ms=policy.entropy.lease_ms,

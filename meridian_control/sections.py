@@ -230,10 +230,11 @@ class TelemetryPolicy(Section):
     """What engines report, how often, and what of it is kept."""
 
     report_interval_steps: int = Field(
-        1,
-        ge=1,
+        0,
+        ge=0,
         le=1000,
-        description="Engine steps merged into one report; fewer where one of them has more to tell than text.",
+        description="Engine steps merged into one report; fewer where one of them has more to tell than text. 0 for 8, "
+        "under strategy deadline 1.",
     )
     decision_log_sample_ratio: float = Field(
         1.0,

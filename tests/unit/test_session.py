@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,7 +23,8 @@ from meridian_control.endings import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.errors import InvalidRequest
 from meridian_control.groups import ROOM
 from meridian_control.histogram import TIME_BOUNDS_S
-from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT, MAX_SLOTS, THINK
+from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
+from meridian_control.rows import MAX_ROWS_PER_SLOT
 from meridian_control.session import ACK_INTERVAL_S, Session
 from meridian_control.totals import Totals
 from meridian_control.views import engine_view, request_views
@@ -101,6 +103,11 @@ class Stream:
         entropy = fields.pop("entropy_nats", 0.5)
         return self.agent.open(name, Script(think, answer, entropy), **fields).slot
 
+    def say(self, steps: int = 1, **fields: Any) -> None:
+        """A report that the agent did not make, of the steps that come next."""
+        step = self.session._ledger.step + steps
+        self.session.on_message(step_report(step=step, steps=steps, **fields), self.now)
+
     def balanced(self) -> bool:
         totals = self.session.totals
         return sum(totals.decisions.values()) == sum(totals.outcomes.values()) + len(self.session.open_decisions)
@@ -129,6 +136,16 @@ def test_settings_carry_what_the_agent_must_know() -> None:
     assert (s.revision, s.nonce, s.report_interval_steps, s.lease_ms, s.observe_entropy) == (9, 1, 7, 1234, True)
     assert (list(s.think_start_token_ids), list(s.think_end_token_ids)) == ([4], [5, 6])
     assert (s.reasoning_parser, s.supports_think_disable) == ("qwen3", False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "asked", "steps"), [("output_first", 0, 8), ("stock", 0, 8), ("deadline", 0, 1), ("deadline", 5, 5)]
+)
+def test_how_many_steps_a_report_merges(strategy: str, asked: int, steps: int) -> None:
+    """Unless the policy says so, so many as nothing waits for; the order of deadlines follows each token."""
+    new = policy(scheduler={"strategy": strategy}, telemetry={"report_interval_steps": asked})
+    (response,) = Stream().session.on_policy(1, new)
+    assert response.settings.report_interval_steps == steps
 
 
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
@@ -786,22 +803,50 @@ def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
 
 
 def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
+    alone, merged = stream(policy()), stream(policy())
+    took_ms, prefill_tokens = [10.0, 40.0, 11.0], [0, 300, 2]
+    rows = [[(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0), (1, THINK, 0, 1.0)]]
+    for made in (alone, merged):
+        made.open("a", think=0)
+        made.open("b", think=0)
+        made.step()
+    for kept, step_ms, prompt in zip(rows, took_ms, prefill_tokens, strict=True):
+        alone.say(tokens=tokens(kept), step_time_ms=step_ms, prefill_tokens=prompt)
+    columns = agent_pb2.StepColumns(
+        rows=[1, 1, 2], step_time_ms=took_ms, prefill_tokens=prefill_tokens, age_ms=[51.0, 11.0, 0.0]
+    )
+    merged.say(
+        3, tokens=tokens([row for kept in rows for row in kept]), step_time_ms=11.0, prefill_tokens=2, merged=columns
+    )
+    assert (costs := merged.session._decider.cost).steps == 4
+    assert costs.coefficients == alone.session._decider.cost.coefficients
+    # Of an agent that does not tell them apart nothing is known but their number.
+    merged.say(2, tokens=tokens(rows[2]), step_time_ms=11.0)
+    assert costs.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rows": [1, 1]}, "columns of merged steps must have one entry for each of 3; got [2, 3, 3, 3]"),
+        ({"rows": [1, 1, 1]}, "merged steps must have all of the report's 4 rows; got 3"),
+        ({"age_ms": [1.0, -1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [1.0, -1.0, 0.0]"),
+        ({"age_ms": [math.nan, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [nan, 1.0, 0.0]"),
+        ({"age_ms": [1e9, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [1000000000.0, 1.0, 0.0]"),
+    ],
+)
+def test_merged_steps_that_do_not_fit_are_refused(wrong: dict[str, Any], error: str) -> None:
     made = stream(policy())
     made.open("a", think=0)
-    made.open("b")
-    made.step()
-    cost = made.session._decider.cost
-    before, rows = cost.steps, [(slot, THINK, 0, 1.0) for _ in range(3) for slot in (0, 1)]
-    for kept, merged in (
-        (rows, {"prefill_tokens": 0}),
-        (rows, {"prefill_tokens": 5}),
-        (rows[:5], {"prefill_tokens": 0}),
-    ):
-        made.now += timedelta(milliseconds=50)
-        report = step_report(tokens=tokens(kept), step_time_ms=10.0, **merged)
-        report.step.steps, report.step.step = 3, made.session._ledger.step + 3
-        made.session.on_message(report, made.now)
-    assert cost.steps == before + 1, "parts of prompts and requests that come or go make steps unlike"
+    columns: dict[str, Any] = {
+        "rows": [1, 1, 2],
+        "step_time_ms": [1.0] * 3,
+        "prefill_tokens": [0] * 3,
+        "age_ms": [2.0, 1.0, 0.0],
+    }
+    merged = agent_pb2.StepColumns(**(columns | wrong))
+    with pytest.raises(InvalidRequest, match=re.escape(error)):
+        made.say(3, tokens=tokens([(0, THINK, 0, 1.0)] * 4), merged=merged)
 
 
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
