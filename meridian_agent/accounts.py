@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent import hooks
+from meridian_agent.signals import StepSignals
 
 if TYPE_CHECKING:
     from meridian_agent.directives import Directives
     from meridian_agent.probing import Probing
+    from meridian_agent.signals import Told
     from meridian_agent.tracker import Tracked, Tracker
 
 # vLLM's finish reasons, by name, as meridian.v1.FinishReason.
@@ -25,26 +27,27 @@ class Accounts:
     def __init__(self, tracker: Tracker, directives: Directives, probing: Probing) -> None:
         self._tracker, self._directives, self._probing = tracker, directives, probing
 
-    def take(self, runner_output: Any, outputs: dict[int, Any], signals: Any) -> None:
-        """Account a step. runner_output: vLLM's ModelRunnerOutput. outputs: what is about to go to the clients."""
-        if not self._all_text(runner_output, outputs, signals):
-            self._singly(runner_output, outputs, signals)
+    def take(self, runner_output: Any, outputs: dict[int, Any], told: Told | None) -> None:
+        """Account a step. runner_output: vLLM's ModelRunnerOutput. outputs: what is about to go to the clients. told:
+        signals of its rows."""
+        if not self._all_text(runner_output, outputs, told):
+            self._singly(runner_output, outputs, None if told is None else StepSignals.of(told))
 
-    def _all_text(self, runner_output: Any, outputs: dict[int, Any], signals: Any) -> bool:
+    def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: Told | None) -> bool:
         """Account a step that brought each of its requests one token of text and nothing else."""
-        if self._probing.placed or (signals is not None and signals.first_row is not None):
+        if self._probing.placed or isinstance(told, tuple):
             return False
-        told = 0
+        counted = 0
         for group in outputs.values():
-            told += len(group.outputs)
+            counted += len(group.outputs)
             for out in group.outputs:
                 if out.finish_reason is not None:
                     return False
         ids = runner_output.req_ids
         # vLLM tells nothing of requests that were ended meanwhile.
-        return told == len(ids) and self._tracker.note(ids, runner_output.sampled_token_ids)
+        return counted == len(ids) and self._tracker.note(ids, runner_output.sampled_token_ids)
 
-    def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: Any) -> None:
+    def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None) -> None:
         by_id, index = self._tracker.by_id, runner_output.req_id_to_index
         for group in outputs.values():
             if self._probing.placed:
@@ -54,7 +57,7 @@ class Accounts:
                     self._one(tr, out, index, signals)
         self._tracker.noted_singly(runner_output.req_ids)
 
-    def _one(self, tr: Tracked, out: Any, index: dict[str, int], signals: Any) -> None:
+    def _one(self, tr: Tracked, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
         if out.new_token_ids:
             # Under asynchronous scheduling the token of the step before the preemption is still to come.
             if tr.preempted and not hooks.waits_preempted(tr.ref):

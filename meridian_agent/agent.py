@@ -20,10 +20,10 @@ from meridian_agent.adoption import Adoption, state_of_new
 from meridian_agent.blocks import Blocks, reuse_answers_last
 from meridian_agent.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.masks import Masks
-from meridian_agent.observe import REQUEST, RESULT, Wanted
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.probing import Probing
 from meridian_agent.queues import Queues
+from meridian_agent.signals import REQUEST, RESULT, Asking
 from meridian_agent.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Agent:
         self.masks = Masks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = Blocks(directives, self.block_size, known.tool_call)
         self.observe_entropy = False
+        self._asking = Asking()
         # Cap of new requests; what is out of force, as parts of directives; whether all of it is.
         self.default_cap: int | None = None
         self._lapsed = 0
@@ -260,7 +261,7 @@ class Agent:
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
-            setattr(output, REQUEST, Wanted(self.tracker.markers.end[0], self.tracker.answering_ids))
+            setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # What is more than a token per sequence, and its drafts, is prompt.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
@@ -291,11 +292,11 @@ class Agent:
 
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Account the step's tokens, settle decisions, send the record."""
-        signals = getattr(runner_output, RESULT, None)
-        if isinstance(signals, str):
-            self._hear_worker(signals)
-            signals = None
-        self.accounts.take(runner_output, outputs, signals)
+        told = getattr(runner_output, RESULT, None)
+        if isinstance(told, str):
+            self._hear_worker(told)
+            told = None
+        self.accounts.take(runner_output, outputs, told)
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             with self.link.handover:
                 self.link.idle = True
@@ -303,7 +304,7 @@ class Agent:
                 self._take_inbox(math.inf)
             self.directives.active_plan()
         record = self.tracker.record
-        record.signals = signals
+        record.told = told
         record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
         record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
         record.prefill_tokens = self._prefills.popleft() if self._prefills else 0

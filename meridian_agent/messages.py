@@ -8,6 +8,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.overrides import MAX_ID, clean
+from meridian_agent.signals import StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,12 +113,12 @@ def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
     columns.phase.extend(record.phases)  # type: ignore[arg-type]
     columns.flags.extend(record.row_flags())
     rows = len(record.slots)
-    if record.signals is None:
+    if record.told is None:
         columns.entropy_nats.extend([float("nan")] * rows)
         columns.end_rank.extend([0] * rows)
         columns.end_logprob_nats.extend([float("nan")] * rows)
         return
-    at = np.asarray(record.rows, dtype=np.intp)
-    columns.entropy_nats.extend(record.signals.entropy_nats[at].tolist())
-    columns.end_rank.extend(record.signals.end_rank[at].tolist())
-    columns.end_logprob_nats.extend(record.signals.end_logprob_nats[at].tolist())
+    at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.of(record.told)
+    columns.entropy_nats.extend(signals.entropy_nats[at].tolist())
+    columns.end_rank.extend(signals.end_rank[at].tolist())
+    columns.end_logprob_nats.extend(signals.end_logprob_nats[at].tolist())

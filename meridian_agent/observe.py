@@ -12,12 +12,13 @@ import functools
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian_kernels import EntropyProbe, KernelError
 
 from meridian_agent.guard import Guard
+from meridian_agent.signals import REQUEST, RESULT, Asked, StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -26,36 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger("vllm.meridian")
-
-# Attribute of SchedulerOutput (engine core to worker): Wanted, absent when not observing.
-REQUEST = "meridian_wanted"
-# Attribute of ModelRunnerOutput (worker to engine core): StepSignals, or why this worker measures nothing, empty where
-# it can again.
-RESULT = "meridian_signals"
-
-
-class Wanted(NamedTuple):
-    """What to measure: all rows but those of the requests named, with the id of the end marker's first token."""
-
-    end_token_id: int
-    not_of: Set[str] = frozenset()
-
-
-@dataclass(slots=True)
-class StepSignals:
-    """Signals of one step, rows in the order of the runner's `req_ids`; NaN, and rank 0, where nothing was measured.
-
-    first_row: [requests] first row of each request, which has 1 + drafts rows; None when each has one.
-    """
-
-    first_row: NDArray[np.int32] | None
-    entropy_nats: NDArray[np.float32]
-    end_rank: NDArray[np.int32]
-    end_logprob_nats: NDArray[np.float32]
-
-    def row(self, request: int) -> int:
-        """First row of the request at this place in `req_ids`."""
-        return request if self.first_row is None else int(self.first_row[request])
 
 
 class Measurement:
@@ -108,7 +79,9 @@ class Observer:
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
-        self._wanted: Wanted | None = None
+        self._asked = Asked()
+        # The end marker's first token, and whose rows are not wanted.
+        self._wanted: tuple[int, Set[str]] | None = None
         self._drafts: dict[str, list[int]] = {}
         self._measurement: Measurement | None = None
         # Model Runner V2: the batch whose logits are about to be computed.
@@ -124,7 +97,8 @@ class Observer:
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
-        self._wanted = getattr(scheduler_output, REQUEST, None)
+        request = getattr(scheduler_output, REQUEST, None)
+        self._wanted = None if request is None else (request[0], self._asked.not_of(request))
         self._drafts = scheduler_output.scheduled_spec_decode_tokens
 
     def before_sampling(self) -> None:
@@ -171,7 +145,7 @@ class Observer:
         if not getattr(output, "req_ids", None):
             return
         signals = None if measurement is None else self.guard.run(measurement.signals)
-        said = self._untold or signals or self.guard.fault
+        said = self._untold or (signals.told() if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
         self._untold = ""

@@ -16,6 +16,7 @@ from meridian_agent.phases import Phase
 
 if TYPE_CHECKING:
     from meridian_agent.directives import Directives
+    from meridian_agent.signals import StepSignals
     from meridian_agent.tracker import StepRecord, Tracked, Tracker
 
 
@@ -118,7 +119,7 @@ class Probing:
             elif not placed.cost_tokens:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
-    def collect(self, group: Any, signals: Any, index: dict[str, int]) -> None:
+    def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
         """Take probe results out of what goes to the clients."""
         for out in group.outputs:
             placed = self.placed.pop(out.request_id, None)

@@ -16,6 +16,8 @@ from meridian_agent.run import Run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from meridian_agent.signals import Told
+
 # Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
 PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 256, Phase.THINK: 544}
 
@@ -168,9 +170,9 @@ class StepRecord:
     # In a step of a run: the tokens, instead of flags, and the sentence and paragraph flags by token id.
     text: Sequence[int] = ()
     boundaries: bytes = b""
-    # Row of `signals` each token was drawn from.
+    # Signals of the step's rows, as the worker told them, and the row each token was drawn from.
+    told: Told | None = None
     rows: list[int] = field(default_factory=list)
-    signals: Any = None
     # (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row, answer would be empty)
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)

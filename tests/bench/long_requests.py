@@ -147,7 +147,7 @@ class Engine:
         """One step; returns the tokens generated in it, probes left out."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        from meridian_agent.observe import REQUEST, RESULT, StepSignals
+        from meridian_agent.signals import REQUEST, RESULT, StepSignals
         from tests.sim.engine import forced
 
         output = self.scheduler.schedule()
@@ -157,7 +157,7 @@ class Engine:
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
         if hasattr(output, REQUEST) and ids:
             ones = np.ones(len(ids), np.float32)
-            setattr(result, RESULT, StepSignals(None, ones, ones.astype(np.int32), -ones))
+            setattr(result, RESULT, StepSignals(None, ones, ones.astype(np.int32), -ones).told())
         self.scheduler.update_from_output(output, result)
         return sum(len(s) for r, s in zip(ids, sampled, strict=True) if r in self._left)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.signals import StepSignals
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -50,7 +52,7 @@ def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]
         flags = record.row_flags()
         for i, slot in enumerate(slots):
             at = record.rows[i]
-            s = record.signals
+            s = None if record.told is None else StepSignals.of(record.told)
             measured = (float("nan"), 0, float("nan"))
             if s is not None:
                 measured = float(s.entropy_nats[at]), int(s.end_rank[at]), float(s.end_logprob_nats[at])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.directives import Outcome
 from meridian_agent.messages import opened_message, step_report
+from meridian_agent.signals import StepSignals
 from tests.fakes.engine import END, TEXT, FakeEngine
 
 if TYPE_CHECKING:
@@ -250,9 +250,7 @@ class FakeAgent:
         record = self.engine.tracker.record
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
-        record.signals = SimpleNamespace(
-            entropy_nats=columns, end_rank=np.full(len(columns), self.end_rank, np.int32), end_logprob_nats=-columns
-        )
+        record.told = StepSignals(None, columns, np.full(len(columns), self.end_rank, np.int32), -columns).told()
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record

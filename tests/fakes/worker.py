@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_agent.observe import REQUEST, Wanted
+from meridian_agent.signals import REQUEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ END_TOKEN = 3
 
 def asked(logits: torch.Tensor, not_of: frozenset[str] | None = frozenset(), **drafts: list[int]) -> Any:
     """What the engine core sends for a step. not_of: requests whose rows it does not ask for; None for all."""
-    wanted = {} if not_of is None else {REQUEST: Wanted(END_TOKEN, not_of)}
+    wanted = {} if not_of is None else {REQUEST: (END_TOKEN, 1, tuple(not_of))}
     return SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **wanted)
 
 

@@ -28,9 +28,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_agent import hooks
-from meridian_agent.observe import REQUEST, RESULT, StepSignals
 from meridian_agent.probes import PREFIX
 from meridian_agent.scheduler import governed
+from meridian_agent.signals import REQUEST, RESULT, Asked, StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
@@ -213,6 +213,7 @@ class Engine:
             config, cache, structured, block_size=BLOCK, log_stats=False
         )
         self.model = Model()
+        self.asked = Asked()
         self.finished: dict[str, str] = {}
         # What each step scheduled, probes left out.
         self.schedule: list[dict[str, int]] = []
@@ -322,8 +323,10 @@ class Engine:
                 continue
             sampled.append(self._tokens(request_id, drafts, masks.get(request_id, {})))
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
-        if (wanted := getattr(output, REQUEST, None)) is not None and ids:
-            setattr(result, RESULT, self._signals(output, ids, wanted.not_of))
+        if (request := getattr(output, REQUEST, None)) is not None:
+            not_of = self.asked.not_of(request)
+            if ids:
+                setattr(result, RESULT, self._signals(output, ids, not_of).told())
         return result
 
     def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:

@@ -19,12 +19,15 @@ from meridian_agent import guard as guard_module
 from meridian_agent import hooks
 from meridian_agent import observe as observe_module
 from meridian_agent.guard import Guard
-from meridian_agent.observe import RESULT, Observer, StepSignals
+from meridian_agent.observe import Observer
+from meridian_agent.signals import RESULT
 from tests.fakes.worker import asked, step, worker
 from tests.sim.inject import WORKER, Fault, Injected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from meridian_agent.signals import Told
 
 VOCABULARY = 50
 # A step takes a second.
@@ -61,7 +64,7 @@ class Served:
 
     injected: Injected | None
     sampled: list[list[int]] = field(default_factory=list)
-    told: list[StepSignals | str | None] = field(default_factory=list)
+    told: list[Told | str | None] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -187,17 +190,10 @@ def _in_service(found: Served, whole: Served) -> dict[str, bool]:
     return {
         "it was not counted once": found.faults.total() == 1,
         "the engine core was not told": any("injected" in said for said in found.told if isinstance(said, str)),
-        "it did not come back": _plain(found.told[-1]) == _plain(whole.told[-1]),
+        "it did not come back": found.told[-1] == whole.told[-1],
     }
 
 
-def _same(said: StepSignals | str | None, whole: StepSignals | str | None) -> bool:
+def _same(said: Told | str | None, whole: Told | str | None) -> bool:
     """A step has its own signals or none."""
-    return not isinstance(said, StepSignals) or _plain(said) == _plain(whole)
-
-
-def _plain(said: StepSignals | str | None) -> Any:
-    if not isinstance(said, StepSignals):
-        return said
-    columns = said.first_row, said.entropy_nats, said.end_rank, said.end_logprob_nats
-    return [None if column is None else column.tobytes() for column in columns]
+    return said is None or isinstance(said, str) or said == whole

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +12,11 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.messages import mergeable, opened_message, step_report
+from meridian_agent.signals import StepSignals
 from meridian_agent.tracker import RequestInfo, StepRecord
 from meridian_control.merged import ages_ms
 from meridian_control.requests import COLUMNS, NO_TOKEN, RequestTable
 from tests.fakes.engine import END, START, TEXT, FakeEngine
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-@dataclass
-class Signals:
-    entropy_nats: NDArray[np.float32]
-    end_rank: NDArray[np.int32]
-    end_logprob_nats: NDArray[np.float32]
 
 
 def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
@@ -84,9 +74,12 @@ def test_a_full_record() -> None:
         phases=[2, 2, 3],
         flags=[0, 3, 0],
         rows=[1, 2, 0],
-        signals=Signals(
-            np.array([0.1, 0.2, 0.3], np.float32), np.array([7, 8, 9], np.int32), np.array([-1, -2, -3], np.float32)
-        ),
+        told=StepSignals(
+            None,
+            np.array([0.1, 0.2, 0.3], np.float32),
+            np.array([7, 8, 9], np.int32),
+            np.array([-1, -2, -3], np.float32),
+        ).told(),
         probes=[(5, 0, 64, 0.25, 12, 3, True)],
         preempted=[1],
         resumed=[2],
@@ -187,7 +180,7 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
                 engine.finish(list(engine.live)[which % len(engine.live)])
         n = len(engine.tracker.record.slots)
         entropy = np.array(step["entropy"][:n], np.float32)
-        engine.tracker.record.signals = Signals(entropy, np.arange(n, dtype=np.int32), -entropy)
+        engine.tracker.record.told = StepSignals(None, entropy, np.arange(n, dtype=np.int32), -entropy).told()
         engine.take()
         engine.records[-1].ended_s = now_s = now_s + step["took_ms"] / 1e3
     return engine.records

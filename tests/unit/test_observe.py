@@ -3,13 +3,20 @@ The runner is a fake that only has vLLM's attributes."""
 
 from __future__ import annotations
 
+import pickle
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
 from meridian_kernels import EntropyProbe
 
-from meridian_agent.observe import RESULT, attach, possible
+from meridian_agent.observe import attach, possible
+from meridian_agent.signals import RESULT, Asked, Asking, StepSignals
 from tests.fakes.worker import END_TOKEN, asked, step, worker
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -21,7 +28,7 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     batches = [torch.randn(2, 50) for _ in range(3)]
     outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
-        signals = getattr(output.get_output() if later else output, RESULT)
+        signals = StepSignals.of(getattr(output.get_output() if later else output, RESULT))
         want = EntropyProbe().compute_batch(batch, END_TOKEN)
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
@@ -48,7 +55,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     batch = torch.randn(len(measured), 50)
     # Reading such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
-    signals = getattr(step(own, asked(batch, frozenset(not_of), **drafts)), RESULT)
+    signals = StepSignals.of(getattr(step(own, asked(batch, frozenset(not_of), **drafts)), RESULT))
     want = EntropyProbe().compute_batch(batch, END_TOKEN)
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
@@ -84,3 +91,34 @@ def test_what_can_be_told_without_a_device(monkeypatch: pytest.MonkeyPatch) -> N
     for found in (None, object()):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
         assert possible("cuda") == (found is not None)
+
+
+def test_names_go_out_when_they_have_changed() -> None:
+    asking, asked = Asking(), Asked()
+    first, second = frozenset("ab"), frozenset("b")
+    sent = [asking.request(3, first), asking.request(3, first), asking.request(4, first), asking.request(4, second)]
+    assert [(end, names is None) for end, _, names in sent] == [(3, False), (3, True), (4, True), (4, False)]
+    assert [asked.not_of(request) for request in sent] == [first, first, first, second]
+    assert asking.request(4, second) is asking.request(4, second)
+
+
+def test_rows_are_measured_whose_names_were_lost() -> None:
+    asking, asked = Asking(), Asked()
+    asked.not_of(asking.request(3, frozenset("a")))
+    other = frozenset("b")
+    asking.request(3, other)
+    assert asked.not_of(asking.request(3, other)) == frozenset()
+    # Another agent in the same engine begins anew, and says all it knows.
+    assert asked.not_of(Asking().request(3, other)) == other
+
+
+@pytest.mark.parametrize("first_row", [None, np.array([0, 3], np.int32)])
+def test_what_is_told_is_what_was_measured(first_row: NDArray[np.int32] | None) -> None:
+    columns = np.array([0.5, np.nan], np.float32), np.array([7, 2**31 - 1], np.int32), np.array([-1, 0], np.float32)
+    told = StepSignals(first_row, *columns).told()
+    assert isinstance(told, bytes) == (first_row is None)
+    found = StepSignals.of(pickle.loads(pickle.dumps(told)))
+    for column, want in zip((found.entropy_nats, found.end_rank, found.end_logprob_nats), columns, strict=True):
+        np.testing.assert_array_equal(column, want)
+        assert column.dtype == want.dtype
+    assert [found.row(i) for i in range(2)] == ([0, 1] if first_row is None else [0, 3])
