@@ -47,7 +47,9 @@ class Postgres:
         wait_for(self._answers, START_TIMEOUT_S, "PostgreSQL to answer")
 
     def _spawn(self) -> None:
-        settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=")
+        # What is killed here are processes, never the system: what they wrote is there, and a server that comes back
+        # need not go through all files first.
+        settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
         options = [option for setting in settings for option in ("-c", setting)]
         command = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
         with (self.folder / "log").open("ab") as log:
