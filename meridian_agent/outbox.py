@@ -86,6 +86,7 @@ class Outbox:
             return
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
+        record.urgent = record.urgent or standing.idle
         record.ended_s = now = standing.clock()
         standing.asks(now)
         self._queued[record.step % ROUND_TRIP_STEPS] = now

@@ -150,7 +150,7 @@ class Probing:
         """The record is about to be sent: those held wait for the answer to the one that has their result."""
         for tr in self.held:
             if not tr.asked_in and any(probe[1] == tr.slot for probe in record.probes):
-                tr.asked_in = record.step
+                tr.asked_in, record.urgent = record.step, True
 
     def new_stream(self) -> None:
         """Nobody waits any more for what is under way."""

@@ -181,14 +181,13 @@ class StepRecord:
     # (decision id, outcome, thinking tokens, detail)
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     counters: tuple[Any, ...] = ()
-    # A request has begun or ended to think in it.
-    turned: bool = False
+    # A request has begun or ended to think in it or is held for what is decided from it, or no other step follows.
+    urgent: bool = False
 
     @property
     def presses(self) -> bool:
-        """Whether something may be decided for it at once, so that it does not wait for others of its interval."""
-        events = self.opened or self.closed or self.probes or self.outcomes or self.preempted or self.resumed
-        return self.turned or bool(events)
+        """Whether it does not wait for others of its interval: who joins the next steps may follow from it."""
+        return self.urgent or bool(self.opened or self.preempted or self.resumed)
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """One generated token."""
@@ -343,7 +342,7 @@ class Tracker:
                 self._count(before, -1)
                 self._count(state.phase, 1)
                 tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True
-                record.turned = True
+                record.urgent = True
                 ended = ended or before is Phase.THINK
         tr.expected.clear()
         self.watch_limit(tr)

@@ -703,6 +703,21 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     assert engine.link.merge_s == wait_s
 
 
+async def test_the_last_step_before_a_rest_is_told_at_once(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
+        engine.link.merge_s = 3600.0
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.step()
+        await until(lambda: servicer.kinds()[-1] == "snapshot")
+        engine.engine.finish("a")
+        engine.step()
+        await until(lambda: servicer.received[-1].step.closed)
+
+
 async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripted, str]) -> None:
     """The snapshot that begins it waits for no interval."""
     servicer, target = scripted
@@ -716,9 +731,9 @@ async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripte
         await until(lambda: any(m.HasField("snapshot") for m in servicer.received))
 
 
-@pytest.mark.parametrize("kind", ["opened", "closed", "probes", "outcomes", "preempted", "resumed", "turned"])
+@pytest.mark.parametrize("kind", ["opened", "preempted", "resumed", "urgent"])
 def test_what_presses(kind: str) -> None:
-    record = StepRecord(slots=[0], phases=[2], flags=[32], rows=[0])
+    record = StepRecord(slots=[0], phases=[2], flags=[32], rows=[0], closed=[(1, 1)], outcomes=[(1, 1, 0, "")])
     assert not record.presses
     setattr(record, kind, [(1,)])
     assert record.presses

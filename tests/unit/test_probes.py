@@ -10,7 +10,8 @@ import pytest
 
 from meridian_agent.phases import Phase, PhaseState
 from meridian_agent.probes import STEP_SHARE, Room, refusal
-from meridian_agent.tracker import Ending, RequestInfo, Tracked
+from meridian_agent.probing import Probing
+from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked
 
 BLOCK = 16
 ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
@@ -72,3 +73,17 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
     roomy = replace(ROOM, tokens=STEP_SHARE * cost)
     fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost))
     assert fitting >= 2 * spanned
+
+
+def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
+    """Others go with the steps after them."""
+    probing = Probing(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
+    held = tracked()
+    measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False)])
+    probing.sent(measured)
+    assert not measured.presses
+    probing.held[held] = None
+    probing.sent(StepRecord(step=8))
+    assert held.asked_in == 0
+    probing.sent(measured)
+    assert (held.asked_in, measured.presses) == (7, True)

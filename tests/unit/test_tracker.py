@@ -101,7 +101,7 @@ def test_the_record_of_a_step() -> None:
     assert record.phases == [Phase.THINK, Phase.THINK, Phase.OUTPUT, Phase.OUTPUT]
     assert record.flags[:3] == [0, FLAG_MARKER | FLAG_END, 0]
     assert record.rows == [4, 5, 6, 7]
-    assert record.turned
+    assert record.urgent
     assert tracker.record.slots == []
     tracker.feed(a, [TEXT, TEXT], 0)
     assert not tracker.record.presses
