@@ -27,24 +27,19 @@ class Accounts:
     def __init__(self, tracker: Tracker, directives: Directives, probing: Probing) -> None:
         self._tracker, self._directives, self._probing = tracker, directives, probing
 
-    def take(self, runner_output: Any, outputs: dict[int, Any], told: Told | None) -> None:
+    def take(self, runner_output: Any, outputs: dict[int, Any], told: Told | None, ended: bool) -> None:
         """Account a step. runner_output: vLLM's ModelRunnerOutput. outputs: what is about to go to the clients. told:
-        signals of its rows."""
-        if not self._all_text(runner_output, outputs, told):
+        signals of its rows. ended: a request may have ended in it."""
+        if ended or not self._all_text(runner_output, outputs, told):
             self._singly(runner_output, outputs, None if told is None else StepSignals.of(told))
 
     def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: Told | None) -> bool:
         """Account a step that brought each of its requests one token of text and nothing else."""
         if self._probing.placed or isinstance(told, tuple):
             return False
-        counted = 0
-        for group in outputs.values():
-            counted += len(group.outputs)
-            for out in group.outputs:
-                if out.finish_reason is not None:
-                    return False
         ids = runner_output.req_ids
         # vLLM tells nothing of requests that were ended meanwhile.
+        counted = sum(len(group.outputs) for group in outputs.values())
         return counted == len(ids) and self._tracker.note(ids, runner_output.sampled_token_ids)
 
     def _singly(self, runner_output: Any, outputs: dict[int, Any], signals: StepSignals | None) -> None:

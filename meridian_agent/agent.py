@@ -296,7 +296,7 @@ class Agent:
         if isinstance(told, str):
             self._hear_worker(told)
             told = None
-        self.accounts.take(runner_output, outputs, told)
+        self.accounts.take(runner_output, outputs, told, bool(scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             with self.link.handover:
                 self.link.idle = True

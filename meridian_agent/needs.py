@@ -45,6 +45,7 @@ ENGINE: Table = {
         "waiting",
         "requests",
         "current_step",
+        "finished_req_ids",
         "block_size",
         "connector",
         "kv_cache_config",
