@@ -71,9 +71,10 @@ def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
 
 
 def report_interval_steps(policy: Policy) -> int:
-    """The policy's own, or what suits its strategy: deadlines go by when the newest tokens came."""
-    usual = 1 if policy.scheduler.strategy == "deadline" else USUAL_INTERVAL_STEPS
-    return policy.telemetry.report_interval_steps or usual
+    """The policy's own, or what suits its rules: deadlines go by when the newest tokens came, and of several sentence
+    ends in a report a rule sees the newest."""
+    every_step = policy.scheduler.strategy == "deadline" or termination.reads_sentence_ends(policy)
+    return policy.telemetry.report_interval_steps or (1 if every_step else USUAL_INTERVAL_STEPS)
 
 
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:

@@ -234,7 +234,7 @@ class TelemetryPolicy(Section):
         ge=0,
         le=1000,
         description="Engine steps merged into one report; fewer where one of them has more to tell than text. 0 for 8, "
-        "under strategy deadline 1.",
+        "and for 1 under strategy deadline and where a rule reads ranks at sentence ends.",
     )
     decision_log_sample_ratio: float = Field(
         1.0,

@@ -42,6 +42,14 @@ def needs_signals(policy: Policy) -> bool:
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
+def reads_sentence_ends(policy: Policy) -> bool:
+    """Whether a rule, of any request, reads the end marker's rank at each sentence end, and not only at the newest."""
+    entropy = [policy.entropy, *(o.entropy for o in policy.override)]
+    scheduler = [policy.scheduler, *(o.scheduler for o in policy.override)]
+    ranked = any(e.enabled for e in entropy) and any(e.rank_conditions or e.eat_probe_max_rank for e in entropy)
+    return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
+
+
 def ends(
     policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:

@@ -148,7 +148,7 @@ async def test_a_stream_of_reports(own: Process) -> None:
     connect = {"grpc_method": "Connect", "grpc_type": "bidi_stream"}
     with LinkedEngine([own.target]) as engine:
         engine.open("a")
-        await engine.steps_until(engine.caps)
+        await engine.steps_until(lambda: engine.caps() and value(own, "meridian_reports_total"))
         assert value(own, "grpc_server_started_total", **connect) == 1
         assert value(own, "grpc_server_msg_received_total", **connect) > value(own, "meridian_reports_total") > 0
         assert value(own, "grpc_server_msg_sent_total", **connect) > 2

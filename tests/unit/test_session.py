@@ -138,13 +138,27 @@ def test_settings_carry_what_the_agent_must_know() -> None:
     assert (s.reasoning_parser, s.supports_think_disable) == ("qwen3", False)
 
 
+RANKED: dict[str, Any] = {"rank_conditions": [{"max_ranks": [5]}]}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "asked", "steps"), [("output_first", 0, 8), ("stock", 0, 8), ("deadline", 0, 1), ("deadline", 5, 5)]
+    ("sections", "steps"),
+    [
+        ({}, 8),
+        ({"scheduler": {"strategy": "stock"}}, 8),
+        ({"scheduler": {"strategy": "deadline"}}, 1),
+        ({"scheduler": {"strategy": "deadline"}, "telemetry": {"report_interval_steps": 5}}, 5),
+        ({"scheduler": {"soft_think_tokens": 9}}, 1),
+        ({"scheduler": {"soft_think_tokens": 9, "enabled": False}}, 8),
+        ({"entropy": {"eat_probe_max_rank": 3}}, 1),
+        ({"entropy": RANKED}, 1),
+        ({"entropy": RANKED | {"enabled": False}}, 8),
+        ({"override": [{"tenant": "t", "entropy": RANKED}]}, 1),
+    ],
 )
-def test_how_many_steps_a_report_merges(strategy: str, asked: int, steps: int) -> None:
-    """Unless the policy says so, so many as nothing waits for; the order of deadlines follows each token."""
-    new = policy(scheduler={"strategy": strategy}, telemetry={"report_interval_steps": asked})
-    (response,) = Stream().session.on_policy(1, new)
+def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
+    """Unless the policy says so, as many as no rule needs one by one."""
+    (response,) = Stream().session.on_policy(1, policy(**sections))
     assert response.settings.report_interval_steps == steps
 
 
