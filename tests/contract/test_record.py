@@ -233,7 +233,11 @@ async def test_record_for_a_while(control: Control, tmp_path: Path) -> None:
         await engine.steps_until(engine.caps)
         result = await run("record", tmp_path / "a.trace", "--engine", "e", "--duration", 0.5, server=control.target)
     assert result.exit_code == OK, result.output
-    assert [r.joined_late for r in read(tmp_path / "a.trace")] == [True, False]
+    # What was under way when it began may come in it.
+    first, *later = [r.joined_late for r in read(tmp_path / "a.trace")]
+    assert first
+    assert later
+    assert not any(later)
 
 
 async def test_record_until_interrupted(control: Control, tmp_path: Path) -> None:
