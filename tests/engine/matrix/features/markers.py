@@ -46,13 +46,14 @@ THINKS, RESPONDS = "Here is my thought process:", "Here is my response:"
 
 @dataclass(frozen=True)
 class Case:
-    """What the model says, what the agent writes then in place of it, and how the model goes on."""
+    """What the model says, what the agent writes then in place of it, and how the model goes on. prompt: its end."""
 
     said: Said
     cap: int | None = None
     written: str = ""
     after: Said = ()
     ends: int = 1
+    prompt: str = ""
 
 
 def _begun(pieces: Sequence[str], ends: int, *start: tuple[str, int]) -> dict[str, Case]:
@@ -93,6 +94,17 @@ HARMONY = {
         (ANSWER,),
     ),
     "cap in its second thinking": Case((*AGAIN, (" so the walk", T)), AGAIN_CAP, NEXT + FINAL, (ANSWER,), ends=2),
+    "a prompt that opens thinking": Case(((THOUGHT, T), END, ANSWER), prompt=ANALYSIS),
+    "such a one, and a cap": Case(((THOUGHT, T),), THOUGHT_TOKENS, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS),
+    "such a one, and a cap of none": Case((), 0, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS),
+    "a prompt that begins to": Case(
+        (("<|message|>", M), (THOUGHT, T), END, ANSWER), prompt=ANALYSIS.removesuffix("<|message|>")
+    ),
+    "a prompt that closes it": Case((ANSWER,), 0, ends=0, prompt=FINAL),
+    "a prompt with an earlier turn": Case(
+        (BEGIN, (THOUGHT, T), END, ANSWER),
+        prompt=f"{ANALYSIS}{THOUGHT}{NEXT}{FINAL} then<|end|>{PROMPTS['openai_gptoss']}",
+    ),
     **_begun(HARMONY_END, 1, BEGIN),
     **_begun(HARMONY_END, 2, *AGAIN),
 }
@@ -110,6 +122,9 @@ PROSE = {
     "cap in the middle": Case(((THINKS, M), (THOUGHT, T)), THOUGHT_TOKENS, RESPONDS, (ANSWER,)),
     "cap of none": Case(((f"{THINKS}\n\n", M),), 0, RESPONDS, (ANSWER,)),
     "cap in its second thinking": Case((*PROSE_AGAIN, (" so the walk", T)), AGAIN_CAP, RESPONDS, (ANSWER,), ends=2),
+    "a prompt that opens thinking": Case(((THOUGHT, T), (f" {RESPONDS}", M), ANSWER), prompt=f"{THINKS}\n\n"),
+    "such a one, and a cap": Case(((THOUGHT, T),), THOUGHT_TOKENS, RESPONDS, (ANSWER,), prompt=f"{THINKS}\n\n"),
+    "a prompt that closes it": Case((("so", O), ANSWER), 0, ends=0, prompt=f"{THINKS}{THOUGHT} {RESPONDS}\n\n"),
     **_begun(PROSE_END, 1, (f"{THINKS}\n\n", M)),
     **_begun(PROSE_END, 2, *PROSE_AGAIN),
 }
@@ -129,7 +144,9 @@ def markers(engine: Engine) -> None:
         engine.control.apply({**NEUTRAL, "model": {"marked": {"reasoning_parser": parser}}})
         for name, case in chosen.items():
             script, tokens, kinds = expected(tokenizer, delayed(engine, case))
-            said, rows, steps = scripted(engine, list(tokenizer.encode(PROMPTS[parser])), script, case.cap)
+            said, rows, steps = scripted(
+                engine, list(tokenizer.encode(PROMPTS[parser] + case.prompt)), script, case.cap
+            )
             assert said == tokens, (name, tokenizer.decode(said), tokenizer.decode(tokens))
             assert reported(rows) == kinds, name
             flags = [row[1] for row in rows]
@@ -143,7 +160,7 @@ def markers(engine: Engine) -> None:
 
 def delayed(engine: Engine, case: Case) -> Case:
     """With asynchronous scheduling a marker that opens thinking past its cap is known a step late: one token of it."""
-    late = engine.build.asynchronous and case.cap == 0
+    late = engine.build.asynchronous and case.cap == 0 and not case.prompt
     return replace(case, said=(*case.said, (" so", T))) if late else case
 
 
