@@ -31,20 +31,24 @@ TIGHT = ("tight", "tight-async", "tight-v2", "tight-v2-async")
     "asynchronous scheduling waits for a step's tokens in steps that carry a force, in no other", "async", "v2-async"
 )
 def overlap(engine: Engine) -> None:
-    asks = [Ask(engine.prompt(i), engine.endless(max_tokens=40)) for i in range(4)]
-    with counted(engine) as free:
-        engine.ask(asks)
-    assert free["steps"] >= 40
+    """Not for probes; with a cap in the steps that write an end, also one of several tokens."""
+    asks = [Ask(engine.prompt(i), engine.endless(max_tokens=60)) for i in range(4)]
+    engine.control.apply(DENSE)
+    with engine.watched() as seen, counted(engine) as free:
+        engine.paced(asks)
+    assert any(said.probes for said in seen)
+    assert free["steps"] >= 60
     assert (free["waits"], free["forces"]) == (0, 0)
-    engine.control.apply({"scheduler": {"max_think_tokens": 20}})
     capped = [
         Ask(ask.prompt, ask.params | {"extra_args": {"meridian_max_think_tokens": 5 * i + 3}})
         for i, ask in enumerate(asks)
     ]
-    with counted(engine) as forced:
-        engine.ask(capped)
-    assert forced["steps"] >= 40
-    assert (forced["waits"], forced["forces"], forced["both"]) == (len(asks),) * 3, forced
+    for text, tokens in (("", 1), ("Wait . ", 3)):
+        engine.control.apply({"scheduler": {"max_think_tokens": 20}, "model": {"maze": {"closing_text": text}}})
+        with counted(engine) as forced:
+            engine.ask(capped)
+        assert forced["steps"] >= 60
+        assert (forced["waits"], forced["forces"], forced["both"]) == (tokens * len(asks),) * 3, forced
 
 
 class counted:  # noqa: N801
