@@ -44,12 +44,14 @@ class Probing:
         placed, markers = list[int](), self._tracker.markers
         wanted: pieces.Wanted | None = None
         for decision_id, tr, flags, hold_ms in asked:
-            misplaced = tr.boundary & flags != flags or tr.state.may_be_in_marker(markers)
+            # Of a step of several tokens the end of a sentence need not be the last one.
+            past = tr.since_boundary(flags, scheduler.num_spec_tokens)
+            misplaced = past is None or tr.state.may_be_in_marker(markers)
             if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
                 self._directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue
             # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
-            known = len(tr.ref.all_token_ids)
+            known = len(tr.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe) + again
             reason = probes.refusal(tr, self._room(scheduler), self._block_size, cost)
@@ -61,12 +63,15 @@ class Probing:
                 self._directives.probes.append((decision_id, tr, flags, hold_ms))
                 continue
             placed.append(cost)
-            self._enter(scheduler, tr, probes.Placed(decision_id, tr, tr.state.think_tokens, known - 1), hold_ms)
+            think_tokens = tr.state.think_tokens - (past or 0)
+            self._enter(scheduler, probes.Placed(decision_id, tr, think_tokens, known - 1), hold_ms)
         return placed
 
-    def _enter(self, scheduler: Any, tr: Tracked, placed: probes.Placed, hold_ms: int) -> None:
+    def _enter(self, scheduler: Any, placed: probes.Placed, hold_ms: int) -> None:
         self._number += 1
-        tokens = [*tr.ref.all_token_ids, *self._tracker.markers.probe]
+        tr, known = placed.parent, placed.shared_tokens + 1
+        tr.passed = (0, 0)
+        tokens = [*tr.ref.all_token_ids[:known], *self._tracker.markers.probe]
         probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._number}", tokens)
         self.placed[probe.request_id] = placed
         if hold_ms:

@@ -98,6 +98,8 @@ class Tracked:
     joined_step: int = 0
     # Sentence and paragraph flags of the newest token, while thinking; as of the last step that was worked out.
     own_boundary: int = 0
+    # Of steps of several tokens: thinking tokens at the last sentence end no probe was placed at, and its flags.
+    passed: tuple[int, int] = (0, 0)
     # Thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
     # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
@@ -125,6 +127,15 @@ class Tracked:
         if self.run is not None and self.run.steps:
             self.run.spread()
         return self.own_boundary
+
+    def since_boundary(self, flags: int, most: int) -> int | None:
+        """Tokens after the newest one that has these flags, None where they are more than `most`: as many as a step may
+        have on top of its first."""
+        if self.boundary & flags == flags:
+            return 0
+        at, passed = self.passed
+        tokens = self.state.think_tokens - at
+        return tokens if passed & flags == flags and tokens <= most else None
 
     def text_steps(self) -> int:
         """Steps of a token of text each that concern nobody: until the one after which a cap is looked at, or one in
@@ -336,8 +347,12 @@ class Tracker:
             phase, flags = state.feed(token, markers)
             if tr.ending is not None and tr.expected.get(offset) == token:
                 flags |= tr.ending.advance()
-            tr.own_boundary = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
-            record.add_row(tr.slot, phase, flags | tr.own_boundary, first_row + offset)
+            here = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
+            if here or flags:
+                # Nothing before a marker is looked back at.
+                tr.passed = (0, 0) if flags else (state.think_tokens, here)
+            tr.own_boundary = here
+            record.add_row(tr.slot, phase, flags | here, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)

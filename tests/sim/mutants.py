@@ -390,6 +390,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "            if False:\n",
     ),
     Mutant(
+        "a probe past the end of its sentence",
+        PROBING,
+        "            known = len(tr.ref.all_token_ids) - (past or 0)\n",
+        "            known = len(tr.ref.all_token_ids)\n",
+    ),
+    Mutant(
         "a piece's limit not taken back",
         "meridian_agent/scheduler.py",
         "        for owner, name, limit in self._stock_limits:\n            setattr(owner, name, limit)\n",

@@ -12,6 +12,7 @@ from meridian_agent.directives import ORDER
 from meridian_agent.phases import Phase
 from meridian_agent.probes import PREFIX
 from meridian_agent.tracker import PHASE_RANK
+from tests.sim.engine import boundaries
 from tests.sim.policies import NEAR
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Steps:
 
     def _watched_before(self, scheduler: Any) -> Any:
         placed = set(self._agent.probing.placed)
+        asked = {decision_id: flags for decision_id, _, flags, _ in self._agent.directives.probes}
         skipped = {name: tr.skipped_steps for name, tr in self._agent.tracker.by_id.items()}
         running = self._running()
         limits = self._before(scheduler)
@@ -64,6 +66,7 @@ class Steps:
         self._prepared = Prepared({r.request_id for r in scheduler.running}, newly_placed)
         self._check_held()
         self._check_places(newly_placed)
+        self._check_boundaries(newly_placed, asked)
         plan = self._agent.directives.plan
         if plan is not None and not self._agent.frozen:
             self._prepare(plan, self._prepared, skipped)
@@ -148,6 +151,14 @@ class Steps:
         waiting = sum(not placed.cost_tokens for placed in self._agent.probing.placed.values())
         left = scheduler.max_num_running_reqs - len(scheduler.running) - waiting
         assert not newly_placed or left > 0, "a probe takes the last place"
+
+    def _check_boundaries(self, newly_placed: set[str], asked: dict[int, int]) -> None:
+        """A probe's newest token is such as it was asked for. Decisions that come in this step are not known yet."""
+        for placed in map(self._agent.probing.placed.__getitem__, newly_placed):
+            flags, newest = asked.get(placed.decision_id, 0), placed.parent.ref.all_token_ids[placed.shared_tokens]
+            assert not placed.decision_id or boundaries()[newest] & flags == flags, (
+                f"{placed.parent.info.request_id} is probed after {newest}, which ends nothing"
+            )
 
     def _check_probes(self, prepared: Prepared) -> None:
         """A request sits out for its probe, so that has to be in the step; in one that preempts nothing new is."""

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.phases import FLAG_END, FLAG_MARKER, Markers, Phase
+from meridian_agent.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
 from meridian_agent.tracker import Cap, Ending, RequestInfo, Tracked, Tracker
 
 START, END, TEXT = 1, 2, 90
@@ -143,6 +143,29 @@ def test_reorder_is_asked_for_by_phase_changes_and_arrivals() -> None:
     assert not tracker.reorder
     tracker.feed(tr, [END], 0)
     assert tracker.reorder
+
+
+def test_a_sentence_that_ends_within_a_step_is_looked_back_at() -> None:
+    """As far as a step reaches, not past a marker, and once."""
+    tracker = Tracker(MARKERS)
+    tracker.boundaries = bytes([0, 0, 0, 0, 0, FLAG_SENTENCE, FLAG_SENTENCE | FLAG_PARAGRAPH])
+    tr = opened(tracker, "a")
+
+    def since(*tokens: int) -> tuple[int | None, ...]:
+        tracker.feed(tr, tokens, 0)
+        return tr.since_boundary(FLAG_SENTENCE, 2), tr.since_boundary(FLAG_SENTENCE | FLAG_PARAGRAPH, 2)
+
+    assert tr.since_boundary(0, 0) == 0
+    assert since(TEXT, TEXT) == (None, None)
+    assert since(TEXT, 5, TEXT) == (1, None)
+    assert since(TEXT) == (2, None)
+    assert since(TEXT) == (None, None)
+    assert since(6, TEXT, TEXT) == (2, 2)
+    assert since(TEXT, TEXT, 5) == (0, None)
+    assert since(5, END, START) == (None, None)
+    assert since(5, TEXT) == (1, None)
+    tr.passed = (0, 0)
+    assert since(TEXT) == (None, None)
 
 
 # -------------------------------------------------------------------------------------------------------------- due

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import FLAG_FORCED, Phase
+from meridian_agent.phases import FLAG_FORCED, FLAG_SENTENCE, Phase
 from meridian_agent.probes import PREFIX
 from tests.data import maze
 from tests.engine.matrix import feature
@@ -93,6 +93,25 @@ def across_the_boundary(engine: Engine) -> None:
     # Where only the workers know the drafts, none are made near a cap.
     hidden = engine.build.v2 or engine.build.asynchronous
     assert hidden or inside > 3, "no forced end came with tokens before it in its step"
+
+
+@feature("drafts: a sentence that ends within a step is probed at its end", *DRAFTS)
+def within_a_step(engine: Engine) -> None:
+    """Each probe stands at the end of a sentence, with the right value, also where its step went on behind it."""
+    at_sentences = {**DENSE["entropy"], "eat_probe_placement": "sentence"}
+    engine.control.apply({**DENSE, "entropy": at_sentences})
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80}) for i in range(5)]
+    with engine.watched() as seen:
+        runs = engine.paced(asks)
+    assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    flags, within = engine.agent.tracker.boundaries, 0
+    for ask, tokens, said in zip(asks, runs, seen, strict=True):
+        engine.check_probes(ask.prompt, tokens, said)
+        places = [think_tokens for _, _, think_tokens, *_ in said.probes]
+        assert len(places) == len(set(places)), "no end is probed twice"
+        assert all(flags[tokens[place - 1]] & FLAG_SENTENCE for place in places)
+        within += len({*places} - {past for _, past in steps_of(said)})
+    assert within, "no sentence ended within a step"
 
 
 def drafted(engine: Engine) -> tuple[Ask, list[int]]:
