@@ -77,8 +77,8 @@ class Steps:
         if plan.hold_admission and answering:
             waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}
             prepared.admitted = waiting | prepared.running
-            # In shadow, or under vLLM's priority policy, somebody before an answer in the queue takes its place.
-            prepared.are_first = self._engine.shape.policy == "fcfs" and not plan.shadow
+            # In vLLM's own order, in shadow or under its priority policy somebody before an answer takes its place.
+            prepared.are_first = self._engine.shape.policy == "fcfs" and not (plan.shadow or plan.stock)
         if plan.shadow or plan.stock:
             return
         self._check_order()
