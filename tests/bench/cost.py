@@ -92,7 +92,7 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
             "## Throughput",
             "",
             f"{found.rounds} rounds; steps of {found.step_ms:.1f} ms; others used {found.others_cores:.2f} cores; "
-            f"`merged`: `telemetry.report_interval_steps = {cost_throughput.MERGED_STEPS}`.",
+            "`every step`: `telemetry.report_interval_steps = 1`.",
             "",
             *throughput_table(found),
             "",
