@@ -1,4 +1,4 @@
-"""What the signals are, and two ways to compute them on the CPU: with torch, for engines without a GPU, and in float64
+"""What the signals are, and two ways to compute them on the CPU: for engines without a GPU, and in float64
 NumPy, slow and plain, which is the definition that every other path is tested against.
 
 Importing this touches neither torch nor a GPU.
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _FLOOR = -1e4
 # Elements of one chunk, so that temporaries stay far below the size of the logits.
 _CHUNK_ELEMENTS = 1 << 19
+# From so many on torch's threads are worth the calls.
+_MANY_ELEMENTS = 1 << 16
 
 
 class KernelError(ValueError):
@@ -68,19 +70,17 @@ def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int3
 
 
 def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:
-    """torch where all logits are computed with, on all its threads; NumPy, whose calls cost less, for the rest."""
-    import torch
-
+    """NumPy, whose calls cost less, and torch on all its threads where there is much to compute."""
     plain = x.numpy()
     end, top_id = plain[:, ends].max(axis=1), plain.argmax(axis=1)
     top = plain[np.arange(len(plain)), top_id]
     above = np.count_nonzero(plain > end[:, None], axis=1)
-    x = (x - torch.from_numpy(top)[:, None]).clamp_(min=_FLOOR)
-    weight = x.exp()
-    total = weight.sum(dim=1).numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
+        shifted = np.maximum(plain - top[:, None], _FLOOR)
+        weight = _exp(shifted)
+        total = weight.sum(axis=1)
         log_total = np.log(total)
-        floats[0] = log_total - weight.mul_(x).sum(dim=1).numpy() / total
+        floats[0] = log_total - np.multiply(weight, shifted, out=shifted).sum(axis=1) / total
         floats[1] = top + log_total
         floats[2] = -log_total
         floats[3] = end - top - log_total
@@ -89,6 +89,14 @@ def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], inte
     floats[:, unfit] = np.nan
     integers[0] = np.where(unfit, -1, top_id)
     integers[1] = above + 1
+
+
+def _exp(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    if x.size < _MANY_ELEMENTS:
+        return np.exp(x)
+    import torch
+
+    return torch.from_numpy(x).exp().numpy()  # type: ignore[no-any-return]
 
 
 def reference(
