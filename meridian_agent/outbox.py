@@ -138,6 +138,7 @@ class Outbox:
         """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=hello())
         held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
+        reported_s = -REST_S
         while True:
             try:
                 item = held if held is not None else self._first(ring)
@@ -153,11 +154,13 @@ class Outbox:
                 rows = [opened_message(row) for row in item.rows]
                 yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
             else:
+                if 0 < (rests_s := reported_s + REST_S - self._standing.clock()) <= REST_S:
+                    ring.rest(rests_s)
                 batch, held = self._gather(ring, item)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
                 yield agent_pb2.ConnectRequest(step=step_report(batch))
-                ring.rest(REST_S)
+                reported_s = self._standing.clock()
 
     def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
         """The first of what waits, once its interval is over. Raises queue.Empty."""
