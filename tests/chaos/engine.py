@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 # How often the agent is looked at, between two steps.
 LOOK_S = 0.005
+# When the handlers that run before a fork were over: of these, what is registered first runs last.
+_handled_s: list[float] = []
+os.register_at_fork(before=lambda: _handled_s.append(time.monotonic()))
 
 
 class Load:
@@ -93,8 +96,8 @@ class Engine:
                 if isinstance(command, int):
                     self._steps(command)
                 elif command == "fork":
-                    # The time that it takes is the step's.
-                    fork()
+                    # The time that it takes is the step's, too.
+                    self._report.fork_held_s = fork()
                 else:
                     self._running = command != "pause"
                     self._stepped_s = time.monotonic()
@@ -168,12 +171,14 @@ class Work:
         return time.process_time() - self._waited_s + sum(worker_s)
 
 
-def fork() -> None:
-    """Fork this process; the child ends at once."""
+def fork() -> float:
+    """Fork this process; the child ends at once. Seconds until all that runs before it was over."""
+    began_s = time.monotonic()
     pid = os.fork()
     if not pid:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
+    return _handled_s.pop() - began_s
 
 
 def children(pid: int) -> list[int]:

@@ -23,7 +23,8 @@ class Report:
     busy_s: the time it was let run. longest_s: from one step's tokens to the next one's. states: when the agent was
     seen in which state, and whether decisions of the stream it is on were in force. ring, inbox: the most that was seen
     waiting. live: requests that the agent knows of. cpu_s: processor time of the engine's processes since they started,
-    where a metered engine counts it, without what they spend waiting for each other.
+    where a metered engine counts it, without what they spend waiting for each other. fork_held_s: for how long what
+    runs before a fork held the last one up.
     """
 
     busy_s: float = 0.0
@@ -42,3 +43,4 @@ class Report:
     rss_mb: float = 0.0
     threads: int = 0
     files: int = 0
+    fork_held_s: float = 0.0

@@ -35,6 +35,8 @@ DURING = 12
 LASTS_S = 2.5
 # More than a step takes on a busy machine, no more than any fault lasts or delays.
 STANDSTILL_S = 1.0
+# Of a second that gRPC by itself holds a fork up.
+HELD_UP_S = 0.5
 # Of a process that has been warm before.
 GROWTH_MB = 30.0
 
@@ -169,12 +171,13 @@ def test_a_fault(world: World, fault: Fault) -> None:
 
 
 def test_forks_with_grpcs_fork_support(world: World) -> None:
-    """gRPC stops its threads before each, for which it takes a second by itself in two of three: here no step is that
-    long, but for what a busy machine does, the child ends, and the stream goes on."""
+    """gRPC stops its threads before each, for which it takes a second by itself in two of three: here it does not, the
+    child ends, and the stream goes on."""
     world.governed()
     said = len(world.engine.log())
     held_up = [held_up_s(world) for _ in range(8)]
-    assert sorted(held_up)[-3] < STANDSTILL_S, held_up
+    # How long the fork itself takes is the machine's affair.
+    assert sorted(held_up)[-3] < HELD_UP_S, held_up
     ended = [line for line in world.engine.log()[said:].splitlines() if " ended: " in line]
     # The leases are short, and a machine that does nothing else for so long is heard nothing of.
     assert [line for line in ended if "nothing heard for" not in line] == []
@@ -182,16 +185,10 @@ def test_forks_with_grpcs_fork_support(world: World) -> None:
 
 
 def held_up_s(world: World) -> float:
-    """How long a step is in which the engine core forks."""
-    world.engine.fork()
-    reports: list[Report] = []
-
-    def stepped() -> bool:
-        reports.append(world.engine.run())
-        return reports[-1].steps > 0
-
-    wait_for(stepped, 20, "a step")
-    return max(report.longest_s for report in reports)
+    """How long a fork of the engine core is held up, between two steps."""
+    held_s = world.engine.fork().fork_held_s
+    wait_for(lambda: world.engine.run().steps > 0, 20, "a step")
+    return held_s
 
 
 def shown_well(world: World) -> bool:
