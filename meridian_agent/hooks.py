@@ -450,12 +450,14 @@ def admission_limit_name(scheduler: Any) -> str:
 
 def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
     """Tokens of the coming step that the running requests take by themselves: each prompt in pieces, as the second, and
-    all others together. Where there is no such prompt, others are not counted."""
-    pieces = [_tokens_left(request) for request in scheduler.running if request.is_prefill_chunk]
-    if not pieces:
-        return 0, []
+    all others together. Where there is no such prompt and tokens abound, others are the most that they may take."""
+    running = scheduler.running
+    pieces = [_tokens_left(request) for request in running if request.is_prefill_chunk]
+    most = len(running) * (1 + scheduler.num_spec_tokens)
+    if not pieces and 2 * most <= scheduler.max_num_scheduled_tokens:
+        return most, []
     threshold, step = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.current_step + 1
-    others = (r for r in scheduler.running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
+    others = (r for r in running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
     return sum(map(_tokens_left, others)), [min(piece, threshold or piece) for piece in pieces]
 
 

@@ -36,7 +36,10 @@ def piece_limit(pieces: Sequence[int], spare: int) -> int | None:
 def leave_room(scheduler: Any, wanted: Wanted, probes: Sequence[int], may_cut: bool) -> bool:
     """Whether probes of so many tokens each find room in the coming step, from prompts in pieces if need be. may_cut:
     prompts may be cut anywhere."""
-    limit = limit_for(scheduler, wanted, scheduler.max_num_scheduled_tokens, probes)
+    budget, (others, pieces) = int(scheduler.max_num_scheduled_tokens), wanted
+    if not pieces:
+        return others + sum(probes) <= budget
+    limit = limit_for(scheduler, wanted, budget, probes)
     if limit is None:
         return True
     return may_cut and limit >= least(scheduler, probes) and hooks.may_cut_prompts(scheduler)

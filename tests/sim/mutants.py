@@ -384,7 +384,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if False:\n",
     ),
     Mutant(
-        "a probe that prompts in pieces leave no room",
+        "a probe in a step without room",
         PROBING,
         "            if not pieces.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
         "            if False:\n",

@@ -178,32 +178,47 @@ def test_an_answer_that_is_resumed_in_pieces_leaves_no_place_for_a_stranger() ->
         assert pieces > 2
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_probes_share_steps_with_prompts_in_pieces(drafts: int) -> None:
-    """One prompt after the other comes in pieces, each of which would take what its step has left: a request would be
-    held for a probe that finds no room, or never probed."""
+EVERYWHERE = {"enabled": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere", "eat_hold_ms": 50}
+NEVER = {"eat_level_threshold_nats": 1e-9, "rank_conditions": []}
+PROBED = Policy.model_validate({"entropy": {**EVERYWHERE, **NEVER}, "scheduler": {"min_think_tokens": 0}})
+
+
+def crowded(shape: Shape, thinking: int) -> tuple[list[int], str]:
+    """Requests that think and are probed, beside one prompt in pieces after the other. Returns the tokens of each step
+    with a probe and such a prompt, and all that was said."""
     start, _, _, text = words()
-    entropy = {"enabled": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere", "eat_hold_ms": 50}
-    never = {"eat_level_threshold_nats": 1e-9, "rank_conditions": []}
-    policy = Policy.model_validate({"entropy": {**entropy, **never}, "scheduler": {"min_think_tokens": 0}})
     shared = []
-    with started(Shape(places=8, blocks=200, batch_tokens=32, drafts=drafts), policy) as world:
+    with started(shape, PROBED) as world:
         (plant,) = world.plants
         world.network.latency_ms = 0.0
-        plant.open("a", [start], Script(1, 1000, 40, restless=False), {})
+        for number in range(thinking):
+            plant.open(f"a{number}", [start], Script(number, 1000, 40, restless=False), {})
         with world.timeline.running():
             for tick in range(30):
                 if tick % 3 == 0:
-                    plant.open(
-                        f"b{tick}", [text[tick % 6]] + [text[tick // 6]] * 89, Script(tick, 1, 5, restless=False), {}
-                    )
-                pieces = [r.request_id for r in plant.engine.scheduler.running if r.is_prefill_chunk]
+                    prompt = [text[tick % 6]] + [text[tick // 6]] * 89
+                    plant.open(f"b{tick}", prompt, Script(tick, 1, 5, restless=False), {})
+                pieces = any(r.is_prefill_chunk for r in plant.engine.scheduler.running)
                 world.pass_time(0.01)
                 if pieces and plant.engine.probes:
                     shared.append(plant.engine.scheduled_tokens)
+    return shared, " ".join(world.invariants.trace or [])
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_probes_share_steps_with_prompts_in_pieces(drafts: int) -> None:
+    """Each prompt would take what its step has left: a request would be held for a probe that finds no room, or never
+    probed."""
+    shared, said = crowded(Shape(places=8, blocks=200, batch_tokens=32, drafts=drafts), thinking=1)
     assert len(shared) > 4
     assert max(shared) == 32, "what the probe took was all that the prompt came short of"
-    said = " ".join(world.invariants.trace or [])
+    assert "no room in the step" not in said
+
+
+def test_a_probe_waits_where_a_step_has_nothing_to_spare() -> None:
+    shared, said = crowded(Shape(places=32, blocks=200, batch_tokens=16), thinking=14)
+    assert not shared
+    assert "probes {" in said
     assert "no room in the step" not in said
 
 

@@ -58,7 +58,8 @@ def room(scheduler: Any, probes: list[int], may_cut: bool = True) -> bool:
 def test_what_running_requests_take() -> None:
     """One that is left out of the step takes nothing; vLLM's own threshold holds for pieces."""
     prompt = request(500, is_prefill_chunk=True)
-    assert wanted_tokens(scheduler(request(1), request(3))) == (0, [])
+    assert wanted_tokens(scheduler(request(1), request(3), drafts=4)) == (10, []), "at most"
+    assert wanted_tokens(scheduler(request(1), request(3), drafts=40)) == (4, [])
     assert wanted_tokens(scheduler(request(1), request(3), request(1, eligible=9), prompt)) == (4, [500])
     assert wanted_tokens(scheduler(request(1), prompt, threshold=40)) == (1, [40])
 
@@ -80,6 +81,12 @@ def test_a_prompt_that_needs_no_more_is_not_limited() -> None:
     assert limit_for(crowded, wanted_tokens(crowded), 64, [2]) is None
     assert room(crowded, [2], may_cut=False)
     assert room(scheduler(request(1)), [2], may_cut=False)
+
+
+def test_no_probe_where_requests_take_the_whole_step() -> None:
+    full = scheduler(*[request(1) for _ in range(61)])
+    assert room(full, [2], may_cut=False)
+    assert not room(full, [2, 2], may_cut=False)
 
 
 def test_no_prompt_is_cut_where_workers_cannot_draw_a_token_twice() -> None:

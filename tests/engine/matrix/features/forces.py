@@ -33,14 +33,10 @@ def caps(engine: Engine) -> None:
 
 @feature("entropy rules end thinking", *EVERYWHERE, *RANKS)
 def rules(engine: Engine) -> None:
-    policy, tokens = CONVERGED, 120 if engine.slow else 400
-    if engine.scheduler.num_spec_tokens and engine.build.asynchronous:
-        # A probe waits for a step whose last token ends a sentence, and of steps of several tokens few do.
-        policy, tokens = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "eat_warmup_samples": 3}}, 200
-    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": tokens}) for i in range(6)]
+    asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 120 if engine.slow else 400}) for i in range(6)]
     free = engine.stock.ask(asks)
     before = engine.control.settled().ends["eat"]
-    engine.control.apply(policy)
+    engine.control.apply(CONVERGED)
     for (stock,), after in zip(free, engine.paced(asks), strict=True):
         at = after.index(engine.end) if engine.end in after else len(after)
         assert after.count(engine.end) <= 1
