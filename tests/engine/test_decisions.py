@@ -117,7 +117,7 @@ def test_abort(llm: Any, agent: Any, control: Control, phase: str) -> None:
     case = opened() if phase == "think" else {**cases()[2], "template": {"enable_thinking": False}}
     run.add("gone", case, endless(agent))
     run.until(lambda: len(run.tokens["gone"]) > 10)
-    live = wait_for(control.requests, 5, "the request to be listed")
+    live = wait_for(control.requests, 20, "the request to be listed")
     assert live[0].phase == (2 if phase == "think" else 3)
     run.abort("gone")
     run.until()
@@ -146,7 +146,7 @@ def test_live_view(llm: Any, agent: Any, control: Control) -> None:
     tagged = {"meridian_tenant": "acme", "meridian_slo_class": "interactive"}
     run.add("seen", opened(), endless(agent, extra_args=tagged))
     run.until(lambda: len(run.tokens["seen"]) >= 24)
-    live = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= 24], 5, "24 thinking tokens")[0]
+    live = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= 24], 20, "24 thinking tokens")[0]
     assert (live.request_id.split("-")[0], live.phase, live.tenant, live.slo_class) == (
         "seen",
         2,
@@ -204,7 +204,7 @@ def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: C
     """The engine keeps its last good policy and says why; the next good one is taken."""
     good = control.engine().acked_revision
     control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
-    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 5, "a NACK")
+    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 20, "a NACK")
     assert "999999" in engine.nack_error
     assert engine.acked_revision == good
     assert control.apply(NEUTRAL) > good
@@ -244,6 +244,6 @@ def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, 
 
 def test_closing_text_that_holds_a_marker_is_refused(llm: Any, agent: Any, control: Control) -> None:
     control.set_policy({**NEUTRAL, "model": {"maze": {"closing_text": "Wait </think>"}}})
-    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 5, "a NACK")
+    engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 20, "a NACK")
     assert "closing text holds a thinking marker" in engine.nack_error
     control.apply(NEUTRAL)

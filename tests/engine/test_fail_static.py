@@ -35,7 +35,7 @@ def rebuild(scheduler: Any) -> Any:
 
 
 def confirmed(control: Control, frozen: bool) -> None:
-    wait_for(lambda: control.engine().freeze.confirmed is frozen, 10, f"frozen: {frozen}")
+    wait_for(lambda: control.engine().freeze.confirmed is frozen, 20, f"frozen: {frozen}")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def lost(control: Control, scheduler: Any) -> Iterator[None]:
 
 def kill(control: Control, agent: Any) -> None:
     control.process.kill()
-    wait_for(lambda: not agent.link.connected, 10, "the stream to end")
+    wait_for(lambda: not agent.link.connected, 20, "the stream to end")
 
 
 # ------------------------------------------------------------------------------------------------------------- freeze
@@ -133,7 +133,7 @@ def test_frozen_by_the_environment(  # noqa: PLR0917
     monkeypatch.setenv("MERIDIAN_FREEZE", "1")
     rebuild(scheduler)
     try:
-        wait_for(lambda: control.engine().freeze.confirmed and control.engine().acked_revision == revision, 10, "Hello")
+        wait_for(lambda: control.engine().freeze.confirmed and control.engine().acked_revision == revision, 20, "Hello")
         assert not control.engine().freeze.HasField("end_time")
         assert chat(llm, cases(), GREEDY) == stock
     finally:
@@ -153,7 +153,7 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     capped = chat(llm, cases(), GREEDY)
     assert capped[0][12:14] == llm.get_tokenizer().encode(text, add_special_tokens=False)
     file = state_file()
-    wait_for(lambda: (kept := file.load()) and kept.revision == revision, 10, "the settings to be kept")
+    wait_for(lambda: (kept := file.load()) and kept.revision == revision, 20, "the settings to be kept")
     kill(control, agent)
     again = rebuild(scheduler)
     assert (again.link.revision, again.link.connected) == (revision, False)
@@ -199,12 +199,12 @@ def test_an_ack_means_that_a_step_has_begun_with_it(llm: Any, agent: Any, contro
     run.add("r", opened(), endless(agent, max_tokens=60))
     run.until(lambda: len(run.tokens["r"]) > 3)
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
-    wait_for(lambda: agent.link.arrived, 10, "the settings to arrive")
+    wait_for(lambda: agent.link.arrived, 20, "the settings to arrive")
     time.sleep(0.2)
     assert (control.engine().acked_revision, agent.link.revision, agent.default_cap) == (before, before, 100_000)
     run.step()
     assert (agent.link.revision, agent.default_cap) == (revision, 20)
-    wait_for(lambda: control.engine().acked_revision == revision, 10, "the ACK")
+    wait_for(lambda: control.engine().acked_revision == revision, 20, "the ACK")
     run.until()
 
 
@@ -212,7 +212,7 @@ def test_after_a_refusal_and_a_reconnect_the_last_good_policy_governs(llm: Any, 
     good = control.apply(CAPPED)
     capped = chat(llm, cases(), GREEDY)
     bad = control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
-    wait_for(lambda: control.engine().nack_error, 10, "a NACK")
+    wait_for(lambda: control.engine().nack_error, 20, "a NACK")
     nacked = control.engine().connect_time
     agent.link.restart()
     engine = wait_for(

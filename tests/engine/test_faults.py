@@ -49,7 +49,7 @@ def test_a_hook_that_raises(  # noqa: PLR0917
     assert chat(llm, cases(), GREEDY) == stock
     assert "injected into" in scheduler._guard.fault
     assert len(calls) == 3
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
     assert f"injected into {hook}" in shown.fault
     assert chat(llm, cases(), GREEDY) == stock
 
@@ -82,7 +82,7 @@ def test_it_comes_back_by_itself(
     run.until(lambda: scheduler._agent is None)
     run.add("new", opened(), endless(agent, max_tokens=800))
     run.step()
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
     assert shown.HasField("recover_time")
     run.until(lambda: scheduler._agent is not None, pause_s=0.01)
     again = scheduler._agent
@@ -100,7 +100,7 @@ def test_it_comes_back_by_itself(
     _break(again, "before_schedule")
     chat(llm, cases()[:1], GREEDY)
     assert (scheduler._agent, scheduler._guard.rest_s() > 3000) == (None, True)
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 10, "the fault to be shown")
+    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
     assert dict(shown.faults) == {"after_update": 1, "before_schedule": 1}
 
 

@@ -97,7 +97,7 @@ def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: l
     once, as gone, and changes nothing."""
     control.apply(UNRULED)
     with led_to(agent, folder, "stray") as process:
-        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 10, "its settings to hold")
+        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 20, "its settings to hold")
         away = control.engines()[0]
         assert (away.state, away.agent_state) != (fleet_pb2.CONNECTION_STATE_CONNECTED, agent_pb2.AGENT_STATE_READY)
         # More than there are places, so that slots are used again.

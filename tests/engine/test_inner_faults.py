@@ -123,7 +123,7 @@ def test_a_full_ring(  # noqa: PLR0917
     assert snapshots[before:] == [1]
     known = len(run.tokens["through"])
     run.until(lambda: ring.qsize() == 0, pause_s=0.003)
-    (shown,) = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= known], 10, "what was missed")
+    (shown,) = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= known], 20, "what was missed")
     assert shown.think_tokens <= len(run.tokens["through"])
     run.until(lambda: len(run.tokens["through"]) == 900)
     run.until()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meridian_agent.credentials import Credentials
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     """The condition's first true value; other threads and the server go on meanwhile."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
