@@ -132,9 +132,9 @@ def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str])
     found = []
     if answer.finish not in ("stop", "length"):
         found.append(f"finish reason {answer.finish!r}")
-    if answer.tokens.count(END) > 1 and (ask.known is not None or [END, END] in pairs(answer.tokens)):
-        # Where it was cut short on a path it was not taught, the model itself writes another now and then; that none is
-        # forced where nobody thinks is told by the trace.
+    if answer.tokens.count(END) > 1 and ask.known is not None:
+        # Where it was cut short on a path it was not taught, the model itself writes another now and then, at once too;
+        # that none is forced where nobody thinks is told by the trace.
         found.append(f"{answer.tokens.count(END)} end markers")
     if not 0 < len(answer.tokens) <= ask.body["max_tokens"]:
         found.append(f"{len(answer.tokens)} tokens")
@@ -149,10 +149,6 @@ def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str])
     if ask.choices and answers and answer.finish == "stop" and answer.content.strip() not in ask.choices:
         found.append(f"{answer.content!r} is none of the choices")
     return found
-
-
-def pairs(tokens: list[int]) -> list[list[int]]:
-    return [tokens[at : at + 2] for at in range(len(tokens) - 1)]
 
 
 def split(mode: str, tokens: list[int]) -> tuple[list[int], list[int]]:
