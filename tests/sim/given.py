@@ -29,6 +29,8 @@ class Given:
         # Everything it was ever given, by revision; by session and nonce what it has not answered.
         self._known: dict[int, Policy] = {}
         self._under_way: dict[tuple[str, int], Policy] = {}
+        # By the same, what a later answer has come before: an engine that is no more may still be heard.
+        self._overtaken: dict[tuple[str, int], Policy] = {}
         # What each session's agent has acknowledged last, and which revisions it was sent there.
         self.acknowledged: dict[str, Policy] = {}
         self._sent: set[tuple[str, int]] = set()
@@ -58,7 +60,7 @@ class Given:
     def answer(self, session: Session, status: agent_pb2.SettingsStatus) -> None:
         """It answers settings. A refusal may come before the answer to what was sent earlier."""
         name = session.session_id
-        given = self._under_way.get((name, status.nonce))
+        given = self._under_way.get((name, status.nonce)) or self._overtaken.pop((name, status.nonce), None)
         if status.error:
             # What a fault has refused may hold already.
             if "injected" not in status.error:
@@ -67,12 +69,13 @@ class Given:
         if given is None:
             return
         # What was given before, on older streams too, has been replaced. An old one may be heard after a new has begun.
-        at = self._streams.index
+        at, before = self._streams.index, self._under_way
         self._under_way = {
             (stream, nonce): policy
             for (stream, nonce), policy in self._under_way.items()
             if (at(stream), nonce) > (at(name), status.nonce)
         }
+        self._overtaken |= {key: before[key] for key in before.keys() - self._under_way.keys() if key[0] != name}
         # Of several that were given only the newest counts.
         if session.delivery.pending is not None and session.delivery.nonce == status.nonce:
             self.acknowledged[name] = given
