@@ -48,13 +48,13 @@ def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def paced(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]:
+def paced(llm: Any, chosen: list[dict[str, Any]], params: Any, pause_s: float = 0.003) -> list[list[int]]:
     """As `chat`, in steps as slow as a large model's: decisions are as late as there."""
     run = Run(llm)
     each = params if isinstance(params, list) else [params] * len(chosen)
     for i, case in enumerate(chosen):
         run.add(f"paced-{i}", case, copy.deepcopy(each[i]))
-    run.until(pause_s=0.003)
+    run.until(pause_s=pause_s)
     return [run.tokens[f"paced-{i}"] for i in range(len(chosen))]
 
 

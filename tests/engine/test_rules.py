@@ -69,7 +69,7 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(llm: Any, agent: Any
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
     before = dict(control.settled().ends)
     control.apply(rank if rule == "rank" else soft)
-    governed = paced(llm, CASES, GREEDY)
+    governed = paced(llm, CASES, GREEDY, pause_s=0.01)
     ended = control.settled().ends[rule] - before.get(rule, 0)
     assert ended > 0
     for f, g, bound in zip(free, governed, expected, strict=True):
