@@ -108,7 +108,13 @@ def test_a_full_ring(  # noqa: PLR0917
     run.add("through", opened(), endless(agent, max_tokens=900))
     run.until(lambda: len(run.tokens["through"]) > 5)
     ring, dropped, before = link.outbox.ring, link.outbox.reports_dropped, len(snapshots)
-    monkeypatch.setattr(ring, "rest", lambda _: gate.wait())
+    gather = link.outbox._gather
+
+    def stands_still(*taken: Any) -> Any:
+        gate.wait()
+        return gather(*taken)
+
+    monkeypatch.setattr(link.outbox, "_gather", stands_still)
     for i, case in enumerate(cases()):
         run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
     run.until(lambda: len(run.finished) == len(cases()))
