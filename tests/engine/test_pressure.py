@@ -203,7 +203,7 @@ def test_think_phase_memory_fraction_holds_admission(
 
     def watched(*args: Any) -> Any:
         found = before_schedule(*args)
-        limits.extend(limit for name, limit in found.items() if name == admission_limit_name(scheduler))
+        limits.extend(limit.value for limit in found if limit.name == admission_limit_name(scheduler))
         return found
 
     agent.before_schedule = watched
