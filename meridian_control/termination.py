@@ -7,7 +7,7 @@ to the token and holds without a stream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -34,18 +34,22 @@ def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool
     return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
 
 
+def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
+    """The policy's entropy and scheduler sections, and those of its overrides, where what is not set is None."""
+    sections: list[Any] = [policy, *policy.override]
+    return [s.entropy for s in sections], [s.scheduler for s in sections]
+
+
 def needs_signals(policy: Policy) -> bool:
     """Whether any rule, of any request, reads what the workers measure."""
-    entropy = [policy.entropy, *(o.entropy for o in policy.override)]
-    scheduler = [policy.scheduler, *(o.scheduler for o in policy.override)]
+    entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
     """Whether a rule, of any request, reads the end marker's rank at each sentence end, and not only at the newest."""
-    entropy = [policy.entropy, *(o.entropy for o in policy.override)]
-    scheduler = [policy.scheduler, *(o.scheduler for o in policy.override)]
+    entropy, scheduler = _of_any_request(policy)
     ranked = any(e.enabled for e in entropy) and any(e.rank_conditions or e.eat_probe_max_rank for e in entropy)
     return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
