@@ -703,15 +703,20 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     assert engine.link.merge_s == wait_s
 
 
+async def step_of_a_long_interval(engine: LinkedEngine) -> None:
+    """The engine's first step, on a stream whose reports wait for hours unless something presses."""
+    engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
+    engine.link.merge_s = 3600.0
+    engine.open("a")
+    await until(lambda: engine.link.connected)
+    engine.step()
+
+
 async def test_the_last_step_before_a_rest_is_told_at_once(scripted: tuple[Scripted, str]) -> None:
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
-        engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
-        engine.link.merge_s = 3600.0
-        engine.open("a")
-        await until(lambda: engine.link.connected)
-        engine.step()
+        await step_of_a_long_interval(engine)
         await until(lambda: servicer.kinds()[-1] == "snapshot")
         engine.engine.finish("a")
         engine.step()
@@ -723,11 +728,7 @@ async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripte
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
-        engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
-        engine.link.merge_s = 3600.0
-        engine.open("a")
-        await until(lambda: engine.link.connected)
-        engine.step()
+        await step_of_a_long_interval(engine)
         await until(lambda: any(m.HasField("snapshot") for m in servicer.received))
 
 
