@@ -26,6 +26,7 @@ async def run(out: Path, seed: int, seconds: float, clients: int) -> dict[str, A
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
+        await load.count_steps()
     finally:
         load.stop()
     tally, (kept, _) = load.clients.tally, load.kept(seconds)

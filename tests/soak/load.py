@@ -12,6 +12,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from tests.engine import ENGINE_ARGS
 from tests.engine.test_served import Served
 from tests.processes import ENGINE_ENV, MODEL, Process, wait_for
@@ -50,6 +52,7 @@ class Load:
         self.samples: list[watch.Sample] = []
         self.rates: picture.Rates = []
         self.began = 0.0
+        self._steps = 0
         self.server = Served(out, control, options=OPTIONS, more={**ENV, **(env or {})})
         answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
         self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, "MERIDIAN_CONTROL": ""})
@@ -105,6 +108,16 @@ class Load:
             flush=True,
         )
 
+    async def counted(self, name: str) -> int:
+        """What vLLM's counters of that name come to."""
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.server.port}") as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
+
+    async def count_steps(self) -> None:
+        """To be called before the server stops, for what it keeps of each."""
+        self._steps = await self.counted("vllm:iteration_tokens_total_count")
+
     def kept(self, seconds: float) -> tuple[dict[str, Any], list[str]]:
         """What the processes have gained, for the summary, and what of it is too much. seconds: as was asked for."""
         # So that a soak whose reckoning is stopped leaves what it takes.
@@ -112,9 +125,9 @@ class Load:
         warm_s, lasted = min(WARM_S, seconds / 3), self.samples[-1].at_s
         # Too short a time shows how a process warms up, not what it keeps.
         length_s = lasted if seconds >= 2 * WARM_S else 0.0
-        worst, found = watch.grown(self.samples, warm_s, length_s, self.clients.tally.tokens)
+        worst, found = watch.grown(self.samples, warm_s, length_s, self._steps)
         growth = {
             name: {role: round(g, 2) for role, g in watch.growth(self.samples, name, warm_s, length_s).items()}
             for name in watch.LIMITS
         }
-        return {"rss_growth_mb": round(worst, 2), "growth": growth}, found
+        return {"steps": self._steps, "rss_growth_mb": round(worst, 2), "growth": growth}, found

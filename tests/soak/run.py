@@ -11,8 +11,6 @@ import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from tests.processes import Control, free_port
 from tests.soak import picture, trace, watch
 from tests.soak.faults import Faults
@@ -77,6 +75,7 @@ class Soak:
         with contextlib.suppress(asyncio.CancelledError):
             await watching
         self._found += await self._counted()
+        await load.count_steps()
         await self._proxy.close()
         await self._recording.finish()
         return lasted
@@ -89,10 +88,8 @@ class Soak:
     async def _counted(self) -> list[str]:
         """vLLM has counted no more requests than clients made: probes are none."""
         made = self._load.clients.tally.choices
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._load.server.port}") as client:
-            lines = (await client.get("/metrics")).text.splitlines()
-        counted = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:request_success_total"))
-        return [] if 0 < counted <= made else [f"vLLM counts {counted:.0f} requests, clients made {made}"]
+        counted = await self._load.counted("vllm:request_success_total")
+        return [] if 0 < counted <= made else [f"vLLM counts {counted} requests, clients made {made}"]
 
     def _logged(self) -> list[str]:
         """Errors in the logs that nothing here explains."""

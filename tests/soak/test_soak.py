@@ -203,10 +203,10 @@ def test_a_process_that_gains_threads() -> None:
     assert ["threads" in found for found in watch.grown(samples, 100.0, 1200.0, 0)[1]] == [True]
 
 
-@pytest.mark.parametrize(("tokens", "grows"), [(0, True), (10**6, False)])
-def test_what_stock_keeps_for_its_tokens_is_not_ours(tokens: int, grows: bool) -> None:
+@pytest.mark.parametrize(("steps", "grows"), [(0, True), (300_000, False)])
+def test_what_stock_keeps_of_its_steps_is_not_ours(steps: int, grows: bool) -> None:
     samples = [Sample(second, "worker", 1, 100.0 + second / 60, 10, 20) for second in range(1200)]
-    assert bool(watch.grown(samples, 100.0, 1200.0, tokens)[1]) == grows
+    assert bool(watch.grown(samples, 100.0, 1200.0, steps)[1]) == grows
 
 
 def test_a_decision_without_an_outcome_is_owed_in_the_end_only(tmp_path: Path) -> None:
