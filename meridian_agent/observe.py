@@ -66,6 +66,26 @@ def rows_wanted(
     return Rows(count, np.flatnonzero(wanted).astype(np.int32))
 
 
+class Wanted:
+    """The rows to measure, which are mostly those of the step before."""
+
+    def __init__(self) -> None:
+        self._req_ids: list[str] = []
+        self._not_of: Set[str] = frozenset()
+        self._rows: Rows | None = None
+
+    def rows(
+        self, req_ids: Sequence[str], not_of: Set[str], first_row: NDArray[np.int32] | None, count: int
+    ) -> Rows | None:
+        """As `rows_wanted`. not_of: another object whenever it has changed."""
+        if first_row is not None:
+            return rows_wanted(req_ids, not_of, first_row, count)
+        if not_of is not self._not_of or req_ids != self._req_ids:
+            self._rows = rows_wanted(req_ids, not_of, None, count)
+            self._req_ids, self._not_of = list(req_ids), not_of
+        return self._rows
+
+
 class Observer:
     """Measures for one model runner."""
 
@@ -79,7 +99,7 @@ class Observer:
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
-        self._asked = Asked()
+        self._asked, self._which = Asked(), Wanted()
         # The end marker's first token, and whose rows are not wanted.
         self._wanted: tuple[int, Set[str]] | None = None
         self._drafts: dict[str, list[int]] = {}
@@ -130,7 +150,7 @@ class Observer:
     def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
         assert self._wanted is not None
         end, not_of = self._wanted
-        rows = rows_wanted(req_ids, not_of, first_row, len(logits)) if not_of else None
+        rows = self._which.rows(req_ids, not_of, first_row, len(logits)) if not_of else None
         pending = self.probe.begin(logits, end, None if rows is None else rows.chosen)
         self._measurement = Measurement(pending, first_row, rows)
 

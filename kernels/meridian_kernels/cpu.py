@@ -57,17 +57,25 @@ class EntropySignal:
 
 def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int32] | None) -> EntropySignal:
     """Signals of a tensor [rows, vocabulary] on the CPU, of the selected rows or all, a chunk of rows at a time."""
-    import torch
-
-    count, vocab = logits.shape[0] if selected is None else len(selected), logits.shape[1]
+    # To pick some rows out of little takes longer than to measure all.
+    all_of_few = selected is not None and len(selected) > 0 and logits.numel() <= _MANY_ELEMENTS
+    picked = None if all_of_few else selected
+    count, vocab = logits.shape[0] if picked is None else len(picked), logits.shape[1]
     floats, integers = np.empty((4, count), np.float32), np.empty((2, count), np.int32)
-    chosen = None if selected is None else torch.from_numpy(selected)
     step = max(1, _CHUNK_ELEMENTS // vocab)
     for begin in range(0, count, step):
         at = slice(begin, begin + step)
-        chunk = logits[at] if chosen is None else logits.index_select(0, chosen[at])
-        _measure(chunk.float(), list(ends), floats[:, at], integers[:, at])
+        _measure(_rows(logits, at, picked), list(ends), floats[:, at], integers[:, at])
+    if all_of_few:
+        floats, integers = floats[:, selected], integers[:, selected]
     return EntropySignal(*floats, *integers)
+
+
+def _rows(logits: torch.Tensor, at: slice, picked: NDArray[np.int32] | None) -> torch.Tensor:
+    """Some of the rows, or of those that are picked, in float32."""
+    import torch
+
+    return (logits[at] if picked is None else logits.index_select(0, torch.from_numpy(picked[at]))).float()
 
 
 def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:

@@ -125,6 +125,7 @@ def _checked(
     selected = np.asarray(rows, dtype=np.int32)
     if selected.ndim != 1:
         raise KernelError(f"rows must be a list of numbers; got shape {selected.shape}")
-    if len(selected) and not (selected.min() >= 0 and selected.max() < count):
-        raise KernelError(f"rows must be in [0, {count}); got {selected.min()} to {selected.max()}")
+    listed = selected.tolist()
+    if listed and not (min(listed) >= 0 and max(listed) < count):
+        raise KernelError(f"rows must be in [0, {count}); got {min(listed)} to {max(listed)}")
     return ends, selected
