@@ -12,7 +12,7 @@ import torch
 from meridian_kernels import EntropyProbe
 
 from meridian_agent.observe import attach, possible
-from meridian_agent.signals import RESULT, Asked, Asking, StepSignals
+from meridian_agent.signals import REQUEST, RESULT, Asked, Asking, StepSignals
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:
@@ -61,6 +61,20 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
     np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
     assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
+
+
+def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
+    """Neither changes in most steps, then one does."""
+    own, asking = worker(), Asking()
+    attach(own, lambda v2_runner: "")
+    left_out = frozenset("a"), frozenset("b")
+    steps = [("ab", 0), ("ab", 0), ("ba", 0), ("b", 0), ("bc", 0), ("bc", 1), ("bc", 1), ("cb", 1), ("cb", 0)]
+    for req_ids, which in steps:
+        begun = asked(torch.randn(len(req_ids), 50), None)
+        setattr(begun, REQUEST, asking.request(END_TOKEN, left_out[which]))
+        signals = StepSignals.of(getattr(step(own, begun, req_ids), RESULT))
+        measured = [r not in left_out[which] for r in req_ids]
+        assert (~np.isnan(signals.entropy_nats)).tolist() == measured
 
 
 @pytest.mark.parametrize("later", [False, True])
