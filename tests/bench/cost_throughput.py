@@ -1,6 +1,6 @@
 """What the agent takes of an engine's throughput, and what each process used: stock and governed vLLM side by side.
 
-Owns two engines, of which one at a time has work, the windows and their rounds. Protocol: tests/bench/README.md.
+Owns the engines, of which one at a time has work, the windows and their rounds. Protocol: tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ SPIN_S = 1.2
 NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
 POLICIES = {
     "stock": {},
+    "stock again": {},
     "governed": NEUTRAL,
     "every step": NEUTRAL | {"telemetry": {"report_interval_steps": 1}},
 }
 ARMS = tuple(POLICIES)
+# The last arm's engine is the governed one, under another policy.
+ENGINES = ARMS[:-1]
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 
 
@@ -53,7 +56,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The governed engine against stock, by arm: as it comes, and with a report for each step.
+    """Against stock, by arm: another stock engine, the governed one as it comes, and with a report for each step.
 
     rounds: windows of each arm. ratio: geometric mean over the rounds, with a bootstrap interval. cpu_us: processor
     microseconds per generated token, by arm and process. ratios: of each round.
@@ -75,7 +78,7 @@ def measure(folder: Path, rounds: int) -> Throughput:
 
 async def _measure(folder: Path, rounds: int) -> Throughput:
     model = random_model.make(folder / "model")
-    setups = {name: Setup(model, BLOCKS, governed=name == "governed") for name in ("stock", "governed")}
+    setups = {name: Setup(model, BLOCKS, governed=name == "governed") for name in ENGINES}
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(_engine(setup, folder / name)) for name, setup in setups.items()}
         found: list[dict[str, Window]] = []
