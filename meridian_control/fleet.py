@@ -256,11 +256,14 @@ class Fleet:
         session.close(now)
         self.closed_totals.add(session.totals)
         self.count_end(reason)
-        self.departed[session.hello.engine_id] = Departed(now, engine_view(session, connected=False), session.lease_s)
-        for engine_id, gone in list(self.departed.items()):
+        engine_id = session.hello.engine_id
+        # One whose newer stream goes on is not gone: what is kept of it must not be forgotten.
+        if all(c.session.hello.engine_id != engine_id for c in self.connections):
+            self.departed[engine_id] = Departed(now, engine_view(session, connected=False), session.lease_s)
+        for gone_id, gone in list(self.departed.items()):
             if (now - gone.time).total_seconds() > FORGET_AFTER_S:
-                del self.departed[engine_id]
-                self.shadows.pop(engine_id, None)
+                del self.departed[gone_id]
+                self.shadows.pop(gone_id, None)
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.fleet import Fleet
+from meridian_control.fleet import FORGET_AFTER_S, Fleet
 from meridian_control.totals import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
@@ -128,3 +128,17 @@ def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
     assert fleet.totals().reports == 9
     fleet.leave(first, "replaced")
     assert fleet.totals().reports == 9
+
+
+def test_an_engine_whose_replaced_stream_ended_later_keeps_its_comparison() -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    fleet = Fleet(lambda: now)
+    first = fleet.join(hello("e"))
+    second = fleet.join(hello("e"))
+    fleet.leave(first, "replaced")
+    other = fleet.join(hello("other"))
+    now += timedelta(seconds=FORGET_AFTER_S + 1)
+    fleet.leave(other, "disconnected")
+    fleet.leave(second, "going_away")
+    assert fleet.join(hello("e")).session.shadow is first.session.shadow
+    assert not fleet.departed.keys() & {"e"}
