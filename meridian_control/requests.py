@@ -269,32 +269,44 @@ class RequestTable:
         ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
         known = (rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)).nonzero()[0]
         self.at_boundary[rows.s] = ends[rows.last]
+        if not len(known):
+            return
         slot, rank = rows.slot[known], rows.end_rank[known]
-        number = nth(slot)
-        for n in range(number.max() + 1 if len(known) else 0):
-            now = number == n
+        np.add.at(self.boundary_count, slot, 1)
+        self.boundary_now[slot] = True
+        newer = nth(slot[::-1])[::-1]
+        # Oldest first, of those that are remembered.
+        for n in range(min(int(newer.max()) + 1, RANK_HISTORY))[::-1]:
+            now = newer == n
             ended = slot[now]
             self.boundary_ranks[ended, 1:] = self.boundary_ranks[ended, :-1]
             self.boundary_ranks[ended, 0] = rank[now]
-            self.boundary_count[ended] += 1
-            self.boundary_now[ended] = True
 
     def _signals(self, rows: Rows) -> None:
         measured = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0) & np.isfinite(rows.entropy_nats)
         # Doubles: what is added to the window's sum is taken out again exactly.
         slot, entropy = rows.slot[measured], rows.entropy_nats[measured].astype(np.float64)
         number, width = nth(slot), self.window.shape[1]
-        # So many at a time that no place of a window is written twice.
-        for n in range(0, number.max() + 1 if len(slot) else 0, width):
-            now = (number >= n) & (number < n + width)
-            s, new = slot[now], entropy[now]
-            count = self.entropy_count[s] + (number[now] - n)
-            at = count % width
-            # What lies in the row before it is full is of the slot's last request.
-            np.add.at(self.entropy_window_sum, s, new - np.where(count < width, 0.0, self.window[s, at]))
-            np.add.at(self.entropy_sum, s, new)
-            np.add.at(self.entropy_count, s, 1)
-            self.window[s, at] = new
+        if len(slot) and number.max() >= width:
+            slot, entropy = self._newest(slot, entropy)
+            number = nth(slot)
+        count = self.entropy_count[slot] + number
+        at = count % width
+        # What lies in the row before it is full is of the slot's last request.
+        np.add.at(self.entropy_window_sum, slot, entropy - np.where(count < width, 0.0, self.window[slot, at]))
+        np.add.at(self.entropy_sum, slot, entropy)
+        np.add.at(self.entropy_count, slot, 1)
+        self.window[slot, at] = entropy
+
+    def _newest(self, slot: NDArray[np.int64], entropy: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Of more entropies than a window holds, those that will be in it; the others are counted, and what lay in the
+        window with them."""
+        kept = nth(slot[::-1])[::-1] < self.window.shape[1]
+        older = slot[~kept]
+        np.add.at(self.entropy_sum, older, entropy[~kept])
+        np.add.at(self.entropy_count, older, 1)
+        self.window[older[differs(older)]] = self.entropy_window_sum[older] = 0.0
+        return slot[kept], entropy[kept]
 
     def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
         for slot in self.slots():

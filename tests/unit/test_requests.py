@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -159,6 +160,32 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], si
         assert whole.output_tokens[slot] == sum(phase == OUTPUT and flags == 0 for _, phase, flags, _ in own)
         if own:
             assert whole.phase[slot] == (OUTPUT if own[-1][2] & phases.FLAG_END else own[-1][1])
+
+
+@pytest.mark.parametrize("window_tokens", [1, 3, 50])
+def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) -> None:
+    rows = [(n % 3, THINK, requests.FLAG_BOUNDARY if n % 7 < 4 else 0, 0.25 * n, 1 + n) for n in range(120)]
+    whole, alone = table(*[thinking()] * 3), table(*[thinking()] * 3)
+    for made in (whole, alone):
+        made.set_window(window_tokens)
+        made.add_tokens(tokens(rows[:7]))
+    whole.add_tokens(tokens(rows[7:]))
+    for row in rows[7:]:
+        alone.add_tokens(tokens([row]))
+    for name in ("window", "boundary_ranks", *(set(requests.COLUMNS) - {"boundary_now"})):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name), err_msg=name)
+
+
+def test_what_a_report_takes_grows_with_its_rows_alone() -> None:
+    """Not with those of one slot times all: a message of 16 MiB would hold up all engines for a minute."""
+    made = table(*[thinking()] * 8)
+    made.set_window(1)
+    columns = tokens([(slot, THINK, requests.FLAG_BOUNDARY, 0.5, 5) for _ in range(10_000) for slot in range(8)])
+    began = time.process_time()
+    made.add_tokens(columns)
+    assert time.process_time() - began < 0.5
+    assert made.boundary_count[0] == 9_999
+    assert made.entropy_count[0] == 10_000
 
 
 # ------------------------------------------------------------------------------------------------------- intervals
