@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # What waits for longer than a day is no report any more.
 MAX_AGE_MS = 86_400_000
+# More than any agent keeps until they are sent.
+MAX_STEPS = 1 << 12
 
 
 def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
@@ -31,11 +33,13 @@ def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
     """How long before the report's last step each of its token rows came, [rows].
 
-    Raises ValueError when the columns do not fit the report, and for an age out of range.
+    Raises ValueError when the columns do not fit the report, for too many steps, and for an age out of range.
     """
     merged, rows = report.merged, len(report.tokens.slot)
     if not report.HasField("merged"):
         return np.zeros(rows)
+    if report.steps > MAX_STEPS:
+        raise ValueError(f"a report must merge at most {MAX_STEPS} steps; got {report.steps}")
     columns = merged.rows, merged.step_time_ms, merged.prefill_tokens, merged.age_ms
     if any(len(column) != report.steps for column in columns):
         lengths = [len(column) for column in columns]
@@ -43,6 +47,6 @@ def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
     if (told := sum(merged.rows)) != rows:
         raise ValueError(f"merged steps must have all of the report's {rows} rows; got {told}")
     age_ms = np.fromiter(merged.age_ms, np.float64, len(merged.age_ms))
-    if not ((age_ms >= 0) & (age_ms <= MAX_AGE_MS)).all():
-        raise ValueError(f"age_ms must be in [0, {MAX_AGE_MS}]; got {age_ms.tolist()}")
+    if len(wrong := age_ms[~((age_ms >= 0) & (age_ms <= MAX_AGE_MS))]):
+        raise ValueError(f"age_ms must be in [0, {MAX_AGE_MS}]; got {wrong[0]}")
     return np.repeat(age_ms, np.fromiter(merged.rows, np.int64, len(merged.rows)))

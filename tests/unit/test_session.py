@@ -23,6 +23,7 @@ from meridian_control.endings import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.errors import InvalidRequest
 from meridian_control.groups import ROOM
 from meridian_control.histogram import TIME_BOUNDS_S
+from meridian_control.merged import MAX_STEPS
 from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
 from meridian_control.rows import MAX_ROWS_PER_SLOT
 from meridian_control.session import ACK_INTERVAL_S, Session
@@ -844,9 +845,9 @@ def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
     [
         ({"rows": [1, 1]}, "columns of merged steps must have one entry for each of 3; got [2, 3, 3, 3]"),
         ({"rows": [1, 1, 1]}, "merged steps must have all of the report's 4 rows; got 3"),
-        ({"age_ms": [1.0, -1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [1.0, -1.0, 0.0]"),
-        ({"age_ms": [math.nan, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [nan, 1.0, 0.0]"),
-        ({"age_ms": [1e9, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got [1000000000.0, 1.0, 0.0]"),
+        ({"age_ms": [1.0, -1.0, 0.0]}, "age_ms must be in [0, 86400000]; got -1.0"),
+        ({"age_ms": [math.nan, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got nan"),
+        ({"age_ms": [1e9, 1.0, 0.0]}, "age_ms must be in [0, 86400000]; got 1000000000.0"),
     ],
 )
 def test_merged_steps_that_do_not_fit_are_refused(wrong: dict[str, Any], error: str) -> None:
@@ -861,6 +862,20 @@ def test_merged_steps_that_do_not_fit_are_refused(wrong: dict[str, Any], error: 
     merged = agent_pb2.StepColumns(**(columns | wrong))
     with pytest.raises(InvalidRequest, match=re.escape(error)):
         made.say(3, tokens=tokens([(0, THINK, 0, 1.0)] * 4), merged=merged)
+
+
+def test_too_many_merged_steps_are_refused_in_few_words() -> None:
+    for steps, error in ((MAX_STEPS, "age_ms must be in"), (MAX_STEPS + 1, f"at most {MAX_STEPS} steps; got 4097")):
+        columns: dict[str, Any] = {
+            "rows": [0],
+            "step_time_ms": [1.0],
+            "prefill_tokens": [1],
+            "age_ms": [math.nan],
+        }
+        merged = agent_pb2.StepColumns(**{name: value * steps for name, value in columns.items()})
+        with pytest.raises(InvalidRequest, match=error) as raised:
+            stream().say(steps, merged=merged)
+        assert len(str(raised.value)) < 100
 
 
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
