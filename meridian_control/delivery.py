@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control import capabilities, termination
+from meridian_control.requests import MAX_TEXT
 from meridian_control.sections import ModelPolicy
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Delivery:
         taken, self.pending = self.pending, None
         self.agent_revision = status.revision
         if status.error:
-            self._refuse(taken[0], status.error)
+            self._refuse(taken[0], status.error[:MAX_TEXT])
         return None if status.error else taken
 
     def _refuse(self, revision: int, error: str) -> None:

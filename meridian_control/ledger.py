@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.requests import MAX_SLOTS
+from meridian_control.requests import MAX_SLOTS, MAX_TEXT
 from meridian_control.words import outcome_name
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Ledger:
         if decision is None:
             self._totals.unknown_outcomes += 1
             return
-        self._finish(decision, report.outcome, report.think_tokens, report.detail)
+        self._finish(decision, report.outcome, report.think_tokens, report.detail[:MAX_TEXT])
         if step is not None and decision.kind in AT_ONCE and report.outcome == agent_pb2.OUTCOME_APPLIED:
             self._totals.staleness_steps.add(np.array([float(step - decision.step)]))
         if decision.kind == "probe" and decision.slot is not None and self.concerns(decision):

@@ -39,7 +39,7 @@ NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 # Largest count of tokens, and longest text, of a request that is opened.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
-TEXTS = ("request_id", "model", "tenant", "slo_class", "effort")
+TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
 
 # What the agent was told of a request: nothing yet, or that it has no cap.
 UNTOLD, NO_CAP = -1, -2

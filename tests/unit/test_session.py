@@ -24,7 +24,7 @@ from meridian_control.errors import InvalidRequest
 from meridian_control.groups import ROOM
 from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.merged import MAX_STEPS
-from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, THINK
+from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, MAX_TEXT, THINK
 from meridian_control.rows import MAX_ROWS_PER_SLOT
 from meridian_control.session import ACK_INTERVAL_S, Session
 from meridian_control.totals import Totals
@@ -790,6 +790,10 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
             "step request_id must have at most 1024 characters; got 2000",
         ),
         (
+            step_report(opened=[{"slot": 0, "traceparent": "x" * 2000}]),
+            "step traceparent must have at most 1024 characters; got 2000",
+        ),
+        (
             step_report(opened=[{"slot": 0}], tokens=tokens([(0, THINK, 0, 0.0)] * (MAX_ROWS_PER_SLOT + 1))),
             "step a slot must have at most 16384 rows in a report; got 16385",
         ),
@@ -876,6 +880,20 @@ def test_too_many_merged_steps_are_refused_in_few_words() -> None:
         with pytest.raises(InvalidRequest, match=error) as raised:
             stream().say(steps, merged=merged)
         assert len(str(raised.value)) < 100
+
+
+def test_of_what_an_agent_says_at_length_only_the_beginning_is_kept() -> None:
+    made = stream()
+    made.open("a")
+    made.step()
+    outcomes = [{"decision_id": made_id, "outcome": 6, "detail": "x" * 9999} for made_id in made.session.open_decisions]
+    made.say(outcomes=outcomes)
+    life = made.log.find("a", "")
+    assert life is not None
+    assert {len(event.detail) for event in life.in_order()} == {0, MAX_TEXT}
+    made.agent.refuse_settings = "y" * 9999
+    made.apply(policy())
+    assert made.session.nack_error == "y" * MAX_TEXT
 
 
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
