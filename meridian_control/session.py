@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decide import Decider
@@ -188,18 +187,33 @@ class Session:
         self._groups.apply(revision, policy)
         self._decider.review = True
         # What was only shadowed under the old policy may be due under the new one.
-        under_way = [d.slot for d in self.open_decisions.values() if d.kind == "force" and d.slot is not None]
-        self.table.end_decided[~np.isin(np.arange(len(self.table.info)), under_way)] = 0
+        under_way = self._ends_under_way()
+        self.table.end_decided[:] = 0
+        self._go_on(under_way)
         self.table.shadow_decided[:] = 0
         self.shadow.applied(revision, policy)
         return self._respond(now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
+        # What a freeze has put out does not go on.
+        under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
         self._intake.begin_anew(snapshot, self._clock_ms(now))
+        self._go_on(under_way)
         self._ledger.forget_gone()
         self._ledger.step = snapshot.step
         return self._respond(now)
+
+    def _ends_under_way(self) -> list[tuple[Decision, int]]:
+        """Forces without an outcome, with the reasons of the ends that were decided with them."""
+        forces = [d for d in self.open_decisions.values() if d.kind == "force" and self._ledger.concerns(d)]
+        return [(d, int(self.table.end_decided[d.slot])) for d in forces]
+
+    def _go_on(self, under_way: list[tuple[Decision, int]]) -> None:
+        """Take up again the ends that the engine still carries out, by the requests that still live."""
+        for decision, reason in under_way:
+            if self._ledger.concerns(decision) and not self.table.end_decided[decision.slot]:
+                self.table.end_decided[decision.slot] = reason
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
         if not report.steps:

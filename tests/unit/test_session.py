@@ -680,6 +680,18 @@ def test_a_snapshot_replaces_the_table() -> None:
     assert made.balanced()
 
 
+def test_an_end_under_way_while_the_table_is_told_anew_is_still_the_rules() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    made.open("a")
+    while not made.step().forces:
+        pass
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    made.step(20)
+    assert made.session.totals.ends == {"eat": 1}
+    assert made.session.totals.decisions["force/eat"] == 1
+
+
 def test_a_snapshot_before_the_first_policy() -> None:
     """Decisions are aimed at the step of what they were taken from, or the agent takes them for old ones."""
     made = Stream()
