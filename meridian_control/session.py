@@ -223,12 +223,12 @@ class Session:
         self.last_report, self.reported_at = report, now
         self.agent_state = report.state or self.agent_state
         self._intake.take(report, self._clock_ms(now))
-        self._ledger.check()
         self._decider.learn(report)
         self._ledger.step = report.step
         return self._respond(now, awaited=len(report.probes.slot) > 0)
 
     def _respond(self, now: datetime, awaited: bool = False) -> Out:
+        self._ledger.check()
         directives = agent_pb2.Directives()
         freezing = self.freezing
         freezing.void = freezing.void and bool(self.table.live.any())

@@ -916,13 +916,19 @@ def test_of_what_an_agent_says_at_length_only_the_beginning_is_kept() -> None:
     assert made.session.nack_error == "y" * MAX_TEXT
 
 
-def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["step", "snapshot", "freeze_status"])
+def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_DECISIONS", 4)
     made = stream()
-    opened = [{"slot": slot, "request_id": str(slot)} for slot in range(9)]
+    opened = [agent_pb2.RequestOpened(slot=slot, request_id=str(slot)) for slot in range(9)]
+    again = {
+        "step": step_report(),
+        "snapshot": agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=opened)),
+        "freeze_status": agent_pb2.ConnectRequest(freeze_status=agent_pb2.FreezeStatus()),
+    }
     made.session.on_message(step_report(opened=opened), NOW)
-    with pytest.raises(InvalidRequest, match=r"step leaves .* decisions without an outcome; at most 4 may be"):
-        made.session.on_message(step_report(), NOW)
+    with pytest.raises(InvalidRequest, match=rf"{kind} leaves .* decisions without an outcome; at most 4 may be"):
+        made.session.on_message(again[kind], NOW)
 
 
 def test_a_wall_clock_that_was_set_back_silences_nobody() -> None:
