@@ -99,7 +99,9 @@ def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
         tokens = None
         if mark.phase != agent_pb2.PHASE_PROMPT:
             name = "think_tokens" if mark.phase == agent_pb2.PHASE_THINK else "output_tokens"
-            tokens = max(0, getattr(after if after is not None else life, name) - getattr(mark, name))
+            # A mark is as of the end of its report, in which the first tokens of the stretch may have come already.
+            before = marks[i - 1] if i else mark
+            tokens = max(0, getattr(after if after is not None else life, name) - getattr(before, name))
         yield PHASES[agent_pb2.Phase.ValueType(mark.phase)], mark.time, until, tokens
 
 

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from meridian.v1 import agent_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from meridian_control.decision_log import DecisionLog
-from meridian_control.tracing import Tracing
-from tests.fakes.tables import policy
+from meridian_control.requests import FLAG_END, FLAG_MARKER, OUTPUT, PROMPT, THINK
+from meridian_control.tracing import Tracing, phases
+from tests.fakes.tables import policy, tokens
 from tests.unit.test_session import CALIBRATED, EARLY, Stream, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+    from meridian_control.decision_log import Life
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (f"00-{TRACE_ID}-{PARENT_ID}-{flag}" for flag in ("01", "00"))
@@ -84,6 +88,19 @@ def test_a_request_is_a_span_with_its_phases_and_its_forced_end(collector: Colle
     force = attributes(whole.events[2])
     assert (force["meridian.reason"], force["meridian.outcome"], force["meridian.shadow"]) == ("eat", "applied", False)
     assert whole.start_time_unix_nano < whole.events[2].time_unix_nano <= think.end_time_unix_nano
+
+
+def test_tokens_that_came_with_a_change_of_phase_belong_to_the_new_phase() -> None:
+    """Steps that are merged into a report may go on after an end of thinking, and draft tokens do in one step."""
+    lives: list[Life] = []
+    made = stream(log=DecisionLog(ended=lives.append))
+    made.say(opened=[{"slot": 0, "request_id": "a", "phase": PROMPT}])
+    made.say(3, tokens=tokens([(0, THINK, FLAG_MARKER, 0.0)] + [(0, THINK, 0, 0.0)] * 2))
+    end = (0, THINK, FLAG_MARKER | FLAG_END, 0.0)
+    made.say(4, tokens=tokens([(0, THINK, 0, 0.0), end, (0, OUTPUT, 0, 0.0), (0, OUTPUT, 0, 0.0)]))
+    made.say(tokens=tokens([(0, OUTPUT, 0, 0.0)]), closed=[{"slot": 0, "reason": agent_pb2.FINISH_REASON_STOP}])
+    (life,) = lives
+    assert [(name, count) for name, _, _, count in phases(life)] == [("prompt", None), ("think", 3), ("output", 3)]
 
 
 def test_a_request_that_is_traced_already_joins_that_trace(collector: Collector) -> None:
