@@ -54,6 +54,14 @@ def reads_sentence_ends(policy: Policy) -> bool:
     return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
 
+def probes_within(policy: Policy, tokens: int) -> bool:
+    """Whether probes, of any request, may follow each other in fewer tokens, where nobody waits for their results."""
+    entropy, _ = _of_any_request(policy)
+    dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
+    unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
+    return any(e.enabled for e in entropy) and dense and unheld
+
+
 def ends(
     policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:

@@ -148,6 +148,7 @@ def test_settings_carry_what_the_agent_must_know() -> None:
 
 
 RANKED: dict[str, Any] = {"rank_conditions": [{"max_ranks": [5]}]}
+DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,12 @@ RANKED: dict[str, Any] = {"rank_conditions": [{"max_ranks": [5]}]}
         ({"entropy": RANKED}, 1),
         ({"entropy": RANKED | {"enabled": False}}, 8),
         ({"override": [{"tenant": "t", "entropy": RANKED}]}, 1),
+        ({"entropy": DENSE}, 1),
+        ({"entropy": DENSE | {"enabled": False}}, 8),
+        ({"entropy": DENSE | {"eat_probe_interval_tokens": 8}}, 8),
+        ({"entropy": DENSE | {"shadow": False}}, 8),
+        ({"entropy": DENSE | {"shadow": False, "eat_hold_ms": 0}}, 1),
+        ({"override": [{"tenant": "t", "entropy": DENSE}]}, 1),
     ],
 )
 def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
