@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from meridian_control.endings import FINISHED, Endings
 from meridian_control.merged import ages_ms
-from meridian_control.requests import NO_CAP, THINK
+from meridian_control.requests import MAX_SLOTS, NO_CAP, THINK
 from meridian_control.signals import add_eat_sample
 from meridian_control.words import phase_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from meridian.v1 import agent_pb2
 
     from meridian_control.decision_log import Journal
@@ -44,6 +46,7 @@ class Intake:
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
         """All live requests, told anew. Raises ValueError."""
+        _check_length("requests", snapshot.requests)
         self._table.clear()
         for opened in snapshot.requests:
             self._table.open(opened, now_ms)
@@ -54,6 +57,8 @@ class Intake:
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         """A report of steps, in the order in which things happen on the engine. Raises ValueError."""
+        for name in ("opened", "preempted", "resumed", "closed"):
+            _check_length(name, getattr(report, name))
         table = self._table
         self._totals.reports += 1
         for opened in report.opened:
@@ -125,3 +130,9 @@ class Intake:
     def _sample_ratio(self) -> float:
         policy = self._groups.policy
         return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
+
+
+def _check_length(name: str, told: Sized) -> None:
+    """Raises ValueError: a request is told of once in a message."""
+    if len(told) > MAX_SLOTS:
+        raise ValueError(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")

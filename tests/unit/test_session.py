@@ -806,6 +806,15 @@ def test_a_report_of_no_steps_carries_outcomes_only() -> None:
             agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened(slot=2**32 - 1)])),
             f"snapshot slot must be below {MAX_SLOTS}",
         ),
+        (step_report(opened=[{}] * (MAX_SLOTS + 1)), f"step opened must have at most {MAX_SLOTS} entries; got 65537"),
+        (step_report(closed=[{}] * (MAX_SLOTS + 1)), f"step closed must have at most {MAX_SLOTS} entries; got 65537"),
+        (step_report(resumed=[0] * (MAX_SLOTS + 1)), f"step resumed must have at most {MAX_SLOTS} entries; got 65537"),
+        (
+            agent_pb2.ConnectRequest(
+                snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened()] * (MAX_SLOTS + 1))
+            ),
+            f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537",
+        ),
         (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
         (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
         (
