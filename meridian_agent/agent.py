@@ -73,7 +73,7 @@ class Agent:
         self.probing = Probing(tracker, directives, self.block_size, known.shares_blocks)
         self.accounts = Accounts(tracker, directives, self.probing)
         self.masks = Masks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
-        self.blocks = Blocks(directives, self.block_size, known.tool_call)
+        self.blocks = Blocks(directives, known.tool_call)
         self.observe_entropy = False
         self._asking = Asking()
         # Cap of new requests; what is out of force, as parts of directives; whether all of it is.

@@ -26,8 +26,8 @@ LONGEST_TOKENS = 65_536
 class Blocks:
     """One engine's blocks. tool_call: token that begins a tool call, where the next turn repeats its thinking."""
 
-    def __init__(self, directives: Directives, block_size: int, tool_call: int | None) -> None:
-        self._directives, self._block_size, self._tool_call = directives, block_size, tool_call
+    def __init__(self, directives: Directives, tool_call: int | None) -> None:
+        self._directives, self._tool_call = directives, tool_call
         self.reclaimed = 0
 
     def freeing(self, scheduler: Any, request: Any, tr: Tracked) -> None:
@@ -58,12 +58,14 @@ class Blocks:
         return Outcome.APPLIED, f"{count} blocks"
 
     def evict(self, scheduler: Any, request: Any, reachable_tokens: int) -> int:
-        """Unhash the blocks past so many tokens that nobody shares; returns how many."""
+        """Unhash the blocks past so many tokens that nobody shares, of each KV cache group; returns how many."""
         manager = scheduler.kv_cache_manager
         pool = manager.block_pool.blocks
-        (ids,) = manager.get_block_ids(request.request_id)
-        blocks = unreachable_blocks(ids, reachable_tokens, self._block_size, lambda b: int(pool[b].ref_cnt))
-        blocks = {b for b in blocks if pool[b].block_hash is not None}
+        blocks = set[int]()
+        ids_of_groups = manager.get_block_ids(request.request_id)
+        for ids, group in zip(ids_of_groups, manager.coordinator.single_type_managers, strict=True):
+            found = unreachable_blocks(ids, reachable_tokens, group.block_size, lambda b: int(pool[b].ref_cnt))
+            blocks.update(b for b in found if pool[b].block_hash is not None)
         manager.evict_blocks(blocks)
         return len(blocks)
 

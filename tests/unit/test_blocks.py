@@ -1,0 +1,29 @@
+"""Blocks that are let go as a request's go back to the pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from meridian_agent.blocks import Blocks
+
+
+def scheduler_of(groups: tuple[tuple[int, list[int]], ...], evicted: list[set[int]]) -> Any:
+    """groups: of the KV cache, each its block size and the blocks of the one request. Block 0 is vLLM's null block."""
+    blocks = {i: SimpleNamespace(ref_cnt=1, block_hash=i or None) for _, ids in groups for i in ids}
+    manager = SimpleNamespace(
+        block_pool=SimpleNamespace(blocks=blocks),
+        get_block_ids=lambda _: tuple(ids for _, ids in groups),
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=size) for size, _ in groups]),
+        evict_blocks=evicted.append,
+    )
+    return SimpleNamespace(kv_cache_manager=manager)
+
+
+def test_a_probe_gives_back_its_blocks_of_each_group() -> None:
+    """Probes run on several KV cache groups, too: sliding windows beside full attention, say."""
+    evicted: list[set[int]] = []
+    scheduler = scheduler_of(((16, [1, 2, 3]), (32, [0, 5]), (8, [0, 0, 6, 7, 8])), evicted)
+    probe = SimpleNamespace(request_id="meridian-probe-1")
+    assert Blocks(SimpleNamespace(), None).evict(scheduler, probe, 33) == 3  # type: ignore[arg-type]
+    assert evicted == [{3, 5, 8}]
