@@ -41,13 +41,15 @@ class Placed:
 class Room:
     """What the coming step has to spare.
 
-    sequences: running places left. blocks: free KV blocks. tokens: the step's token budget.
+    sequences: running places left. blocks: free KV blocks, without those for the probes placed in it. tokens: the
+    step's token budget. probe_tokens: what these probes take of it.
     """
 
     sequences: int
     blocks: int
     tokens: int
     prefix_caching: bool
+    probe_tokens: int = 0
 
 
 def reserve(places: int) -> int:
@@ -56,13 +58,17 @@ def reserve(places: int) -> int:
     return kept if kept > 1 else 0
 
 
+def free_blocks(cost_tokens: int, block_size: int) -> int:
+    """Blocks that must be free for a probe: one is left for every block it takes."""
+    return 2 * (cost_tokens // block_size + 2)
+
+
 def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:
     """Why a probe of this request cannot be placed now; empty when it can.
 
     It never takes the last running place, and leaves at least one free block for every block it takes.
     """
     request = tr.ref
-    blocks = 2 * (cost_tokens // block_size + 2)
     obstacles = (
         (tr.state.phase is not Phase.THINK or tr.ending is not None, "not thinking"),
         (not room.prefix_caching, "prefix caching is off"),
@@ -72,7 +78,7 @@ def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:
         (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),
         (tr.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
         (room.sequences < 2, "no running place to spare"),
-        (room.blocks < blocks, "no KV blocks to spare"),
-        (cost_tokens > room.tokens // STEP_SHARE, "over the step's probe budget"),
+        (room.blocks < free_blocks(cost_tokens, block_size), "no KV blocks to spare"),
+        (room.probe_tokens + cost_tokens > room.tokens // STEP_SHARE, "over the step's probe budget"),
     )
     return next((reason for holds, reason in obstacles if holds), "")

@@ -54,7 +54,7 @@ class Probing:
             known = len(tr.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe) + again
-            reason = probes.refusal(tr, self._room(scheduler), self._block_size, cost)
+            reason = probes.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
                 continue
@@ -81,14 +81,17 @@ class Probing:
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
 
-    def _room(self, scheduler: Any) -> probes.Room:
+    def _room(self, scheduler: Any, beside: list[int]) -> probes.Room:
+        """What is left to spare beside the probes of this step, of so many tokens each."""
         limit = min(getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
         waiting = sum(not placed.cost_tokens for placed in self.placed.values())
+        kept = sum(probes.free_blocks(cost, self._block_size) for cost in beside)
         return probes.Room(
             limit - len(scheduler.running) - waiting,
-            scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - kept,
             scheduler.max_num_scheduled_tokens,
             scheduler.kv_cache_manager.enable_caching,
+            sum(beside),
         )
 
     def reserved(self, scheduler: Any) -> int:

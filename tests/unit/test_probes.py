@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from meridian_agent import hooks
+from meridian_agent.directives import Directives
 from meridian_agent.phases import Phase, PhaseState
 from meridian_agent.probes import STEP_SHARE, Room, refusal
 from meridian_agent.probing import Probing
-from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked
+from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked, Tracker
+from tests.fakes.engine import MARKERS
 
 BLOCK = 16
 ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
@@ -87,3 +90,38 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     assert held.asked_in == 0
     probing.sent(measured)
     assert (held.asked_in, measured.presses) == (7, True)
+
+
+class FakeScheduler:
+    """With room for nothing but probes. tokens: of a step. blocks: free ones."""
+
+    current_step, num_spec_tokens, max_num_running_reqs = 1, 0, 100
+
+    def __init__(self, tokens: int, blocks: int) -> None:
+        self.max_num_scheduled_tokens = tokens
+        self.running: list[Any] = []
+        self.waiting = SimpleNamespace(remove_requests=lambda _: None, prepend_request=lambda _: None)
+        pool = SimpleNamespace(get_num_free_blocks=lambda: blocks)
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=True)
+
+    def add_request(self, request: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "placed"),
+    [(10_000, 10_000, 5), (STEP_SHARE * 6, 10_000, 3), (10_000, 3 * 4, 3)],
+)
+def test_the_probes_of_a_step_share_its_room(
+    tokens: int, blocks: int, placed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each computes two tokens, for which it may take two blocks."""
+    monkeypatch.setattr(hooks, "probe_request", lambda _, request_id, tokens: SimpleNamespace(request_id=request_id))
+    tracker = Tracker(MARKERS)
+    directives = Directives(tracker)
+    probing = Probing(tracker, directives, BLOCK, shares_blocks=True)
+    for n in range(5):
+        tr = tracked(all_token_ids=[9] * 41)
+        directives.probes.append((n + 1, tr, 0, 0))
+    assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
+    assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
