@@ -110,6 +110,8 @@ class Link(Standing):
         self._why = ""
         # The stream was ended because too much came on it.
         self._gave_up = False
+        # The stream that begins is to end at once: its Hello, or how long it is to last, may not be true any more.
+        self._outdated = False
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
@@ -124,7 +126,8 @@ class Link(Standing):
         self.outbox.ring.put(None)
 
     def restart(self) -> None:
-        """End the stream; the next one says Hello anew."""
+        """End the stream, or the one that is just being begun; the next one says Hello anew."""
+        self._outdated = True
         if self._call is not None:
             self._call.cancel()
 
@@ -215,7 +218,7 @@ class Link(Standing):
 
     def _stream(self, target: str, patience_s: float) -> bool:
         """One stream from connect to its end; returns whether the server answered at all."""
-        heard, self._why = False, ""
+        heard, self._why, self._outdated = False, "", False
         ring = self.outbox.new_ring()
         try:
             shown = self._credentials.metadata()
@@ -229,7 +232,7 @@ class Link(Standing):
             stub = agent_pb2_grpc.AgentServiceStub(channel)
             call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
             self._call = call
-            if self._stop.is_set():
+            if self._stop.is_set() or self._outdated:
                 call.cancel()
             # Neither a connection that never comes about nor a server that never answers ends by itself for long.
             patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import grpc
+import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent import link as link_module
 from meridian_agent.link import REFUSED_S, Link
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def link_of(idle: bool) -> Link:
@@ -76,3 +83,42 @@ def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
             link._receive(agent_pb2.ConnectResponse(settings=settings))
             link.outbox.ring.get_nowait()
         assert (len(link.arrived), link.revision) == (0, 9_999)
+
+
+class FakeCall:
+    """A stream on which nothing comes. began: whether it was cancelled by when it is listened to."""
+
+    def __init__(self) -> None:
+        self.cancelled, self.began = False, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __iter__(self) -> FakeCall:
+        self.began = self.cancelled
+        return self
+
+    def __next__(self) -> agent_pb2.ConnectResponse:
+        raise grpc.RpcError
+
+
+def stream_of(link: Link, monkeypatch: pytest.MonkeyPatch, after_hello: Callable[[], None] = lambda: None) -> FakeCall:
+    """One stream of the link's, from Hello to its end."""
+    call = FakeCall()
+
+    def connect(messages: Iterator[agent_pb2.ConnectRequest], **_: Any) -> FakeCall:
+        next(messages)
+        after_hello()
+        return call
+
+    monkeypatch.setattr(link_module.agent_pb2_grpc, "AgentServiceStub", lambda _: SimpleNamespace(Connect=connect))
+    link._stream("nowhere:1", 10.0)
+    return call
+
+
+def test_a_stream_whose_hello_is_not_true_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault just then would stay untold, or what was said of one outlast it, for as long as the stream holds."""
+    link = link_of(idle=False)
+    assert not stream_of(link, monkeypatch).began
+    assert stream_of(link, monkeypatch, link.step_aside).began
+    assert not stream_of(link, monkeypatch).began
