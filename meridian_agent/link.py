@@ -232,13 +232,13 @@ class Link(Standing):
             stub = agent_pb2_grpc.AgentServiceStub(channel)
             call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
             self._call = call
-            if self._stop.is_set() or self._outdated:
-                call.cancel()
             # Neither a connection that never comes about nor a server that never answers ends by itself for long.
             patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))
             patience.daemon = True
-            patience.start()
             try:
+                if self._stop.is_set() or self._outdated:
+                    call.cancel()
+                patience.start()
                 for response in call:
                     if not heard:
                         heard = True

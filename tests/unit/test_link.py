@@ -122,3 +122,17 @@ def test_a_stream_whose_hello_is_not_true_any_more_is_ended(monkeypatch: pytest.
     assert not stream_of(link, monkeypatch).began
     assert stream_of(link, monkeypatch, link.step_aside).began
     assert not stream_of(link, monkeypatch).began
+
+
+def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for more from then on, and each attempt leave another such thread."""
+
+    def no_thread(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    link = link_of(idle=False)
+    monkeypatch.setattr(link_module.threading.Timer, "start", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        stream_of(link, monkeypatch)
+    assert link.outbox.ring.qsize() == 1
+    assert link.outbox.ring.get_nowait() is None
