@@ -109,6 +109,8 @@ class Agent:
         if (held := self.link.held) is not None and held is not self._obeyed:
             # Said for an idle engine, before whatever has arrived since then.
             self.put_in_force(*held)
+        # Not what is held by the end of this: the link's thread may hold newer ones meanwhile.
+        self._obeyed = held
         while arrived:
             taken.append(arrived.popleft())
         for one in taken:
@@ -122,7 +124,8 @@ class Agent:
             self._suspend(scheduler, lapsed, frozen)
         for one in taken:
             self.link.taken_in(one)
-        self._obeyed = self.link.held
+            if one.settings is not None:
+                self._obeyed = self.link.held
 
     def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
         """Drop what a freeze or a lease that is over puts out of force.

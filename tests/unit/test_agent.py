@@ -1,0 +1,48 @@
+"""What the engine's thread makes of what the link's thread does at the same time, at the places where they meet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent import hooks
+from meridian_agent.agent import Agent, Known
+from meridian_agent.link import Link
+from tests.fakes.engine import MARKERS
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def scheduler_of() -> Any:
+    model = SimpleNamespace(get_vocab_size=lambda: 100)
+    config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type="cpu"))
+    return SimpleNamespace(
+        block_size=16,
+        num_spec_tokens=0,
+        policy="fcfs",
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        vllm_config=config,
+    )
+
+
+def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link's thread has said that they hold: the next look must find them."""
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    scheduler = scheduler_of()
+    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    agent = Agent(scheduler, MARKERS, link, Known("m", b"", False, None, lambda *_: None))
+
+    def settings_come() -> int:
+        settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50)
+        link._receive(agent_pb2.ConnectResponse(settings=settings))
+        return 0
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(link, "lapsed", settings_come)
+        agent.take_arrived(scheduler)
+    assert link.outbox.ring.get_nowait().settings_status.revision == 7
+    agent.take_arrived(scheduler)
+    assert agent.tracker.default_cap == 50
