@@ -127,8 +127,8 @@ class GovernedScheduler:
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         if self._keeper is not None:
-            self._guard.come_back()
-            self._guard.run(self._keeper.link.stop)
+            # Also while the agent is off.
+            Guard("the stream ends with the process").run(self._keeper.link.stop)
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------------- under the guard

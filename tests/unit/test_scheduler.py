@@ -1,0 +1,33 @@
+"""The mixin over a scheduler that does nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meridian_agent.guard import Guard
+from meridian_agent.scheduler import governed
+
+
+class Stock:
+    """Notes that it was shut down."""
+
+    was_shut_down = False
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_no_stream_outlives_the_engine(is_off: bool) -> None:
+    """Neither while the agent is off: its process may go on."""
+    stopped: list[bool] = []
+    made: Any = object.__new__(governed(Stock))
+    made._guard = Guard()
+    made._keeper = SimpleNamespace(link=SimpleNamespace(stop=lambda: stopped.append(True)))
+    if is_off:
+        made._guard.trip(Stock.shutdown, KeyError("no such block"))
+    made.shutdown()
+    assert (made.was_shut_down, stopped) == (True, [True])
