@@ -147,6 +147,7 @@ class Directives:
         if not cap.HasField("max_think_tokens"):
             tr.cap = None
             self.report(cap.decision_id, Outcome.APPLIED, tr)
+            self._tracker.watch_limit(tr)
             return
         tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
         if tr.ending is not None and tr.ending.by_cap and not tr.ending.decision_id and not cap.shadow:

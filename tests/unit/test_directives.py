@@ -190,6 +190,18 @@ def test_lifting_a_cap() -> None:
     assert engine.outcomes == {1: [Outcome.SUPERSEDED], 2: [Outcome.APPLIED]}
 
 
+def test_nobody_looks_for_a_lifted_cap() -> None:
+    """As long as a request is due, no step of its batch is noted as a whole."""
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(caps=[cap(1, 0, 2)]))
+    engine.run({"a": TEXT})
+    engine.accept(message(caps=[cap(2, 0, None)]))
+    for _ in range(3):
+        engine.run({"a": TEXT})
+    assert engine.tracker.due == {}
+
+
 def test_a_newer_cap_supersedes() -> None:
     engine = FakeEngine()
     tr = engine.open("a")
