@@ -130,8 +130,8 @@ class Outbox:
         return self.ring.qsize() - RING_RECORDS
 
     def answered(self, step: int) -> None:
-        """The report of this step was answered."""
-        if queued := self._queued.get(step % ROUND_TRIP_STEPS):
+        """The report of this step was answered; what names it again answers something else."""
+        if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
             self.round_trip_ms = (self._standing.clock() - queued) * 1e3
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
@@ -148,6 +148,8 @@ class Outbox:
             if item is None:
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
+                # The answer to it names the newest report, which may be long ago.
+                self._queued.clear()
                 yield item
             elif isinstance(item, SnapshotRecord):
                 ring.took(1)

@@ -11,6 +11,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent import link as link_module
 from meridian_agent.link import REFUSED_S, Link
+from meridian_agent.tracker import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,3 +137,33 @@ def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(mon
         stream_of(link, monkeypatch)
     assert link.outbox.ring.qsize() == 1
     assert link.outbox.ring.get_nowait() is None
+
+
+def test_only_the_answer_to_a_report_tells_how_long_it_took() -> None:
+    """What answers a status names the newest report too, however long ago that was."""
+    now_s = [1.0]
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: now_s[0])
+    link.begins()
+    link.found()
+    sent = link.outbox.messages(link.outbox.ring, agent_pb2.Hello)
+    next(sent)
+
+    def report(step: int) -> None:
+        link.outbox.send(StepRecord(step=step, urgent=True), list)
+        while next(sent).step.step != step:
+            pass
+
+    def answer(step: int, after_s: float) -> float:
+        now_s[0] += after_s
+        hear(link, step)
+        return link.outbox.round_trip_ms
+
+    report(7)
+    assert answer(7, 0.5) == pytest.approx(500)
+    assert answer(7, 3600) == pytest.approx(500)
+    report(8)
+    link.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=agent_pb2.SettingsStatus(nonce=1)))
+    next(sent)
+    assert answer(8, 3600) == pytest.approx(500)
+    report(9)
+    assert answer(9, 0.25) == pytest.approx(250)
