@@ -331,8 +331,9 @@ class Link(Standing):
 
     def _refuse(self, settings: agent_pb2.Settings, error: str, remembered: dict[int, str]) -> None:
         logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
-        noted = {revision: (text, self.clock()) for revision, text in remembered.items()}
-        self._refused = dict(sorted({**self._refused, **noted}.items())[-REFUSED:])
+        noted = [(revision, (text, self.clock())) for revision, text in remembered.items()]
+        earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
+        self._refused = dict([*earlier, *noted][-REFUSED:])
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
 

@@ -10,7 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent import link as link_module
-from meridian_agent.link import REFUSED_S, Link
+from meridian_agent.link import REFUSED, REFUSED_S, Link
 from meridian_agent.tracker import StepRecord
 
 if TYPE_CHECKING:
@@ -73,6 +73,19 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
     assert (link.refused, link.revision) == ({7: "no such marker"}, 0)
     now_s[0] += REFUSED_S
     assert link.refused == {}
+
+
+def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
+    """A control plane with another store counts from 1."""
+
+    def prepare(_: agent_pb2.Settings) -> None:
+        raise ValueError("no such marker")
+
+    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
+    for revision in (*range(100, 100 + REFUSED), 3, 101):
+        settings = agent_pb2.Settings(revision=revision, nonce=1, lease_ms=30_000)
+        link._receive(agent_pb2.ConnectResponse(settings=settings))
+    assert sorted(link.refused) == [3, *range(101, 100 + REFUSED)]
 
 
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
