@@ -70,7 +70,10 @@ class StateFile:
         return kept["settings"]
 
     def keep(self, settings: agent_pb2.Settings) -> None:
-        """Have these settings written soon, in place of what is there."""
+        """Have these settings written soon, in place of what is there, and of what waits for a disk that hangs."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._wanted.get_nowait()
         self._wanted.put(settings)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._write_all, name="meridian-state", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +41,24 @@ def test_the_newest_wins(tmp_path: Path) -> None:
     for revision in range(8, 40):
         file.keep(agent_pb2.Settings(revision=revision))
     wait_for(lambda: file.load() == agent_pb2.Settings(revision=39), 5, "the newest")
+
+
+def test_a_disk_that_hangs_keeps_nothing_but_the_newest_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, goes_on = StateFile(tmp_path, "e", "m"), threading.Event()
+    write = file._write
+
+    def write_later(settings: agent_pb2.Settings) -> None:
+        goes_on.wait(10)
+        write(settings)
+
+    monkeypatch.setattr(file, "_write", write_later)
+    for revision in range(100):
+        file.keep(agent_pb2.Settings(revision=revision))
+    assert file._wanted.qsize() <= 1
+    goes_on.set()
+    wait_for(lambda: file.load() == agent_pb2.Settings(revision=99), 5, "the newest")
 
 
 def test_an_experiments_cap_does_not_outlive_a_restart(tmp_path: Path) -> None:
