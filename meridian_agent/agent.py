@@ -133,12 +133,11 @@ class Agent:
         A freeze puts out everything, a request's own cap included: it is there to rule out that anything of ours has a
         part in what is seen.
         """
-        ended = lapsed & ~self._lapsed
+        if ended := lapsed & ~self._lapsed:
+            self.directives.drop(ended)
         if frozen and not self.frozen:
             self.directives.freeze()
             ended |= ORDER | RULES
-        elif ended:
-            self.directives.drop(ended)
         if ended & ORDER:
             self.queues.undo(scheduler)
         if ended & RULES:

@@ -96,10 +96,10 @@ class LinkedEngine:
         while link.arrived:
             taken.append(link.arrived.popleft())
         lapsed, frozen = link.lapsed(), link.frozen()
+        if ended := lapsed & ~self.lapsed:
+            directives.drop(ended)
         if frozen and not self.frozen:
             directives.freeze()
-        elif ended := lapsed & ~self.lapsed:
-            directives.drop(ended)
         if self.frozen and not frozen:
             link.outbox.resync()
         self.lapsed, self.frozen = lapsed, frozen

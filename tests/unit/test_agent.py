@@ -9,8 +9,10 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent import hooks
 from meridian_agent.agent import Agent, Known
+from meridian_agent.directives import CAPS, ORDER, Outcome
 from meridian_agent.link import Link
-from tests.fakes.engine import MARKERS
+from meridian_agent.tracker import RequestInfo
+from tests.fakes.engine import MARKERS, START
 
 if TYPE_CHECKING:
     import pytest
@@ -46,3 +48,18 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     assert link.outbox.ring.get_nowait().settings_status.revision == 7
     agent.take_arrived(scheduler)
     assert agent.tracker.default_cap == 50
+
+
+def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    scheduler = scheduler_of()
+    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    agent = Agent(scheduler, MARKERS, link, Known("m", b"", False, None, lambda *_: None))
+    tr = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
+    cap = agent_pb2.ThinkCap(decision_id=1, slot=tr.slot, max_think_tokens=50)
+    agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
+    monkeypatch.setattr(link, "lapsed", lambda: ORDER | CAPS)
+    link.freeze_for(60)
+    agent.take_arrived(scheduler)
+    assert tr.limit is None
+    assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(1, Outcome.AGENT_OFF)]
