@@ -14,12 +14,17 @@ def targets() -> list[str]:
     return [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
 
 
+def rank_of(parallel_config: Any) -> int:
+    """Which it is of several engines that were started as one; of a dense model's, vLLM has that as an index only."""
+    return int(getattr(parallel_config, "data_parallel_index", 0) or getattr(parallel_config, "data_parallel_rank", 0))
+
+
 def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
     """Fields of Hello that say which engine this is; every start is another incarnation."""
-    default = platform.node() + (f"-dp{data_parallel_rank}" if data_parallel_rank else "")
+    name = os.environ.get("MERIDIAN_ENGINE_ID", platform.node())
     pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
     return {
-        "engine_id": os.environ.get("MERIDIAN_ENGINE_ID", default),
+        "engine_id": name + (f"-dp{data_parallel_rank}" if data_parallel_rank else ""),
         "incarnation": uuid.uuid4().hex,
         "agent_version": __version__,
         "vllm_version": hooks.vllm_version(),

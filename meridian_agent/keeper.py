@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent import hooks, observe, probes
 from meridian_agent.agent import Agent, Known
 from meridian_agent.credentials import Credentials
-from meridian_agent.environment import identity_of_engine, targets
+from meridian_agent.environment import identity_of_engine, rank_of, targets
 from meridian_agent.link import Link
 from meridian_agent.phases import NO_MARKERS, Markers
 from meridian_agent.settings import check
@@ -37,7 +37,7 @@ class Keeper:
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
         self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
-        self._identity = identity_of_engine(getattr(scheduler.vllm_config.parallel_config, "data_parallel_rank", 0))
+        self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
         self._strips_think = False
         self.link = Link(

@@ -1,0 +1,38 @@
+"""Who an engine is."""
+
+from __future__ import annotations
+
+import platform
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meridian_agent import hooks
+from meridian_agent.environment import identity_of_engine, rank_of
+
+
+@pytest.mark.parametrize("named", [None, "pod-7"])
+def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control plane ends the stream of one when another of that name connects."""
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.32.0")
+    monkeypatch.delenv("MERIDIAN_ENGINE_ID", raising=False)
+    if named is not None:
+        monkeypatch.setenv("MERIDIAN_ENGINE_ID", named)
+    name = named or platform.node()
+    assert [identity_of_engine(rank)["engine_id"] for rank in (0, 1)] == [name, f"{name}-dp1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        ({"data_parallel_rank": 0, "data_parallel_index": 0}, 0),
+        ({"data_parallel_rank": 2, "data_parallel_index": 2}, 2),
+        # vLLM treats the ranks of a dense model as engines of their own.
+        ({"data_parallel_rank": 0, "data_parallel_index": 2}, 2),
+        ({"data_parallel_rank": 2}, 2),
+        ({}, 0),
+    ],
+)
+def test_which_of_them_it_is(config: dict[str, Any], rank: int) -> None:
+    assert rank_of(SimpleNamespace(**config)) == rank
