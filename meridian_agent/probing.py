@@ -176,7 +176,7 @@ class Probing:
     def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
         """Take a probe back out of the engine."""
         placed = self.placed[request_id]
-        scheduler.finish_requests(request_id, hooks.aborted_status())
+        restore.take_out(scheduler, request_id)
         del self.placed[request_id]
         self.held.pop(placed.parent, None)
         self._directives.report(placed.decision_id, outcome, detail=detail)

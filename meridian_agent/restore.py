@@ -42,11 +42,16 @@ def as_stock(scheduler: Any, ordered: bool, limits: Callable[[], None], outputs:
 
 
 def take_out_probes(scheduler: Any) -> None:
-    """No request of ours stays in the engine, and no client is told that one ended."""
+    """No request of ours stays in the engine."""
     for request_id in [r for r in scheduler.requests if r.startswith(PREFIX)]:
-        scheduler.finish_requests(request_id, hooks.aborted_status())
-        for told in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
-            told.discard(request_id)
+        take_out(scheduler, request_id)
+
+
+def take_out(scheduler: Any, request_id: str) -> None:
+    """Take a probe out of the engine; no client is told that one ended."""
+    scheduler.finish_requests(request_id, hooks.aborted_status())
+    for told in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
+        told.discard(request_id)
 
 
 def bring_back(scheduler: Any) -> None:

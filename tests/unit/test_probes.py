@@ -11,7 +11,7 @@ import pytest
 from meridian_agent import hooks
 from meridian_agent.directives import Directives
 from meridian_agent.phases import Phase, PhaseState
-from meridian_agent.probes import STEP_SHARE, Room, refusal
+from meridian_agent.probes import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.probing import Probing
 from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked, Tracker
 from tests.fakes.engine import MARKERS
@@ -125,3 +125,17 @@ def test_the_probes_of_a_step_share_its_room(
         directives.probes.append((n + 1, tr, 0, 0))
     assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
+
+
+def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several engines vLLM tells each client which of its requests have ended."""
+    monkeypatch.setattr(hooks, "aborted_status", lambda: "aborted")
+    ended: dict[int, set[str]] = {0: {"a"}}
+    scheduler: Any = SimpleNamespace(
+        finished_req_ids_dict=ended, finish_requests=lambda request_id, _: ended[0].add(request_id)
+    )
+    tracker = Tracker(MARKERS)
+    probing = Probing(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
+    probing.scheduled(scheduler, {"a": 1})
+    assert (probing.placed, ended) == ({}, {0: {"a"}})
