@@ -85,7 +85,7 @@ class Guard:
     def note(self, cause: str, fault: str = "") -> None:
         """Count a fault, with its text where it is one of another part's."""
         self.faults[cause] += 1
-        self.last_fault = fault or self.last_fault
+        self.last_fault = fault[:MAX_FAULT] or self.last_fault
 
     def _rest(self) -> None:
         now = self._clock()
@@ -107,7 +107,7 @@ class Guard:
 
     def switch_off(self, reason: str) -> None:
         """Run nothing any more, whatever comes; not counted as a fault."""
-        self.fault, self._back_at = reason, math.inf
+        self.fault, self._back_at = reason[:MAX_FAULT], math.inf
 
     def come_back(self) -> bool:
         """Run hooks again if the rest is over; whether they are run."""

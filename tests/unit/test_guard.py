@@ -9,7 +9,7 @@ from typing import Never
 import pytest
 
 from meridian_agent import guard as guard_module
-from meridian_agent.guard import RESTS_S, WINDOW_S, Guard
+from meridian_agent.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
 
 
 class Clock:
@@ -138,3 +138,11 @@ def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> Non
     with pytest.raises(error):
         guard.run(hook)
     assert guard.fault == f"hook: {error.__name__}: "
+
+
+def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
+    """They travel in every Hello, and from a worker with every step."""
+    guard = Guard()
+    guard.note("observer", 100_000 * "x")
+    guard.switch_off(100_000 * "y")
+    assert (guard.last_fault, guard.fault) == (MAX_FAULT * "x", MAX_FAULT * "y")

@@ -88,6 +88,21 @@ def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
     assert sorted(link.refused) == [3, *range(101, 100 + REFUSED)]
 
 
+def test_a_long_refusal_is_cut() -> None:
+    """Each Hello names it, and the control plane takes none over 64 KiB: for ten minutes there would be none."""
+
+    def prepare(_: agent_pb2.Settings) -> None:
+        raise KeyError("no such token in" + 100_000 * " this")
+
+    link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
+    settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
+    link._receive(agent_pb2.ConnectResponse(settings=settings))
+    said = link.outbox.ring.get_nowait().settings_status.error
+    assert said == link.refused[7]
+    assert said.startswith("KeyError: 'no such token in this")
+    assert REFUSED * len(said) < 32 << 10
+
+
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
     """Whether no request is live or the agent is off."""
     for link in (link_of(idle=True), link_of(idle=False)):
