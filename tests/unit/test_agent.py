@@ -45,7 +45,8 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(link, "lapsed", settings_come)
         agent.take_arrived(scheduler)
-    assert link.outbox.ring.get_nowait().settings_status.revision == 7
+    status: Any = link.outbox.ring.get_nowait()
+    assert status.settings_status.revision == 7
     agent.take_arrived(scheduler)
     assert agent.tracker.default_cap == 50
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, agent_pb2_grpc
 
-from meridian_agent import link as link_module
 from meridian_agent.link import REFUSED, REFUSED_S, Link
 from meridian_agent.tracker import StepRecord
 
@@ -97,7 +97,8 @@ def test_a_long_refusal_is_cut() -> None:
     link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: 1.0)
     settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
     link._receive(agent_pb2.ConnectResponse(settings=settings))
-    said = link.outbox.ring.get_nowait().settings_status.error
+    status: Any = link.outbox.ring.get_nowait()
+    said = status.settings_status.error
     assert said == link.refused[7]
     assert said.startswith("KeyError: 'no such token in this")
     assert REFUSED * len(said) < 32 << 10
@@ -140,7 +141,7 @@ def stream_of(link: Link, monkeypatch: pytest.MonkeyPatch, after_hello: Callable
         after_hello()
         return call
 
-    monkeypatch.setattr(link_module.agent_pb2_grpc, "AgentServiceStub", lambda _: SimpleNamespace(Connect=connect))
+    monkeypatch.setattr(agent_pb2_grpc, "AgentServiceStub", lambda _: SimpleNamespace(Connect=connect))
     link._stream("nowhere:1", 10.0)
     return call
 
@@ -160,7 +161,7 @@ def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(mon
         raise RuntimeError("can't start new thread")
 
     link = link_of(idle=False)
-    monkeypatch.setattr(link_module.threading.Timer, "start", no_thread)
+    monkeypatch.setattr(threading.Timer, "start", no_thread)
     with pytest.raises(RuntimeError, match="new thread"):
         stream_of(link, monkeypatch)
     assert link.outbox.ring.qsize() == 1
