@@ -113,7 +113,8 @@ class Steps:
         places, blocks = max(SIZES), max(SIZES) * 12
         worker = "tests.bench.cost_worker.CountingWorker"
         args = {**ENGINE_ARGS, "max_num_seqs": places, "num_gpu_blocks_override": blocks, "worker_cls": worker}
-        return vllm.LLM(**args)
+        # With the engine core in this process vLLM would have the worker here, too.
+        return vllm.LLM(**args, distributed_executor_backend="mp")
 
     def close(self) -> None:
         """Stop all processes."""

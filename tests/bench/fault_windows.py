@@ -41,6 +41,8 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 1024,
     "block_size": BLOCK_TOKENS,
     "worker_cls": "tests.bench.metered.MeteredWorker",
+    # As servers have it; with the engine core in the caller's process vLLM would have the worker there, too.
+    "distributed_executor_backend": "mp",
 }
 # Nobody is left out, nothing is held back; leases so short that each fault that silences the control plane ends them.
 POLICY: dict[str, Any] = {
