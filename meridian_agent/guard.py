@@ -28,6 +28,11 @@ RESTS_S = (10.0, 60.0, 300.0)
 WINDOW_S = 3600.0
 
 
+def told(text: str) -> str:
+    """As it is told: valid UTF-8, and no more than every Hello has room for. A client's words may be in it."""
+    return text[:MAX_FAULT].encode("utf-8", "replace").decode()
+
+
 class Guard:
     """Runs hooks until one fails. `on_trip` is then called, and may itself fail without harm.
 
@@ -72,7 +77,7 @@ class Guard:
         self.fault = self.last_fault = "a fault"
         try:
             name = getattr(hook, "__name__", "other").lstrip("_")
-            self.fault = self.last_fault = f"{name}: {type(error).__name__}: {error}"[:MAX_FAULT]
+            self.fault = self.last_fault = told(f"{name}: {type(error).__name__}: {error}")
             self.note(name)
             self._rest()
             logger.error("meridian: %s; %s; %s", self._off, self.fault, self.outlook(), exc_info=error)
@@ -85,7 +90,7 @@ class Guard:
     def note(self, cause: str, fault: str = "") -> None:
         """Count a fault, with its text where it is one of another part's."""
         self.faults[cause] += 1
-        self.last_fault = fault[:MAX_FAULT] or self.last_fault
+        self.last_fault = told(fault) or self.last_fault
 
     def _rest(self) -> None:
         now = self._clock()
@@ -107,7 +112,7 @@ class Guard:
 
     def switch_off(self, reason: str) -> None:
         """Run nothing any more, whatever comes; not counted as a fault."""
-        self.fault, self._back_at = reason[:MAX_FAULT], math.inf
+        self.fault, self._back_at = told(reason), math.inf
 
     def come_back(self) -> bool:
         """Run hooks again if the rest is over; whether they are run."""

@@ -134,7 +134,8 @@ class Probing:
             if placed is None:
                 continue
             row = index.get(out.request_id)
-            if signals is None or row is None:
+            # vLLM may end a request with an error, without a token.
+            if signals is None or row is None or not out.new_token_ids:
                 self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
                 continue
             self._measured(placed, out.new_token_ids[0], float(signals.entropy_nats[signals.row(row)]))

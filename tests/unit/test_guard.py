@@ -7,6 +7,7 @@ import math
 from typing import Never
 
 import pytest
+from meridian.v1 import agent_pb2
 
 from meridian_agent import guard as guard_module
 from meridian_agent.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
@@ -146,3 +147,17 @@ def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
     guard.note("observer", 100_000 * "x")
     guard.switch_off(100_000 * "y")
     assert (guard.last_fault, guard.fault) == (MAX_FAULT * "x", MAX_FAULT * "y")
+
+
+def test_a_fault_with_a_clients_words_can_be_told() -> None:
+    """A lone surrogate is no UTF-8: no Hello with it could be sent."""
+    guard = Guard()
+
+    def hook() -> None:
+        raise KeyError("r-\ud800")
+
+    guard.run(hook)
+    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "hook: KeyError: 'r-\\ud800'"
+    guard.note("observer", "r-\ud800")
+    guard.switch_off("r-\ud800")
+    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "r-?"

@@ -6,13 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meridian_agent import hooks
-from meridian_agent.directives import Directives
+from meridian_agent.directives import Directives, Outcome
 from meridian_agent.phases import Phase, PhaseState
 from meridian_agent.probes import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.probing import Probing
+from meridian_agent.signals import StepSignals
 from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked, Tracker
 from tests.fakes.engine import MARKERS
 
@@ -139,3 +141,16 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.Monk
     probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
     probing.scheduled(scheduler, {"a": 1})
     assert (probing.placed, ended) == ({}, {0: {"a"}})
+
+
+def test_a_probe_that_ends_without_a_token() -> None:
+    """As vLLM ends a request with an error, say: it is no fault."""
+    tracker = Tracker(MARKERS)
+    probing = Probing(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
+    group = SimpleNamespace(
+        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[])], finished_requests=None
+    )
+    probing.collect(group, StepSignals(None, *np.ones((3, 1))), {"meridian-probe-1": 0})
+    assert (probing.placed, group.outputs) == ({}, [])
+    assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]
