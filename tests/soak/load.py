@@ -130,4 +130,6 @@ class Load:
             name: {role: round(g, 2) for role, g in watch.growth(self.samples, name, warm_s, length_s).items()}
             for name in watch.LIMITS
         }
-        return {"steps": self._steps, "rss_growth_mb": round(worst, 2), "growth": growth}, found
+        stock_mb = round(watch.stock_keeps_mb(self._steps), 2)
+        kept = {"steps": self._steps, "rss_growth_mb": round(worst, 2), "stock_keeps_mb": stock_mb, "growth": growth}
+        return kept, found

@@ -106,9 +106,14 @@ def _slopes(points: np.ndarray) -> np.ndarray:
     return slopes
 
 
+def stock_keeps_mb(steps: int) -> float:
+    """What an engine core or a worker of stock vLLM gains in so many steps."""
+    return STOCK_KEEPS * steps / 2**20
+
+
 def grown(samples: list[Sample], warm_s: float, length_s: float, steps: int) -> tuple[float, list[str]]:
     """The largest growth in MB of any role, and what grew by more than it may over so many of vLLM's steps."""
-    own_mb = dict.fromkeys(TITLES.values(), STOCK_KEEPS * steps / 2**20)
+    own_mb = dict.fromkeys(TITLES.values(), stock_keeps_mb(steps))
     worst, found = 0.0, []
     for name, limit in LIMITS.items():
         for role, gained in growth(samples, name, warm_s, length_s).items():
