@@ -40,7 +40,7 @@ MEASURED = (
     "half-open-down",
 )
 # Rounds of four windows, and steps of a window.
-BEFORE, DURING, AFTER, STEPS = 100, 12, 20, 16
+BEFORE, DURING, AFTER, STEPS = 70, 10, 16, 16
 FIGURES = {"tokens per second": "tokens_per_s", "tokens per processor second": "tokens_per_cpu_s"}
 HEAD = (
     "fault",
