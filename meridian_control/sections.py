@@ -234,7 +234,8 @@ class TelemetryPolicy(Section):
         ge=0,
         le=1000,
         description="Engine steps merged into one report; fewer where one of them has more to tell than text. 0 for 8, "
-        "and for 1 under strategy deadline and where a rule reads ranks at sentence ends.",
+        "and for 1 under strategy deadline, where a rule reads ranks at sentence ends, and where probes that no "
+        "request waits for may be less than 8 tokens apart.",
     )
     decision_log_sample_ratio: float = Field(
         1.0,

@@ -713,7 +713,8 @@ class TelemetryPolicy(_message.Message):
     DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
     """Engine steps merged into one report; fewer where one of them has more to tell than text. 0 for 8, and for 1
-    under strategy deadline and where a rule reads ranks at sentence ends.
+    under strategy deadline, where a rule reads ranks at sentence ends, and where probes that no request waits for may
+    be less than 8 tokens apart.
     """
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; chosen by a hash of their ids."""
