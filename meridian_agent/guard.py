@@ -13,6 +13,8 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from meridian_agent.overrides import clean
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,16 +23,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.meridian")
 
-# Characters of a fault; it travels in every Hello.
+# Characters of a fault; it travels in every Hello, and a client's words may be in it.
 MAX_FAULT = 1000
 # Seconds of rest after the first fault of a window, the second and so on; after one more there is no coming back.
 RESTS_S = (10.0, 60.0, 300.0)
 WINDOW_S = 3600.0
-
-
-def told(text: str) -> str:
-    """As it is told: valid UTF-8, and no more than every Hello has room for. A client's words may be in it."""
-    return text[:MAX_FAULT].encode("utf-8", "replace").decode()
 
 
 class Guard:
@@ -77,7 +74,7 @@ class Guard:
         self.fault = self.last_fault = "a fault"
         try:
             name = getattr(hook, "__name__", "other").lstrip("_")
-            self.fault = self.last_fault = told(f"{name}: {type(error).__name__}: {error}")
+            self.fault = self.last_fault = clean(f"{name}: {type(error).__name__}: {error}", MAX_FAULT)
             self.note(name)
             self._rest()
             logger.error("meridian: %s; %s; %s", self._off, self.fault, self.outlook(), exc_info=error)
@@ -90,7 +87,7 @@ class Guard:
     def note(self, cause: str, fault: str = "") -> None:
         """Count a fault, with its text where it is one of another part's."""
         self.faults[cause] += 1
-        self.last_fault = told(fault) or self.last_fault
+        self.last_fault = clean(fault, MAX_FAULT) or self.last_fault
 
     def _rest(self) -> None:
         now = self._clock()
@@ -112,7 +109,7 @@ class Guard:
 
     def switch_off(self, reason: str) -> None:
         """Run nothing any more, whatever comes; not counted as a fault."""
-        self.fault, self._back_at = told(reason), math.inf
+        self.fault, self._back_at = clean(reason, MAX_FAULT), math.inf
 
     def come_back(self) -> bool:
         """Run hooks again if the rest is over; whether they are run."""

@@ -21,10 +21,11 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.credentials import Credentials
 from meridian_agent.forks import Forks
-from meridian_agent.guard import told
+from meridian_agent.guard import MAX_FAULT
 from meridian_agent.inbox import Inbox
 from meridian_agent.messages import decisions_in
 from meridian_agent.outbox import Outbox
+from meridian_agent.overrides import clean
 from meridian_agent.settings import check
 from meridian_agent.standing import Standing
 
@@ -324,7 +325,7 @@ class Link(Standing):
         except Exception as error:
             # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            text = told(text)
+            text = clean(text, MAX_FAULT)
             self._refuse(settings, text, {settings.revision: text})
             return
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
