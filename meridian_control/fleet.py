@@ -184,11 +184,12 @@ class Fleet:
             self._give_policy(connection, wanted, self.clock())
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
-        """A message of an agent's; the answers are queued. Raises InvalidRequest."""
+        """A message of an agent's; the answers are queued. Raises InvalidRequest, and then no trace has the message."""
         session, now = connection.session, self.clock()
+        responses = session.on_message(message, now)
         for recording in self._recording(session):
             recording.add(up_record(session, now, message))
-        self._say(connection, session.on_message(message, now), now)
+        self._say(connection, responses, now)
         self._restore_last_good(connection)
 
     def _restore_last_good(self, connection: Connection) -> None:

@@ -21,8 +21,8 @@ from meridian_control import recording
 from meridian_control.episodes import collect
 from meridian_control.session import Session
 from meridian_control.trace import read
-from tests.contract.test_ctl import FakeFleet, run
-from tests.contract.test_stream import Control, controlling
+from tests.contract.test_ctl import FakeFleet, heeds_interrupts, run
+from tests.contract.test_stream import Control, bad_slot, call_to, controlling, failure
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fakes.linked import LinkedEngine, until
@@ -129,6 +129,21 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
     ]
     times = [record.time.ToNanoseconds() for record in records]
     assert times == sorted(times)
+
+
+async def test_a_refused_message_is_in_no_recording(control: Control) -> None:
+    """What is recorded replays."""
+    async with Recorder(control) as recorder, call_to(control.target) as call:
+        await call.write(agent_pb2.ConnectRequest(hello=hello()))
+        opened = agent_pb2.RequestOpened(slot=0, request_id="a")
+        await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=[opened])))
+        await call.write(bad_slot())
+        await failure(call)
+        (waiting,) = control.fleet.recordings
+        waiting.close()
+        records = await recorder.rest()
+    replayed(records)
+    assert [r.up.WhichOneof("message") for r in records if r.HasField("up")] == ["hello", "step"]
 
 
 async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
@@ -244,7 +259,9 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     out = tmp_path / "a.trace"
     command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "record", str(out)]
     environment = {**os.environ, "MERIDIAN_SERVER": control.target}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts
+    )
     try:
         await until(lambda: control.fleet.recordings, 30)
         await stream_of(control.target, FakeAgent(), 40)
@@ -254,6 +271,7 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+        await process.wait()
     assert (process.returncode, errors) == (OK, b"")
     assert told.decode().startswith(f"{out}: ")
     steps = [record.up.step.step for record in read(out) if record.up.HasField("step")]
