@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.rows import differs, nth, rows_of
+from meridian_control.rows import differs, nth, nth_from_end, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,7 +274,7 @@ class RequestTable:
         slot, rank = rows.slot[known], rows.end_rank[known]
         np.add.at(self.boundary_count, slot, 1)
         self.boundary_now[slot] = True
-        newer = nth(slot[::-1])[::-1]
+        newer = nth_from_end(slot)
         # Oldest first, of those that are remembered.
         for n in range(min(int(newer.max()) + 1, RANK_HISTORY))[::-1]:
             now = newer == n
@@ -301,7 +301,7 @@ class RequestTable:
     def _newest(self, slot: NDArray[np.int64], entropy: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Of more entropies than a window holds, those that will be in it; the others are counted, and what lay in the
         window with them."""
-        kept = nth(slot[::-1])[::-1] < self.window.shape[1]
+        kept = nth_from_end(slot) < self.window.shape[1]
         older = slot[~kept]
         np.add.at(self.entropy_sum, older, entropy[~kept])
         np.add.at(self.entropy_count, older, 1)

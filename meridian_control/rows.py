@@ -80,6 +80,11 @@ def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
     return counts
 
 
+def nth_from_end(slot: NDArray[np.int64]) -> NDArray[np.intp]:
+    """How many rows of the same slot come after each, in the order of slots."""
+    return nth(slot[::-1])[::-1]
+
+
 def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
     phase = np.fromiter(columns.phase, np.int32, len(columns.phase))
