@@ -435,6 +435,7 @@ async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+        await process.wait()
     assert (process.returncode, errors) == (OK, b"")
 
 
