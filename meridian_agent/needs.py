@@ -161,7 +161,7 @@ V1_RUNNER: Table = {
         "execute_model_state",
         "input_batch",
     ),
-    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits",),
+    "vllm.v1.worker.gpu_model_runner:ExecuteModelState": ("logits", "scheduler_output"),
     "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
     _OUTPUT: ("get_output()",),
 }

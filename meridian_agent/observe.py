@@ -21,7 +21,7 @@ from meridian_agent.guard import Guard
 from meridian_agent.signals import REQUEST, RESULT, Asked, StepSignals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Set
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from meridian_kernels import Pending
     from numpy.typing import NDArray
@@ -66,6 +66,16 @@ def rows_wanted(
     return Rows(count, np.flatnonzero(wanted).astype(np.int32))
 
 
+def first_rows(req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> NDArray[np.int32] | None:
+    """The first row of each request, of 1 + its drafts; None where each has one."""
+    if not drafts:
+        return None
+    more = [len(drafts.get(r, ())) for r in req_ids]
+    rows = np.arange(len(req_ids), dtype=np.int32)
+    rows[1:] += np.cumsum(more, dtype=np.int32)[:-1]
+    return rows
+
+
 class Wanted:
     """The rows to measure, which are mostly those of the step before."""
 
@@ -102,7 +112,6 @@ class Observer:
         self._asked, self._which = Asked(), Wanted()
         # The end marker's first token, and whose rows are not wanted.
         self._wanted: tuple[int, Set[str]] | None = None
-        self._drafts: dict[str, list[int]] = {}
         self._measurement: Measurement | None = None
         # Model Runner V2: the batch whose logits are about to be computed.
         self._awaited: Any = None
@@ -119,7 +128,6 @@ class Observer:
         """Note what the engine core asks for in this step."""
         request = getattr(scheduler_output, REQUEST, None)
         self._wanted = None if request is None else (request[0], self._asked.not_of(request))
-        self._drafts = scheduler_output.scheduled_spec_decode_tokens
 
     def before_sampling(self) -> None:
         """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
@@ -131,21 +139,15 @@ class Observer:
             self._awaited = state.input_batch
         elif state.logits is not None:
             req_ids = self._runner.input_batch.req_ids
-            self._measure(state.logits, req_ids, self._first_rows(req_ids))
+            # Of the runner's own scheduler output: where drafts are made on the GPU, only it knows how many there were.
+            drafts = state.scheduler_output.scheduled_spec_decode_tokens
+            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))
 
     def on_logits(self, logits: Any) -> None:
         """V2: the first logits computed inside `sample_tokens` are those it samples from, not masked yet."""
         if self._awaited is not None:
             batch, self._awaited = self._awaited, None
             self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1])
-
-    def _first_rows(self, req_ids: list[str]) -> NDArray[np.int32] | None:
-        if not self._drafts:
-            return None
-        drafts = [len(self._drafts.get(r, ())) for r in req_ids]
-        rows = np.arange(len(req_ids), dtype=np.int32)
-        rows[1:] += np.cumsum(drafts, dtype=np.int32)[:-1]
-        return rows
 
     def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
         assert self._wanted is not None

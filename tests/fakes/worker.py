@@ -37,7 +37,7 @@ class Runner:
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
 
     def execute_model(self, scheduler_output: Any) -> None:
-        given = {"logits": scheduler_output.logits}
+        given = {"logits": scheduler_output.logits, "scheduler_output": scheduler_output}
         if self._v2:
             drafts = scheduler_output.scheduled_spec_decode_tokens
             rows = np.cumsum([0, *(1 + len(drafts.get(r, ())) for r in self.input_batch.req_ids)])

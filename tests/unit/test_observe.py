@@ -4,6 +4,7 @@ The runner is a fake that only has vLLM's attributes."""
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +62,21 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
     np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
     assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
+
+
+def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
+    """Those that a GPU drafts, V1 counts itself, in a copy of what the engine core sent: there may be fewer."""
+    own = worker()
+    execute = own.model_runner.execute_model
+    own.model_runner.execute_model = lambda sent: execute(
+        SimpleNamespace(**{**vars(sent), "scheduled_spec_decode_tokens": {"b": [7]}})
+    )
+    attach(own, lambda v2_runner: "")
+    batch = torch.randn(3, 50)
+    signals = StepSignals.of(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
+    want = EntropyProbe().compute_batch(batch, END_TOKEN)
+    assert [signals.row(i) for i in range(2)] == [0, 1]
+    np.testing.assert_array_equal(signals.entropy_nats, np.where([False, True, True], want.entropy_nats, np.nan))
 
 
 def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
