@@ -147,7 +147,9 @@ class Observer:
         """V2: the first logits computed inside `sample_tokens` are those it samples from, not masked yet."""
         if self._awaited is not None:
             batch, self._awaited = self._awaited, None
-            self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1])
+            # No more rows than requests: nobody has drafts, and the step can be accounted as a whole.
+            drafts = len(logits) != len(batch.req_ids)
+            self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1] if drafts else None)
 
     def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
         assert self._wanted is not None

@@ -64,6 +64,18 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
+    """What comes without them the engine core accounts as a whole."""
+    own = worker(v2=v2)
+    attach(own, lambda v2_runner: "")
+    steps: list[dict[str, list[int]]] = [{}, {"a": [7]}, {}]
+    for drafts in steps:
+        told = getattr(step(own, asked(torch.randn(2 + len(drafts), 50), frozenset(), **drafts)), RESULT)
+        assert isinstance(told, tuple) == bool(drafts)
+        assert [StepSignals.of(told).row(i) for i in range(2)] == [0, 1 + len(drafts)]
+
+
 def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     """Those that a GPU drafts, V1 counts itself, in a copy of what the engine core sent: there may be fewer."""
     own = worker()
