@@ -180,6 +180,21 @@ def possible(device_type: str) -> bool:
     return device_type == "cpu" or (device_type == "cuda" and importlib.util.find_spec("cupy") is not None)
 
 
+def strewn(worker: Any) -> str:
+    """What vLLM is told to do that leaves a worker unable to tell whose the rows of its logits are; empty when nothing.
+
+    Three features of Model Runner V2: a worker's batch is a part of the one that is sampled; who keeps how many drafts
+    is settled on the GPU; each rank computes the logits of some requests.
+    """
+    parallel, drafting = worker.parallel_config, worker.vllm_config.speculative_config
+    used = {
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "adaptive verification": bool(getattr(drafting, "enable_adaptive_verification", False)),
+        "batch-sharded sampling": getattr(worker.model_runner, "batch_sharder", None) is not None,
+    }
+    return ", ".join(name for name, here in used.items() if here)
+
+
 def probe_for(worker: Any) -> EntropyProbe:
     """The probe for a worker's device; on a GPU it takes all memory it will ever need. Raises KernelError."""
     device = worker.device
@@ -209,6 +224,8 @@ def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
     try:
         if reason := unfit(v2_runner):
             raise KernelError(reason)
+        if found := strewn(worker):
+            raise KernelError(f"whose rows of logits are cannot be told with {found}")
         observer.probe = probe_for(worker)
         logger.info("meridian: observing logits on the %s", worker.device)
     except Exception as error:

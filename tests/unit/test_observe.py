@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from meridian_agent.signals import REQUEST, RESULT, Asked, Asking, StepSignals
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 
@@ -125,6 +127,29 @@ def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: 
     assert reason in getattr(output.get_output() if later else output, RESULT)
     output = step(own, asked(torch.randn(2, 50)), req_ids=())
     assert not hasattr(output.get_output() if later else output, RESULT)
+
+
+@pytest.mark.parametrize(
+    ("of", "feature", "name"),
+    [
+        (lambda own: own.parallel_config, {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        (
+            lambda own: own.vllm_config,
+            {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
+            "adaptive verification",
+        ),
+        (lambda own: own.model_runner, {"batch_sharder": object()}, "batch-sharded sampling"),
+    ],
+)
+def test_rows_whose_request_is_not_known_are_not_measured(
+    of: Callable[[Any], Any], feature: dict[str, Any], name: str
+) -> None:
+    """Rather than told of as another's; the reason goes to the engine core."""
+    own = worker(v2=True)
+    vars(of(own)).update(feature)
+    attach(own, lambda v2_runner: "")
+    told = getattr(step(own, asked(torch.randn(2, 50))), RESULT)
+    assert told == f"KernelError: whose rows of logits are cannot be told with {name}"
 
 
 def test_what_can_be_told_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
