@@ -5,6 +5,7 @@ Runs on the caller's thread; `Pending.result` may run on another.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -114,7 +115,9 @@ def _checked(
     if str(logits.dtype).removeprefix("torch.") not in cuda.KERNELS:
         raise KernelError(f"logits must be {', '.join(cuda.KERNELS)}; got {logits.dtype}")
     count, vocab = logits.shape
-    ends = (end_token_id,) if isinstance(end_token_id, (int, np.integer)) else tuple(end_token_id)
+    given = (end_token_id,) if isinstance(end_token_id, (int, np.integer)) else end_token_id
+    # CuPy hands a NumPy number to the kernel in its own width, which is not that of the parameter.
+    ends = tuple(map(operator.index, given))
     if not 1 <= len(ends) <= cuda.MAX_END_TOKENS:
         raise KernelError(f"there must be 1 to {cuda.MAX_END_TOKENS} end tokens; got {len(ends)}")
     for end in ends:

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, reference
+from meridian_kernels.probe import _checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -237,6 +238,13 @@ def test_errors(logits: torch.Tensor, end: int, complaint: str) -> None:
 def test_more_errors(logits: torch.Tensor, end: list[int], rows: list[int] | None, complaint: str) -> None:
     with pytest.raises(KernelError, match=complaint):
         EntropyProbe().compute_batch(logits, end, rows)
+
+
+@pytest.mark.parametrize("end", [np.int16(3), np.array([3, 7], np.uint16), [np.int64(3), 7]])
+def test_end_tokens_are_plain_numbers(end: Any) -> None:
+    """Whose width a kernel's launch knows."""
+    ends, _ = _checked(torch.zeros(1, 9), end, None)
+    assert [(type(token), token) for token in ends] == [(int, 3), (int, 7)][: len(ends)]
 
 
 def test_errors_of_the_probe() -> None:
