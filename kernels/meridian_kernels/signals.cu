@@ -337,8 +337,8 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
         }
         brought = __shfl_sync(ALL, brought, 0);
         if (brought == count - 1) {
-          __syncwarp();
-          __threadfence();
+          __threadfence();  // what the others wrote before their tickets is there for the lane that saw these,
+          __syncwarp();     // and so for all
           s = nothing();
 #pragma unroll 1
           for (u32 i = lane; i < count; i += 32) {
