@@ -14,6 +14,8 @@ from pathlib import Path
 from meridian_kernels.cuda import OPTIONS, SOURCE
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+# What CuPy adds to the options by itself.
+CUPYS = ("-ftz=true", "--device-as-default-execution-space")
 # Distributions that carry NVRTC; the first is in the extra `dev`.
 WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -45,7 +47,7 @@ class Compiler:
         source = SOURCE.read_bytes()
         self._call("nvrtcCreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
         try:
-            said = [o.encode() for o in (*OPTIONS, f"-arch={architecture}", "--ptxas-options=-v", *options)]
+            said = [o.encode() for o in (*OPTIONS, *CUPYS, f"-arch={architecture}", "--ptxas-options=-v", *options)]
             status = self._lib.nvrtcCompileProgram(program, len(said), (ctypes.c_char_p * len(said))(*said))
             log = self._text(program, "ProgramLog").rstrip(b"\0").decode()
             if status:
