@@ -169,5 +169,6 @@ def _accept_drafts() -> None:
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 
-    if kernel := getattr(cpu_triton_utils, "rejection_greedy_sample_kernel", None):
-        rejection_sampler._rejection_greedy_sample.kernel = kernel
+    sample = getattr(rejection_sampler, "_rejection_greedy_sample", None)
+    if sample and (kernel := getattr(cpu_triton_utils, "rejection_greedy_sample_kernel", None)):
+        sample.kernel = kernel

@@ -137,6 +137,10 @@ class Engine:
             if token == self.end:
                 phase = Phase.OUTPUT
 
+    def looked_up(self) -> int:
+        """Prompt tokens that vLLM looked for in its prefix cache until now, by its own metrics."""
+        return sum(m.value for m in self.llm.get_metrics() if m.name == "vllm:prefix_cache_queries")
+
     def check_signals(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
         """Entropy to 1e-5 nats and the end marker's rank against Transformers on the same tokens."""
         wrong = offline.mismatches(self.logprobs, prompt, tokens, seen.rows, self.end)

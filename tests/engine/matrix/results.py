@@ -36,7 +36,9 @@ SOURCES = ("sources", "every hook that is used, with its parameters")
 REASONS = {
     "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
     "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
+    "beside a request without one": "on its CPU build a seed does not hold beside a request without one, as a probe is",
     "does not yet support: speculative method": "its Model Runner V2 takes no ngram drafts",
+    "does not yet support: ngram": "its Model Runner V2 takes no ngram drafts",
     "Cannot inspect kernel parameters": "its CPU build ends with an error at a draft for a sampled request, on V1",
 }
 

@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
 
+# How often it has to draw the same tokens before another engine is held against it.
+REPEATS = 2
+
+
 class StockFailed(Exception):  # noqa: N818
     """Stock vLLM itself cannot do it; the text is its error. One that ends without a word is no such thing."""
 
 
 def _serve(pipe: Connection, build_name: str) -> None:
-    try:
-        import vllm
+    import vllm
 
-        build = BUILDS[build_name]
-        prepare(build)
+    build = BUILDS[build_name]
+    prepare(build)
+    try:
         llm = vllm.LLM(**build.engine_args())
     except Exception:
         pipe.send(traceback.format_exc())
@@ -66,6 +70,18 @@ class Stock:
             raise StockFailed(found)
         answers: list[list[Answer]] = found
         return answers
+
+    def draw(self, asks: list[Ask]) -> list[list[Answer]]:
+        """Of sampled requests with seeds. Raises StockFailed where the same seeds do not draw the same tokens again, or
+        not beside a greedy request, as a probe is."""
+        drawn = self.ask(asks)
+        if any(self.ask(asks) != drawn for _ in range(REPEATS)):
+            raise StockFailed("answers the same request differently")
+        tokens = max(ask.params["max_tokens"] for ask in asks)
+        *beside, _ = self.ask([*asks, Ask([1, 2, 3], {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True})])
+        if beside != drawn:
+            raise StockFailed("a seed does not hold beside a request without one")
+        return drawn
 
     def stop(self) -> None:
         if self._process is None:

@@ -28,7 +28,7 @@ GRAMMAR = ("grammar", "grammar-v2-async", "grammar-ngram")
 def several_sequences(engine: Engine) -> None:
     params = {"temperature": 2.0, "seed": 5, "n": 3, "max_tokens": 30}
     ask = Ask(engine.prompt(), params)
-    (expected,) = engine.stock.ask([ask])
+    (expected,) = engine.stock.draw([ask])
     ((answers,), seen), cap = engine.observe([ask]), 6
     assert answers == expected
     assert len({tuple(a.tokens) for a in answers}) > 1
