@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 # Minor releases whose hooks were read and whose tests were run or whose sources were compared.
-SUPPORTED = ((0, 30), (0, 33))
+SUPPORTED = ((0, 26), (0, 33))
 _INSTALLED = "_meridian_installed"
 # A tool call to render chat templates with.
 TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument": 1}}
@@ -346,13 +346,31 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
 
 def hide_from_cache_stats(manager: Any, prefix: str) -> None:
     """Keep requests out of vLLM's prefix-cache metrics, by what their ids begin with."""
-    record = manager.record_prefix_cache_stats
+    record = getattr(manager, "record_prefix_cache_stats", None)
+    if record is None:
+        _look_up_unrecorded(manager, prefix)
+        return
 
     def record_unless_hidden(request: Any, *args: Any, **kwargs: Any) -> None:
         if not request.request_id.startswith(prefix):
             record(request, *args, **kwargs)
 
     manager.record_prefix_cache_stats = record_unless_hidden
+
+
+def _look_up_unrecorded(manager: Any, prefix: str) -> None:
+    """The same up to 0.26, where looking up is what records."""
+    lookup = manager.get_computed_blocks
+
+    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+        records = manager.log_stats
+        manager.log_stats = records and not request.request_id.startswith(prefix)
+        try:
+            return lookup(request, *args, **kwargs)
+        finally:
+            manager.log_stats = records
+
+    manager.get_computed_blocks = get_computed_blocks
 
 
 def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:

@@ -20,7 +20,7 @@ Table = dict[str, tuple[str, ...]]
 
 # Owner, `module:Class` or a module, to what it must have. A name is a field or a method whose arguments do not matter;
 # a call is one that the agent makes so, with `_` for each argument. `**_`: the agent's override passes on what else
-# vLLM gives, and only the arguments named are read.
+# vLLM gives, and only the arguments named are read. `a | b`: either will do, a where there is one.
 ENGINE: Table = {
     "vllm.config.scheduler:SchedulerConfig": (
         "get_scheduler_cls()",
@@ -78,7 +78,8 @@ ENGINE: Table = {
         "create_kv_cache_blocks(_)",
         "take_kv_cache_block_copies()",
         "evict_blocks(_)",
-        "record_prefix_cache_stats(request=_, **_)",
+        # Up to 0.26 they are recorded within get_computed_blocks.
+        "record_prefix_cache_stats(request=_, **_) | log_stats",
         "block_pool",
         "coordinator",
         "enable_caching",
@@ -198,16 +199,23 @@ def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
             found.append(short)
             continue
         for want in wanted:
-            name, called, _ = want.partition("(")
-            signature = look.signature(owner, name) if called else None
-            if signature is not None:
-                found += [f"{short}.{name} ({problem})" for problem in _misfit(signature, want)]
-            elif called or not look.has(owner, name):
-                found.append(f"{short}.{name}")
+            problems = [_lacking(look, owner, either) for either in want.split(" | ")]
+            if all(problems):
+                found.append(f"{short}.{problems[0]}")
     return list(dict.fromkeys(found))
 
 
-def _misfit(signature: inspect.Signature, call: str) -> list[str]:
+def _lacking(look: Look, owner: str, want: str) -> str:
+    """The name that an owner lacks, with what is wrong about its arguments; empty when it has what is wanted."""
+    name, called, _ = want.partition("(")
+    signature = look.signature(owner, name) if called else None
+    if signature is not None:
+        problem = _misfit(signature, want)
+        return f"{name} ({problem})" if problem else ""
+    return name if called or not look.has(owner, name) else ""
+
+
+def _misfit(signature: inspect.Signature, call: str) -> str:
     """What is wrong with a call as the table writes it; empty when it fits."""
     written = ast.parse(call, mode="eval").body
     assert isinstance(written, ast.Call)
@@ -216,8 +224,8 @@ def _misfit(signature: inspect.Signature, call: str) -> list[str]:
     try:
         bind(*[None] * len(written.args), **names)
     except TypeError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return ""
 
 
 class Imported:
