@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.matrix import features_of, results
-from tests.engine.matrix.builds import BUILDS
+from tests.engine.matrix.builds import BUILDS, version_here
 from tests.processes import ENGINE_ENV, Control, Process
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict
     control = Control(folder)
     try:
         command = [sys.executable, "-m", "tests.engine.matrix.child", build, control.target, *features]
-        process = Process(command, folder / f"{build}.log", {**ENGINE_ENV, **BUILDS[build].env})
+        process = Process(command, folder / f"{build}.log", {**ENGINE_ENV, **BUILDS[build].environment()})
         try:
             ended = False
             while waiting and not ended:
@@ -44,9 +44,7 @@ def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict
     finally:
         control.process.stop()
     if waiting:
-        from meridian_agent.hooks import vllm_version
-
-        said = {"build": build, "result": results.FAILED, "vllm": vllm_version(), "seconds": 0.0}
+        said = {"build": build, "result": results.FAILED, "vllm": version_here(), "seconds": 0.0}
         for name in waiting:
             yield {**said, "feature": name, "detail": f"{process.output()[-3000:]}\nthe engine ended"}
 
@@ -68,7 +66,7 @@ def main() -> None:
     found = []
     if args.build or args.save or not args.write:
         with tempfile.TemporaryDirectory() as folder:
-            for build in args.build or BUILDS:
+            for build in args.build or [name for name, build in BUILDS.items() if build.runs_here()]:
                 came = []
                 for line in run(build, Path(folder), args.feature):
                     print(json.dumps(line), flush=True)

@@ -5,6 +5,7 @@ Owns the arguments and the environment of each. Imports no vLLM: a build is know
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,21 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
 NGRAM_THERE = {**NGRAM, "method": "ngram_gpu"}
 INTERPRETER = {
     "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "PYTHONPATH": os.pathsep.join(
         [str(Path(__file__).parent.parent / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
     ),
 }
+
+
+def _made_for_gpus() -> bool:
+    try:
+        return "cpu" not in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+# Whether this Python's vLLM is one for GPUs: then it runs as it is.
+ON_GPU = _made_for_gpus()
 
 
 @dataclass(frozen=True)
@@ -40,14 +51,23 @@ class Build:
     scripted: bool = False
 
     def engine_args(self) -> dict[str, Any]:
-        return {**ENGINE_ARGS, "max_logprobs": -1, **self.args}
+        # Two engines share a GPU.
+        there = {"async_scheduling": self.asynchronous, "gpu_memory_utilization": 0.25} if ON_GPU else {}
+        return {**ENGINE_ARGS, "max_logprobs": -1, **there, **self.args}
+
+    def environment(self) -> dict[str, str]:
+        interpreter = INTERPRETER if self.v2 and not ON_GPU else {}
+        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.v2)), **interpreter, **self.env}
+
+    def runs_here(self) -> bool:
+        """Two ranks want two GPUs, which nobody has tried."""
+        return not (ON_GPU and "tensor_parallel_size" in self.args)
 
 
 def _marked(
     name: str,
     shown: str,
     *,
-    env: dict[str, str] | None = None,
     asynchronous: bool = False,
     v2: bool = False,
     **args: Any,
@@ -55,7 +75,7 @@ def _marked(
     """A model without weights whose markers take several tokens."""
     model = {"model": str(MARKED), "served_model_name": "marked", "reasoning_parser": "openai_gptoss"}
     args = {**model, "load_format": "dummy", **args}
-    return Build(name, shown, args, env or {}, asynchronous=asynchronous, v2=v2, scripted=True)
+    return Build(name, shown, args, asynchronous=asynchronous, v2=v2, scripted=True)
 
 
 RANKS, BOUND = {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -70,15 +90,14 @@ BUILDS = {
     for build in (
         Build("v1", "V1"),
         Build("async", "async", asynchronous=True),
-        Build("v2", "V2", env=INTERPRETER, v2=True),
-        Build("v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
+        Build("v2", "V2", v2=True),
+        Build("v2-async", "V2 async", v2=True, asynchronous=True),
         Build("ngram", "V1, drafts", {"speculative_config": NGRAM}),
-        Build("v2-ngram", "V2, drafts", {"speculative_config": NGRAM}, env=INTERPRETER, v2=True),
+        Build("v2-ngram", "V2, drafts", {"speculative_config": NGRAM}, v2=True),
         Build(
             "v2-async-ngram",
             "V2 async, drafts",
             {"speculative_config": NGRAM_THERE},
-            env=INTERPRETER,
             v2=True,
             asynchronous=True,
         ),
@@ -88,30 +107,30 @@ BUILDS = {
             "V2 async, two ranks",
             {**RANKS, "worker_extension_cls": "tests.engine.matrix.worker.Extension"},
             # What vLLM compiles for an embedding in parts asks Triton for its device.
-            env={**INTERPRETER, **BOUND, "TORCH_COMPILE_DISABLE": "1"},
+            env={**BOUND, "TORCH_COMPILE_DISABLE": "1"},
             v2=True,
             asynchronous=True,
         ),
         Build("tight", "V1", TIGHT),
         Build("tight-async", "async", TIGHT, asynchronous=True),
-        Build("tight-v2", "V2", TIGHT, env=INTERPRETER, v2=True),
-        Build("tight-v2-async", "V2 async", TIGHT, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("tight-v2", "V2", TIGHT, v2=True),
+        Build("tight-v2-async", "V2 async", TIGHT, v2=True, asynchronous=True),
         Build("chunked", "async", NARROW, asynchronous=True),
-        Build("chunked-v2-async", "V2 async", NARROW, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("chunked-v2-async", "V2 async", NARROW, v2=True, asynchronous=True),
         Build("uncached", "async", UNCACHED, asynchronous=True),
-        Build("uncached-v2-async", "V2 async", UNCACHED, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("uncached-v2-async", "V2 async", UNCACHED, v2=True, asynchronous=True),
         Build("lora", "async", LORA, asynchronous=True),
-        Build("lora-v2", "V2", LORA, env=INTERPRETER, v2=True),
+        Build("lora-v2", "V2", LORA, v2=True),
         _marked("marked", "V1"),
         _marked("marked-async", "async", asynchronous=True),
-        _marked("marked-v2", "V2", env=INTERPRETER, v2=True),
-        _marked("marked-v2-async", "V2 async", env=INTERPRETER, v2=True, asynchronous=True),
+        _marked("marked-v2", "V2", v2=True),
+        _marked("marked-v2-async", "V2 async", v2=True, asynchronous=True),
         _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
-        _marked("marked-v2-ngram", "V2, drafts", env=INTERPRETER, v2=True, speculative_config=NGRAM),
+        _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
         Build("priority", "V1", PRIORITY),
         Build("priority-async", "async", PRIORITY, asynchronous=True),
         Build("grammar", "async", GRAMMAR, asynchronous=True),
-        Build("grammar-v2-async", "V2 async", GRAMMAR, env=INTERPRETER, v2=True, asynchronous=True),
+        Build("grammar-v2-async", "V2 async", GRAMMAR, v2=True, asynchronous=True),
         Build("grammar-ngram", "V1, drafts", {**GRAMMAR, "speculative_config": NGRAM}),
     )
 }
@@ -124,6 +143,8 @@ def prepare(build: Build) -> None:
     as it does on GPUs. Of Model Runner V2 the one kernel that does not run in Triton's interpreter, which applies token
     masks, is replaced by the same masking in torch. 0.30 gets its own kernel for accepting drafts on a CPU.
     """
+    if ON_GPU:
+        return
     import torch
 
     # On shared cores several threads of one engine wait for each other at every operation.
@@ -134,6 +155,13 @@ def prepare(build: Build) -> None:
         mask_in_torch()
     elif "speculative_config" in build.args:
         _accept_drafts()
+
+
+def version_here() -> str:
+    """Of this Python's vLLM, as results are kept under it."""
+    from meridian_agent.hooks import vllm_version
+
+    return vllm_version().partition("+")[0] + ("+gpu" if ON_GPU else "")
 
 
 def _keep_async_scheduling() -> None:

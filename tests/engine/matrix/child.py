@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine.matrix import features_of
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.builds import BUILDS, prepare
+from tests.engine.matrix.builds import BUILDS, prepare, version_here
 from tests.engine.matrix.stock import Stock, StockFailed
 from tests.processes import Control
 
@@ -68,8 +68,6 @@ def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
 
 
 def main() -> None:
-    import vllm
-
     build, control = BUILDS[sys.argv[1]], Control.existing(sys.argv[2])
     chosen = [f for f in features_of(build.name) if not sys.argv[3:] or f.name in sys.argv[3:]]
     os.environ.update(
@@ -79,7 +77,7 @@ def main() -> None:
 
     def say(name: str, result: str, detail: str, seconds: float) -> None:
         said: dict[str, Any] = {"build": build.name, "feature": name, "result": result, "detail": detail}
-        print("\n" + json.dumps({**said, "vllm": vllm.__version__, "seconds": round(seconds, 1)}), flush=True)
+        print("\n" + json.dumps({**said, "vllm": version_here(), "seconds": round(seconds, 1)}), flush=True)
 
     try:
         # Both start at the same time. Beside scripted ones none is needed, unless something fails.

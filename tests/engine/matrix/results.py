@@ -75,7 +75,11 @@ def _kept(line: dict[str, Any]) -> dict[str, str]:
 
 def versions() -> list[str]:
     """Newest first."""
-    return sorted((p.stem for p in FOLDER.glob("*.json")), key=lambda v: [int(n) for n in v.split(".")], reverse=True)
+
+    def numbers(version: str) -> list[int]:
+        return [int(n) for n in version.partition("+")[0].split(".")]
+
+    return sorted((p.stem for p in FOLDER.glob("*.json")), key=numbers, reverse=True)
 
 
 def saved() -> dict[str, Saved]:
@@ -121,7 +125,7 @@ def _reason(line: dict[str, str]) -> str:
 
 
 def _list(names: Sequence[str]) -> str:
-    return ", ".join(name.removesuffix(".0") for name in names)
+    return ", ".join(name.replace(".0+", "+").removesuffix(".0") for name in names)
 
 
 def with_table(text: str) -> str:
