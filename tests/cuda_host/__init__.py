@@ -36,10 +36,16 @@ class HostKernels:
             [COMPILER, *FLAGS, *sizes, f'-DSOURCE="{SOURCE}"', "-o", str(library), str(source)],
             check=True,
         )
-        self._launch = ctypes.CDLL(str(library)).launch
+        self._library = ctypes.CDLL(str(library))
+        self._launch = self._library.launch
         self._launch.restype = ctypes.c_char_p
         self._tile_vectors = threads * vectors
         self._tickets = np.zeros(4096, np.uint32)
+
+    def set_exp2_error(self, error: float, turn: float) -> None:
+        """From now on powers of two are off by this much, relative: too large for exponents above `turn`, else too
+        small."""
+        self._library.set_exp2_error(ctypes.c_float(error), ctypes.c_float(turn))
 
     def measure(
         self,

@@ -115,7 +115,12 @@ static unsigned short __ldcg(const unsigned short* p) {
 
 static float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 static float __int_as_float(int bits) { float x; memcpy(&x, &bits, 4); return x; }
-static float exp2_approx(float x) { return exp2f(x); }
+// How far the GPU's may be off, relative, and where the sign of it changes: above `turn` more, below it less.
+static float exp2_error = 0, exp2_turn = 0;
+static float exp2_approx(float x) { return exp2f(x) * (1 + (x > exp2_turn ? exp2_error : -exp2_error)); }
+extern "C" __attribute__((visibility("default"))) void set_exp2_error(float error, float turn) {
+  exp2_error = error, exp2_turn = turn;
+}
 static float half_value(unsigned short bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
 static float bf16_value(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 template <class Value> static unsigned max_pair(unsigned a, unsigned b, Value value) {

@@ -62,6 +62,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     return _built(tmp_path_factory, threads=64, vectors=2, stages=2)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """The tiles that the GPU gets."""
+    return _built(tmp_path_factory, threads=cuda.THREADS, vectors=cuda.VECTORS, stages=cuda.STAGES)
+
+
 def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
     if COMPILER is None:
         pytest.skip("no C++ compiler")
@@ -89,6 +95,7 @@ def placed(rows: torch.Tensor, pad: int, offset: int) -> torch.Tensor:
     return view
 
 
+KINDS = ["random", "peaked", "flat", "tied", "masked", "equal"]
 VOCABULARIES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1023, 1024, 1031, 3001, 4096]
 
 
@@ -97,7 +104,7 @@ VOCABULARIES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1023, 1024, 103
 def test_any_shape(small: HostKernels, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     vocab, count = data.draw(st.sampled_from(VOCABULARIES)), data.draw(st.integers(1, 5))
-    kind = data.draw(st.sampled_from(["random", "peaked", "flat", "tied", "masked", "equal"]))
+    kind = data.draw(st.sampled_from(KINDS))
     seed = data.draw(st.integers(0, 1 << 16))
     rows = rows_of(kind, count, vocab, seed).to(dtype)
     logits = placed(rows, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 7)))
@@ -132,6 +139,24 @@ def test_other_tiles(tmp_path_factory: pytest.TempPathFactory, threads: int, vec
         for vocab in (5, 1000, 9001):
             logits = placed(rows_of("random", 3, vocab, vocab).to(dtype), 3, 1)
             compare(kernels.measure(logits, [vocab // 2], blocks=4, seed=1), logits, [vocab // 2], None)
+
+
+# Of ex2.approx, by the PTX manual: two units in the last place.
+EXP2_ERROR = 2.0**-22
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [2, 33, 32_000, 128_256, 151_936, 262_144])
+def test_powers_of_two_may_be_off(whole: HostKernels, vocab: int, kind: str) -> None:
+    """By as much as a GPU's are at most, all in the same direction, or those near the maximum against the others, which
+    moves the mean distance from it most."""
+    logits, ends = rows_of(kind, 1, vocab, 5), [vocab // 3]
+    try:
+        for turn in (-math.inf, -30.0, -20.0, -10.0, -3.0):
+            whole.set_exp2_error(EXP2_ERROR, turn)
+            compare(whole.measure(logits, ends, blocks=4), logits, ends, None)
+    finally:
+        whole.set_exp2_error(0.0, 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
