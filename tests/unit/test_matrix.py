@@ -49,6 +49,14 @@ def test_a_cell_tells_what_failed_from_what_was_not_run_what_vllm_cannot_and_wha
     assert made.endswith("[1] it is late.  \n[2] it breaks.\n")
 
 
+def test_versions_that_follow_each_other_are_named_by_the_first_and_the_last() -> None:
+    build, caps = "v1", next(f.name for f in all_of_them().values() if f.name.startswith("caps:"))
+    passed, failed = {"result": "passed", "detail": ""}, {"result": "failed", "detail": "it is late"}
+    came = {f"0.{n}.0": {(build, caps): failed if n == 5 else passed} for n in range(9, 2, -1)}
+    (row,) = (row for row in results.table(came).split("\n") if row.startswith(f"| {caps}"))
+    assert row.split(" | ")[1] == "0.9 to 0.6, 0.4, 0.3; **failed** [1]: 0.5"
+
+
 def test_what_failed_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     build, feature = min(pair for pair in results.declared() if pair[1].startswith("priority"))

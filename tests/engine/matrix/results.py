@@ -5,6 +5,7 @@ Owns both files' form. Runs nothing.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +116,8 @@ def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[
             said += f" [{reasons.setdefault(_reason(line), len(reasons) + 1)}]"
         came.setdefault(said, []).append(version)
     passed = came.pop(PASSED, [])
-    parts = ["all" if len(passed) == len(run) else _list(passed)] if passed else []
-    parts += [f"{said}: {_list(at)}" for said, at in came.items()]
+    parts = ["all" if len(passed) == len(run) else _list(passed, list(run))] if passed else []
+    parts += [f"{said}: {_list(at, list(run))}" for said, at in came.items()]
     return "; ".join(parts)
 
 
@@ -124,8 +125,15 @@ def _reason(line: dict[str, str]) -> str:
     return next((words for part, words in REASONS.items() if part in line["detail"]), line["detail"])
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(name.replace(".0+", "+").removesuffix(".0") for name in names)
+def _list(names: Sequence[str], of: Sequence[str]) -> str:
+    """Three or more that follow each other in `of` as the first to the last of them."""
+    short = [name.replace(".0+", "+").removesuffix(".0") for name in names]
+    at = [of.index(name) for name in names]
+    parts: list[str] = []
+    for _, run in itertools.groupby(range(len(names)), key=lambda n: at[n] - n):
+        first, *rest = (short[n] for n in run)
+        parts += [f"{first} to {rest[-1]}"] if len(rest) > 1 else [first, *rest]
+    return ", ".join(parts)
 
 
 def with_table(text: str) -> str:
