@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import ENGINE_ARGS
-from tests.processes import MARKED
+from tests.processes import MARKED, MODEL, ROOT
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -83,6 +83,13 @@ NARROW = {"max_num_batched_tokens": 16}
 UNCACHED = {"enable_prefix_caching": False}
 PRIORITY = {"scheduling_policy": "priority"}
 GRAMMAR = {"structured_outputs_config": {"enable_in_reasoning": True}}
+# Every other layer attends to a window of 64 tokens; the model has no weights.
+WINDOWS = {
+    "model": str(ROOT / "tests" / "data" / "windows"),
+    "tokenizer": str(MODEL),
+    "load_format": "dummy",
+    "num_gpu_blocks_override": 256,
+}
 # A cache for some 320 tokens, prompts in pieces.
 TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, **NARROW}
 BUILDS = {
@@ -129,6 +136,8 @@ BUILDS = {
         _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
         Build("priority", "V1", PRIORITY),
         Build("priority-async", "async", PRIORITY, asynchronous=True),
+        Build("windows", "async", WINDOWS, asynchronous=True),
+        Build("windows-v2-async", "V2 async", WINDOWS, v2=True, asynchronous=True),
         Build("grammar", "async", GRAMMAR, asynchronous=True),
         Build("grammar-v2-async", "V2 async", GRAMMAR, v2=True, asynchronous=True),
         Build("grammar-ngram", "V1, drafts", {**GRAMMAR, "speculative_config": NGRAM}),
