@@ -1,0 +1,48 @@
+"""vLLM's server with two data-parallel ranks: each is an engine of its own to the control plane, governed as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.engine.test_served import Served, all_of
+from tests.processes import Control, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meridian.v1 import fleet_pb2
+
+CAP = 10
+RANKS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "64")
+
+
+async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
+    """Named after what the pod is called, with its own steps, decisions and caps; requests go to both."""
+    control = Control(tmp_path)
+    served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+
+    def obey(revision: int) -> dict[str, fleet_pb2.Engine] | None:
+        found = {engine.engine_id: engine for engine in control.engines()}
+        return found if len(found) == 2 and {e.acked_revision for e in found.values()} == {revision} else None
+
+    try:
+        wait_for(served.ready, 180, "vLLM to serve")
+        revision = control.set_policy({"scheduler": {"max_think_tokens": CAP}})
+        wait_for(lambda: obey(revision), 30, "both ranks to obey the policy")
+        answers = await all_of(served)
+        assert {len(reasoning.split()) for reasoning, *_ in answers} == {CAP}
+
+        wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be told of")
+        engines = obey(revision)
+    finally:
+        served.process.stop()
+        control.process.stop()
+    assert engines is not None
+    assert engines.keys() == {"served", "served-dp1"}
+    assert not any(engine.fault for engine in engines.values())
+    assert all(_ended(engines)), "requests went to both"
+
+
+def _ended(engines: dict[str, fleet_pb2.Engine] | None) -> list[int]:
+    """How many ends of thinking each has told of."""
+    return [sum(engine.ends.values()) for engine in (engines or {}).values()]
