@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,7 @@ from meridian_agent import adoption
 from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
 from meridian_agent.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
 from tests.fakes.counted import Counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.fakes.lines import lines_run
 
 SINGLE = Markers(((1,),), ((2,),))
 # As gpt-oss's and Granite's: several tokens, some of which are text elsewhere.
@@ -65,26 +62,6 @@ def each(count: int, apart: int, token: int) -> list[int]:
     return [token if at % apart == 0 else 100 + at % 7 for at in range(count)]
 
 
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of the agent's that a call runs; one that loops counts each time."""
-    count = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal count
-        if "meridian_agent" not in frame.f_code.co_filename:
-            return None
-        count += event == "line"
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(outer)
-    return count
-
-
 @pytest.mark.parametrize("apart", [1, 2, 3, 63, 64, 65, 255, 256, 257, 1000, LONG])
 @pytest.mark.parametrize(
     ("markers", "token", "in_prompt"),
@@ -102,7 +79,7 @@ def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: in
     ref = request(text, []) if in_prompt else request([40], text)
     under_way, steps = Adoption([ref]), list[int]()
     while under_way:
-        steps.append(lines_run(lambda: under_way.some(markers, True)))
+        steps.append(lines_run("meridian_agent", lambda: under_way.some(markers, True)))
     assert max(steps) < STEP_TOKENS / 2
     # And it comes to an end: only the part in which a step ends is looked through again.
     again = PART_TOKENS * (1 + WALK_TOKENS)
