@@ -26,7 +26,16 @@ from meridian_control.fleet import Fleet
 from meridian_control.grpc_metrics import ServerMetrics
 from meridian_control.limits import Limits
 from meridian_control.metrics import FleetCollector
-from meridian_control.options import advertised, bindable, listener, page_address, parser, split_address
+from meridian_control.options import (
+    access_notice,
+    advertised,
+    bindable,
+    everybody_may_change,
+    listener,
+    page_address,
+    parser,
+    split_address,
+)
 from meridian_control.peers import Peers
 from meridian_control.policy_dir import PolicyDirectory
 from meridian_control.replicas import Replica, Replicas, new_id
@@ -161,7 +170,7 @@ def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncEx
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     """Run until a signal. Raises MeridianError, OSError or ValueError if it cannot start."""
     address, tls = listener(args)
-    access = Access(args.access)
+    access = Access(args.access, everybody=everybody_may_change(args))
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending)
         serve_metrics(args.metrics_listen, parts.whole, parts.rollouts)
@@ -177,7 +186,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:
-            page = StatusPage(parts.whole, parts.store, parts.rollouts.store)
+            page = StatusPage(parts.whole, parts.store, parts.rollouts.store, access_notice(args))
             ending.push_async_callback(page.stop)
             await page.start(*page_address(args))
         bound = await server.start(address, tls, bindable(args.health_listen) if args.health_listen else "")
@@ -185,6 +194,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if parts.replicas is not None:
             ending.push_async_callback(leave, parts.replicas)
         logger.info("listening on %s (%s), store %s", *_where(args, address, bound))
+        if notice := access_notice(args):
+            logger.warning("%s", notice)
         await until_signal(parts.jobs(server))
         logger.info("draining")
 

@@ -1,7 +1,8 @@
 """Who may call what.
 
-Owns the roles, the table of methods, and the access file that gives certificates and tokens their roles. Knows nothing
-of how a call is served. Runs on the control plane's event loop; the file is read again when it changes.
+Owns the roles, the table of methods, the access file that gives certificates and tokens their roles, and what callers
+may do where no file does. Knows nothing of how a call is served. Runs on the control plane's event loop; the file is
+read again when it changes.
 
     [jwt]
     issuer = "https://issuer.example"
@@ -16,16 +17,18 @@ of how a call is served. Runs on the control plane's event loop; the file is rea
 from __future__ import annotations
 
 import glob
+import ipaddress
 import tomllib
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meridian_control.errors import PermissionDenied, Unauthenticated
+from meridian_control.errors import HostOnly, PermissionDenied, Unauthenticated
 from meridian_control.reloaded import Reloaded
 from meridian_control.tokens import Tokens
 
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
 
 class Role(IntEnum):
     """From VIEWER to ADMIN each may do what the ones before it may. AGENT stands apart: it connects as its engine and
-    does nothing else. ANY is everybody where nobody is asked."""
+    does nothing else. Where nobody is asked who they are, a caller is ANY, who may do everything, or GUEST, who
+    connects as any engine and reads."""
 
     NONE = 0
     AGENT = 1
@@ -48,6 +52,7 @@ class Role(IntEnum):
     OPERATOR = 3
     ADMIN = 4
     ANY = 5
+    GUEST = 6
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,10 @@ class Principal:
         """Raises PermissionDenied unless the role suffices for `method`."""
         if self.role is Role.ANY:
             return
+        if self.role is Role.GUEST:
+            if needed > Role.VIEWER:
+                raise HostOnly(method)
+            return
         apart = Role.AGENT in (self.role, needed)
         if self.role is not needed if apart else self.role < needed:
             has = f"is {self.role.name.lower()}" if self.role else "has no role"
@@ -114,7 +123,8 @@ class Principal:
 
     def check_engine(self, engine_id: str) -> None:
         """Raises PermissionDenied unless it may connect as that engine."""
-        if self.role is not Role.ANY and not any(fnmatchcase(engine_id, engine) for engine in self.engines):
+        anonymous = self.role in (Role.ANY, Role.GUEST)
+        if not anonymous and not any(fnmatchcase(engine_id, engine) for engine in self.engines):
             raise PermissionDenied(f'"{self.name}" may not connect as engine "{engine_id}"')
 
 
@@ -130,20 +140,45 @@ def rule_of(method: str) -> Rule:
 
 
 class Access:
-    """Says who calls. Without a file nobody is asked. Raises OSError or ValueError where the file cannot be used."""
+    """Says who calls. Without a file nobody is asked who they are: callers on this host may do everything, those of
+    other hosts too if `everybody` may, else they are guests.
 
-    def __init__(self, file: Path | None = None) -> None:
+    Raises OSError or ValueError where the file cannot be used.
+    """
+
+    def __init__(self, file: Path | None = None, *, everybody: bool = False) -> None:
         self._identities = Reloaded([file], lambda: Identities(file)) if file is not None else None
+        self._everybody = everybody
 
-    def identify(self, metadata: Metadata, certificate: Certificate) -> Principal:
-        """The caller, by its token, else by its certificate. Raises Unauthenticated."""
+    def identify(self, metadata: Metadata, certificate: Certificate, peer: str) -> Principal:
+        """The caller, by its token, else by its certificate; `peer` is its address as gRPC writes it.
+
+        Raises Unauthenticated.
+        """
         if self._identities is None:
-            return Principal(next((name for _, name in _names(certificate)), ""), Role.ANY)
+            role = Role.ANY if self._everybody or on_this_host(peer) else Role.GUEST
+            return Principal(next((name for _, name in _names(certificate)), ""), role)
         identities = self._identities.get()
         shown = [value for key, value in metadata if key == "authorization"]
         if shown:
             return identities.of_token(_bearer(shown))
         return identities.of_certificate(_names(certificate))
+
+
+def on_this_host(peer: str) -> bool:
+    """Whether a peer, as gRPC writes it (ipv4:127.0.0.1:41234, ipv6:[::1]:41234, unix:), is a process on this host.
+
+    The host's own network addresses do not count: port forwarders of containers show strangers under them.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind in ("unix", "unix-abstract"):
+        return True
+    try:
+        address = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 # ---------------------------------------------------------------------------------------------------- the access file

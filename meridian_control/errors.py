@@ -6,6 +6,7 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     MeridianError               INTERNAL             internal
     ├── Unauthenticated         UNAUTHENTICATED      unauthenticated
     ├── PermissionDenied        PERMISSION_DENIED    permission_denied
+    │   └── HostOnly            PERMISSION_DENIED    host_only
     ├── TooMany                 RESOURCE_EXHAUSTED   too_many
     ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
     ├── PolicyError             INVALID_ARGUMENT     policy_invalid
@@ -91,6 +92,24 @@ class Unauthenticated(MeridianError):
 class PermissionDenied(MeridianError):
     code = "permission_denied"
     status = grpc.StatusCode.PERMISSION_DENIED
+
+
+class HostOnly(PermissionDenied):
+    """Nobody is asked who they are, and `method` is then for callers on the control plane's own host only."""
+
+    code = "host_only"
+    flags = ("--access", "--client-ca", "--insecure")
+
+    def __init__(self, method: str) -> None:
+        super().__init__(
+            f"{method.rpartition('.')[2]} is for callers on the control plane's own host (127.0.0.1, ::1 or a Unix "
+            "socket), until meridian-control is started with --access FILE or --client-ca FILE, both with --tls-cert and "
+            "--tls-key, or with --insecure where the network is trusted"
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """The flags of meridian-control, any of which lets others call."""
+        return {"flags": " ".join(self.flags)}
 
 
 class TooMany(MeridianError):

@@ -147,7 +147,7 @@ class _Gated:
         """A place for a caller who may call. Raises MeridianError."""
         gate, principal, peer = self._gate, NOBODY, context.peer()
         try:
-            principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context())
+            principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
             principal.check(self._rule.role or Role.NONE, self._method)
             place = gate.limiter.place(self._kind(), principal.name or _host(peer))
         except MeridianError as error:

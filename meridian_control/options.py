@@ -32,8 +32,17 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="PEM certificates of the CA that every client's must be signed by, one with a token included",
     )
-    p.add_argument("--access", type=Path, help="file that says who may do what; read again when it changes")
-    p.add_argument("--insecure", action="store_true", help="allow what strangers on the network could use")
+    p.add_argument(
+        "--access",
+        type=Path,
+        help="file that says who may do what; read again when it changes. Without it and --client-ca, changes are taken "
+        "from this host only",
+    )
+    p.add_argument(
+        "--insecure",
+        action="store_true",
+        help="let everybody who reaches --listen change everything, and --page-listen be any address",
+    )
     p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
@@ -79,7 +88,8 @@ def split_address(address: str) -> tuple[str, int]:
 def bindable(address: str) -> str:
     """The address as gRPC writes it. Raises ValueError."""
     host, port = split_address(address)
-    return f"{host or '[::]'}:{port}"
+    host = host or "::"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def advertised(said: str | None, listen: str) -> str:
@@ -97,18 +107,37 @@ def listener(args: argparse.Namespace) -> tuple[str, grpc.ServerCredentials | No
     if bool(args.tls_cert) != bool(args.tls_key) or (args.client_ca and not args.tls_cert):
         raise ValueError("--tls-cert and --tls-key belong together, and --client-ca needs both")
     tls = server_credentials(args.tls_cert, args.tls_key, args.client_ca) if args.tls_cert else None
-    if args.listen.startswith("unix:"):
-        return args.listen, tls
-    host, port = split_address(args.listen)
-    known = args.client_ca or args.access
-    if not (args.insecure or _loopback(host) or (tls and known)):
-        missing = "asks nobody who they are: give --client-ca or --access"
+    if args.access and not (tls or args.insecure) and reached_by_others(args.listen):
         raise ValueError(
-            f"--listen {args.listen} can be reached from other machines and "
-            f"{missing if tls else 'has no TLS: give --tls-cert and --tls-key'}, "
-            f"or --insecure where the network is trusted; --listen 127.0.0.1:{port} is for this machine only"
+            f"--access needs --tls-cert and --tls-key where --listen {args.listen} can be reached from other machines: "
+            "without TLS nobody can show who they are"
         )
-    return bindable(args.listen), tls
+    return args.listen if args.listen.startswith("unix:") else bindable(args.listen), tls
+
+
+def everybody_may_change(args: argparse.Namespace) -> bool:
+    """Whether callers of other hosts, whom nobody asks who they are, may do everything: all have a certificate of the
+    CA, or the flag says so."""
+    return bool(args.insecure or args.client_ca)
+
+
+def access_notice(args: argparse.Namespace) -> str:
+    """What strangers on the network may do, for the log and the status page; empty where there are none, or where all
+    must show who they are. Raises ValueError."""
+    if args.access or args.client_ca or not reached_by_others(args.listen):
+        return ""
+    if args.insecure:
+        return f"Everybody who reaches {args.listen} may change everything (--insecure)."
+    return (
+        f"Everybody who reaches {args.listen} may read, and connect engines. What changes anything is taken from this "
+        "host only, until --access FILE or --client-ca FILE, both with --tls-cert and --tls-key, says who may, or "
+        "--insecure lets everybody."
+    )
+
+
+def reached_by_others(listen: str) -> bool:
+    """Whether other machines can reach an address to listen on. Raises ValueError."""
+    return not listen.startswith("unix:") and not _loopback(split_address(listen)[0])
 
 
 def _loopback(host: str) -> bool:

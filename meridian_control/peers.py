@@ -64,7 +64,9 @@ class Peers:
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
+        # Replicas whose failure to answer, or to record, has been logged.
         self._silent: set[str] = set()
+        self._not_recording: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def _peers(self) -> list[Peer]:
@@ -149,10 +151,14 @@ class Peers:
                 await call.initial_metadata()
             begun.set()
             async for response in call:
+                self._not_recording.discard(peer.replica.replica_id)
                 recording.add(response.record)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 recording.overflow()
+            if (replica_id := peer.replica.replica_id) not in self._not_recording:
+                self._not_recording.add(replica_id)
+                logger.warning("replica %s does not record: %s: %s", replica_id, error.code(), error.details())
         except TimeoutError:
             pass
         finally:

@@ -49,8 +49,10 @@ HEADERS = {
 class StatusPage:
     """The HTTP application. `start` binds, `stop` ends all streams."""
 
-    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore) -> None:
+    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, access: str = "") -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
+        # A sentence on what strangers on the network may do, empty where there is nothing to say.
+        self._access = access
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._looking: asyncio.Task[None] | None = None
         app = web.Application()
@@ -117,7 +119,7 @@ class StatusPage:
         while self._viewers:
             try:
                 now = datetime.now(UTC)
-                told = await contents(self._whole, self._policies, self._rollouts, now)
+                told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
                 event = b"data: " + json.dumps(told).encode() + b"\n\n"
             except MeridianError as error:
                 event = trouble(str(error))

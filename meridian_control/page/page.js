@@ -32,6 +32,7 @@ function showSummary(state) {
     `${t.troubled ? number.format(t.troubled) : "none"} in trouble, policy revision ${state.revision || "none"}${candidate.join("")}`);
   const missing = state.unreachable.length
     ? `Not heard: replica ${state.unreachable.join(", ")}. Their engines are missing here.` : "";
+  notice("access", state.access);
   notice("notice", [missing, state.store_trouble].filter(Boolean).join(" "));
 }
 

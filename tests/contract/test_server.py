@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import urllib.request
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -19,7 +21,6 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, po
 
 from meridian_control import server as control_server
 from meridian_control.paging import MAX_PAGE_SIZE, page
-from tests.certificates import Authority
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 
@@ -316,22 +317,14 @@ async def test_an_address_without_a_port(own: Process) -> None:
     assert await complaint_of(own) == "meridian-control: an address must be host:port or :port; got 'localhost'"
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "[::]", "example.com"])
-async def test_an_address_that_others_reach(own: Process, host: str) -> None:
-    """Users start it with --listen :50051: one line says what that would need."""
-    own.target = f"{host}:50051"
+async def test_an_access_file_without_tls(own: Process) -> None:
+    """Nobody could show who they are."""
+    (access := own.folder / "access.toml").write_text("")
+    own.target, own.options = ":50051", ("--access", str(access))
     assert await complaint_of(own) == (
-        f"meridian-control: --listen {host}:50051 can be reached from other machines and has no TLS: "
-        "give --tls-cert and --tls-key, or --insecure where the network is trusted; "
-        "--listen 127.0.0.1:50051 is for this machine only"
+        "meridian-control: --access needs --tls-cert and --tls-key where --listen :50051 can be reached from other "
+        "machines: without TLS nobody can show who they are"
     )
-
-
-async def test_tls_alone_asks_nobody_who_they_are(own: Process) -> None:
-    server = Authority(own.folder).issue("server")
-    tls = ("--tls-cert", str(server.cert), "--tls-key", str(server.key))
-    own.target, own.options = ":50051", tls
-    assert "asks nobody who they are: give --client-ca or --access" in await complaint_of(own)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +341,43 @@ async def test_security_that_cannot_be_had(own: Process, options: tuple[str, ...
     assert await complaint_of(own) == f"meridian-control: {complaint}"
 
 
+def warnings(process: Process) -> list[str]:
+    return [line.partition(" WARNING ")[2] for line in process.log().splitlines() if " WARNING " in line]
+
+
+async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -> None:
+    """With --listen :50051 and nothing else; the status page says the same."""
+    port, page_port = own.target.rpartition(":")[2], free_port()
+    own.options = ("--listen", f":{port}", "--page-listen", f"127.0.0.1:{page_port}")
+    await own.started()
+    (line,) = warnings(own)
+    notice = line.removeprefix("meridian_control ")
+    assert notice == (
+        f"Everybody who reaches :{port} may read, and connect engines. What changes anything is taken from this host "
+        "only, until --access FILE or --client-ca FILE, both with --tls-cert and --tls-key, says who may, or --insecure "
+        "lets everybody."
+    )
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{page_port}/events") as events:
+        told = json.loads((await events.content.readline()).removeprefix(b"data: "))
+    assert told["access"] == notice
+    async with grpc.aio.insecure_channel(own.target) as opened:
+        stub = policy_pb2_grpc.PolicyServiceStub(opened)
+        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+    assert await own.terminate() == 0
+
+
 async def test_insecure_is_said_aloud(own: Process) -> None:
     """And on a Unix socket nobody else is there."""
     port = own.target.rpartition(":")[2]
     own.options = ("--listen", f":{port}", "--insecure")
     await own.started()
-    assert "(no TLS, no access file)" in own.log()
+    assert warnings(own) == [f"meridian_control Everybody who reaches :{port} may change everything (--insecure)."]
     assert await own.terminate() == 0
+    (own.folder / "log").unlink()
     own.target = f"unix:{own.folder / 'socket'}"
     own.options = ()
     await own.started()
+    assert warnings(own) == []
     assert await own.terminate() == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from meridian_control.access import Access, Principal, Role
+from meridian_control.access import Access, Principal, Role, on_this_host
 from meridian_control.errors import PermissionDenied, Unauthenticated
 from meridian_control.reloaded import Reloaded
 from meridian_control.tokens import Tokens
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = "0123456789abcdef0123456789abcdef"
+ELSEWHERE = "ipv4:10.0.0.7:41234"
 KEYS: dict[str, Any] = {
     "RS256": rsa.generate_private_key(65537, 2048),
     "ES256": ec.generate_private_key(ec.SECP256R1()),
@@ -146,7 +147,7 @@ def access(folder: Path, text: str) -> Access:
 
 
 def by_token(found: Access, shown: str) -> Principal:
-    return found.identify([("authorization", f"Bearer {shown}")], {})
+    return found.identify([("authorization", f"Bearer {shown}")], {}, ELSEWHERE)
 
 
 def may_be(principal: Principal, engine_id: str) -> bool:
@@ -183,9 +184,9 @@ def test_engines_of_agents(tmp_path: Path) -> None:
         (by_token(found, token(role="agent", sub="s", engine="e1")), "e1", ("s",)),
         (by_token(found, token(role="agent", sub="*")), "*", ("e1",)),
         (by_token(found, token(sub="sa:x", engine="e1")), "gpu-1", ("e1", "sa:x")),
-        (found.identify((), {"peer_uri": [b"spiffe://here/ns/e1"]}), "e1", ("ns",)),
-        (found.identify((), {"peer_uri": [b"spiffe://here/[a]"]}), "[a]", ("a",)),
-        (found.identify((), {"x509_common_name": [b"c1"], "peer_dns": [b"other"]}), "c1", ("other", "c2")),
+        (found.identify((), {"peer_uri": [b"spiffe://here/ns/e1"]}, ELSEWHERE), "e1", ("ns",)),
+        (found.identify((), {"peer_uri": [b"spiffe://here/[a]"]}, ELSEWHERE), "[a]", ("a",)),
+        (found.identify((), {"x509_common_name": [b"c1"], "peer_dns": [b"other"]}, ELSEWHERE), "c1", ("other", "c2")),
     ):
         assert principal.role is Role.AGENT
         assert may_be(principal, own)
@@ -197,10 +198,10 @@ def test_certificates_and_tokens(tmp_path: Path) -> None:
     """A token says who calls where both are shown; a bad one is not made good by a certificate."""
     found = access(tmp_path, HEAD + '[[identity]]\ndns = "ops.example"\nrole = "operator"\n')
     certificate = {"peer_dns": [b"ops.example"]}
-    assert found.identify((), certificate) == Principal("ops.example", Role.OPERATOR, ("ops.example",))
-    both = found.identify([("authorization", f"bearer {token(role='viewer')}")], certificate)
+    assert found.identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.OPERATOR, ("ops.example",))
+    both = found.identify([("authorization", f"bearer {token(role='viewer')}")], certificate, ELSEWHERE)
     assert (both.name, both.role) == ("ann", Role.VIEWER)
-    assert found.identify((), {"peer_dns": [b"x"]}) == Principal("x", Role.NONE)
+    assert found.identify((), {"peer_dns": [b"x"]}, ELSEWHERE) == Principal("x", Role.NONE)
     for metadata in (
         [("authorization", f"Bearer {token('x' * 32)}")],
         [("authorization", "Basic eDp5")],
@@ -208,10 +209,41 @@ def test_certificates_and_tokens(tmp_path: Path) -> None:
         [("authorization", f"Bearer {token()}")] * 2,
     ):
         with pytest.raises(Unauthenticated):
-            found.identify(metadata, certificate)
+            found.identify(metadata, certificate, ELSEWHERE)
     with pytest.raises(Unauthenticated, match="no credentials"):
-        found.identify((), {"transport_security_type": [b"ssl"]})
-    assert Access().identify((), certificate) == Principal("ops.example", Role.ANY)
+        found.identify((), {"transport_security_type": [b"ssl"]}, ELSEWHERE)
+    assert Access(everybody=True).identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.ANY)
+    assert Access().identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.GUEST)
+    assert Access().identify((), {}, "unix:") == Principal("", Role.ANY)
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        ("ipv4:127.0.0.1:41234", True),
+        ("ipv4:127.9.8.7:1", True),
+        ("ipv6:[::1]:41234", True),
+        ("ipv6:%5B::1%5D:41234", True),
+        ("ipv6:[::ffff:127.0.0.1]:41234", True),
+        ("unix:", True),
+        ("unix:/run/meridian", True),
+        ("unix-abstract:name", True),
+        ("ipv4:10.0.0.7:41234", False),
+        ("ipv4:128.0.0.1:41234", False),
+        ("ipv4:1.127.0.0:1", False),
+        ("ipv6:[2001:db8::1]:41234", False),
+        ("ipv6:[::ffff:10.0.0.7]:41234", False),
+        ("ipv6:[fe80::1%25eth0]:41234", False),
+        ("ipv6:[::]:1", False),
+        ("ipv4:0.0.0.0:1", False),
+        ("ipv4:localhost:1", False),
+        ("vsock:2:1", False),
+        ("unknown", False),
+        ("", False),
+    ],
+)
+def test_who_is_on_this_host(peer: str, local: bool) -> None:
+    assert on_this_host(peer) is local
 
 
 @pytest.mark.parametrize(

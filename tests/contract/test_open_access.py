@@ -1,0 +1,174 @@
+"""A control plane that asks nobody who they are: this host changes things, other hosts connect engines and read.
+
+The stranger is a connection to this machine's own network address: a server sees that address as the caller's, and it is
+none of the loopback addresses.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
+
+from meridian_control import server as control_server
+from meridian_control.access import Access, Role, rule_of
+from meridian_control.credentials import Credentials
+from meridian_control.database import Database
+from meridian_control.fleet import Fleet
+from meridian_control.peers import Peers
+from meridian_control.replicas import Replica, own_host
+from meridian_control.server import ControlServer
+from meridian_control.store import PolicyStore
+from meridian_control.tls import server_credentials
+from meridian_control.whole_fleet import WholeFleet
+from tests.certificates import Authority
+from tests.contract.secured import Clients, utc_now
+from tests.fakes.agent import hello
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+SERVICES = (*control_server.SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+METHODS = [
+    f"{name}/{method.name}" for name in SERVICES for method in descriptor_pool.Default().FindServiceByName(name).methods
+]
+HERE = "127.0.0.1"
+FLAGS = ("--access FILE", "--client-ca FILE", "--insecure")
+
+
+def elsewhere() -> str:
+    """An address of this machine that is not loopback."""
+    if (host := own_host()).startswith(("127.", "::1")) or not host[0].isdigit():
+        pytest.skip("this machine has no network address but loopback")
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass
+class Open:
+    """A server on all addresses; `tls` is the authority whose certificate it shows, if it has one."""
+
+    fleet: Fleet
+    port: int
+    tls: Authority | None
+
+    def channel(self, host: str) -> grpc.aio.Channel:
+        options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+        if self.tls is None:
+            return grpc.aio.insecure_channel(f"{host}:{self.port}", options)
+        # The certificate holds the loopback address only.
+        options.append(("grpc.ssl_target_name_override", HERE))
+        credentials = grpc.ssl_channel_credentials(self.tls.file.read_bytes())
+        return grpc.aio.secure_channel(f"{host}:{self.port}", credentials, options)
+
+
+@asynccontextmanager
+async def opened(folder: Path, access: Access, tls: bool = False, listen: str = "[::]:0") -> AsyncIterator[Open]:
+    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
+    fleet = Fleet(utc_now)
+    server = ControlServer(store, WholeFleet(fleet, "replica", None, lambda: True), utc_now, access)
+    authority = Authority(folder) if tls else None
+    issued = authority.issue("server") if authority else None
+    try:
+        port = await server.start(listen, server_credentials(issued.cert, issued.key) if issued else None)
+        yield Open(fleet, port, authority)
+        await server.stop(0)
+    finally:
+        await store.database.close()
+
+
+async def code_of(running: Open, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
+    """What comes of calling a method with an empty message; OK for a stream that begins."""
+    call: Any = channel.stream_stream(f"/{method}")()
+    await call.write(b"")
+    await call.done_writing()
+    if method.endswith("RecordTrace"):
+        await until(lambda: call.done() or running.fleet.recordings)
+        for recording in running.fleet.recordings:
+            recording.close()
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    call.cancel()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_strangers_read_and_connect_and_this_host_does_everything(tmp_path: Path, tls: bool) -> None:
+    async with opened(tmp_path, Access(), tls) as running:
+        for host in (HERE, elsewhere()):
+            async with running.channel(host) as channel:
+                for method in METHODS:
+                    needed = rule_of(f"/{method}").role or Role.NONE
+                    allowed = host == HERE or needed <= Role.VIEWER
+                    assert (await code_of(running, channel, method) not in DENIED) == allowed, f"{host}: {method}"
+
+
+async def test_an_engine_of_another_host_connects(tmp_path: Path) -> None:
+    async with opened(tmp_path, Access()) as running, running.channel(elsewhere()) as channel:
+        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+        await call.write(agent_pb2.ConnectRequest(hello=hello("far")))
+        assert (await call.read()).HasField("welcome")
+        assert (await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines[0].engine_id == "far"
+        call.cancel()
+
+
+async def test_a_stranger_is_told_what_would_let_it_in_and_is_recorded(tmp_path: Path) -> None:
+    async with opened(tmp_path, Access()) as running:
+        async with running.channel(elsewhere()) as channel:
+            request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), validate_only=True)
+            status = await rpc_status.aio.from_call(Clients(channel).policy.UpdatePolicy(request))
+        assert status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
+        assert status.message.startswith("PolicyService/UpdatePolicy is for callers on the control plane's own host")
+        assert all(flag in status.message for flag in FLAGS), "it was cut"
+        info = error_details_pb2.ErrorInfo()
+        assert status.details[0].Unpack(info)
+        assert (info.reason, dict(info.metadata)) == ("HOST_ONLY", {"flags": "--access --client-ca --insecure"})
+        async with running.channel(HERE) as channel:
+            (record,) = (await Clients(channel).audit.ListAudit(audit_pb2.ListAuditRequest())).records
+        assert (record.method, record.outcome) == ("meridian.v1.PolicyService/UpdatePolicy", "PERMISSION_DENIED")
+        assert elsewhere() in record.peer
+        assert record.role == "guest"
+
+
+async def test_insecure_or_a_certificate_of_the_ca_lets_strangers_change_things(tmp_path: Path) -> None:
+    async with opened(tmp_path, Access(everybody=True)) as running, running.channel(elsewhere()) as channel:
+        await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+
+
+async def test_a_unix_socket_is_this_host(tmp_path: Path) -> None:
+    socket = f"unix:{tmp_path / 'socket'}"
+    async with opened(tmp_path, Access(), listen=socket), grpc.aio.insecure_channel(socket) as channel:
+        await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+
+
+async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading needs nothing. A recording is named as incomplete, and the log has the reason once."""
+    async with opened(tmp_path, Access()) as running:
+        other = Replica("other", f"{elsewhere()}:{running.port}")
+        peers = Peers(lambda: [other], Credentials())
+        whole = WholeFleet(Fleet(utc_now), "asking", peers, lambda: True)
+        assert await whole.engines() == ([], [])
+        async with whole.recording("", local_only=False) as recording:
+            await until(lambda: recording.unreachable == ["other"])
+        async with whole.recording("", local_only=False) as recording:
+            await until(lambda: recording.unreachable == ["other"])
+        await peers.close()
+    (line,) = denials(caplog)
+    assert line.startswith("replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for")
+
+
+def denials(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "does not record" in record.getMessage()]

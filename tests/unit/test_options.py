@@ -1,0 +1,44 @@
+"""What `meridian-control` says of who may do what, by its flags. What callers then may is in contract/test_open_access.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from meridian_control.options import access_notice, everybody_may_change, listener, parser
+
+OPEN = "What changes anything is taken from this host only"
+ALL = "may change everything (--insecure)"
+
+
+@pytest.mark.parametrize("listen", [":50051", "0.0.0.0:50051", "[::]:50051", "10.0.0.7:50051", "example.com:50051"])
+@pytest.mark.parametrize(
+    ("flags", "notice", "everybody"),
+    [
+        ("", OPEN, False),
+        # TLS alone asks nobody who they are.
+        ("--tls-cert x --tls-key y", OPEN, False),
+        ("--insecure", ALL, True),
+        ("--tls-cert x --tls-key y --insecure", ALL, True),
+        ("--tls-cert x --tls-key y --client-ca z", "", True),
+        ("--tls-cert x --tls-key y --access a", "", False),
+        ("--tls-cert x --tls-key y --client-ca z --access a", "", True),
+    ],
+)
+def test_addresses_that_others_reach(listen: str, flags: str, notice: str, everybody: bool) -> None:
+    args = parser().parse_args(["--listen", listen, *flags.split()])
+    said = access_notice(args)
+    assert notice in said if notice else not said
+    assert not said or f"reaches {listen} " in said
+    assert everybody_may_change(args) is everybody
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:50051", "localhost:50051", "[::1]:50051", "unix:/run/meridian"])
+def test_addresses_that_nobody_else_reaches(listen: str) -> None:
+    args = parser().parse_args(["--listen", listen])
+    assert access_notice(args) == ""
+    assert listener(args) == (listen, None)
+
+
+@pytest.mark.parametrize(("listen", "bound"), [(":1", "[::]:1"), ("0.0.0.0:1", "0.0.0.0:1"), ("[::1]:1", "[::1]:1")])
+def test_every_address_can_be_listened_on_without_a_flag(listen: str, bound: str) -> None:
+    assert listener(parser().parse_args(["--listen", listen]))[0] == bound
