@@ -9,13 +9,13 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
-from datetime import UTC
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.decision_log import DecisionLog, Journal
+from meridian_control.departed import Departed
 from meridian_control.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.fields import Subject
 from meridian_control.policy import Who
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
 # Between two attempts to read from the store.
 RETRY_S = 1.0
-# An engine that went away is shown for this long.
-FORGET_AFTER_S = 600.0
 # Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
 QUEUE_MESSAGES = 1024
 
@@ -73,23 +71,6 @@ class Connection:
                 self.overflowed = True
 
 
-class Departed(NamedTuple):
-    """An engine whose stream has ended, when, and for how long it then goes on with what was decided."""
-
-    time: datetime
-    engine: fleet_pb2.Engine
-    lease_s: float
-
-    def view(self, now: datetime) -> fleet_pb2.Engine:
-        """The engine as it is now, if it lives."""
-        engine = self.engine
-        comes_back = engine.HasField("recover_time") and now >= engine.recover_time.ToDatetime(UTC)
-        if engine.agent_state != agent_pb2.AGENT_STATE_OFF or comes_back:
-            expired = (now - self.time).total_seconds() > self.lease_s
-            self.engine.agent_state = agent_pb2.AGENT_STATE_DEGRADED if expired else agent_pb2.AGENT_STATE_STALE
-        return self.engine
-
-
 class Fleet:
     """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
     now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound.
@@ -114,7 +95,7 @@ class Fleet:
         # With those that a newer stream of their engine has replaced and that have not ended yet: counters never fall.
         self._counted: set[Connection] = set()
         self.recordings: set[Recording] = set()
-        self.departed: dict[str, Departed] = {}
+        self.departed = Departed()
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
         self._policy: StoredRevision | None = None
@@ -154,7 +135,7 @@ class Fleet:
             older.close("replaced")
         self.connections.add(connection)
         self._counted.add(connection)
-        self.departed.pop(hello.engine_id, None)
+        self.departed.remove(hello.engine_id)
         return connection
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -260,11 +241,10 @@ class Fleet:
         engine_id = session.hello.engine_id
         # One whose newer stream goes on is not gone: what is kept of it must not be forgotten.
         if all(c.session.hello.engine_id != engine_id for c in self.connections):
-            self.departed[engine_id] = Departed(now, engine_view(session, connected=False), session.lease_s)
-        for gone_id, gone in list(self.departed.items()):
-            if (now - gone.time).total_seconds() > FORGET_AFTER_S:
-                del self.departed[gone_id]
-                self.shadows.pop(gone_id, None)
+            session.shadow.new_stream()
+            self.departed.add(engine_view(session, connected=False), session.lease_s, now)
+        for forgotten in self.departed.forget(now):
+            self.shadows.pop(forgotten, None)
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
@@ -359,7 +339,7 @@ class Fleet:
         live = [engine_view(c.session, connected=True) for c in self.connections]
         ids = {e.engine_id for e in live}
         now = self.clock()
-        gone = [engine.view(now) for engine_id, engine in self.departed.items() if engine_id not in ids]
+        gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:

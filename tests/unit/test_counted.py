@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.fleet import FORGET_AFTER_S, Fleet
+from meridian_control.departed import FORGET_AFTER_S
+from meridian_control.fleet import Fleet
 from meridian_control.totals import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
@@ -141,4 +142,4 @@ def test_an_engine_whose_replaced_stream_ended_later_keeps_its_comparison() -> N
     fleet.leave(other, "disconnected")
     fleet.leave(second, "going_away")
     assert fleet.join(hello("e")).session.shadow is first.session.shadow
-    assert not fleet.departed.keys() & {"e"}
+    assert "e" not in fleet.departed

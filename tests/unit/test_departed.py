@@ -1,0 +1,61 @@
+"""Engines that are gone: what is shown of them, and how much of them is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
+from meridian_control.fleet import Fleet
+from tests.fakes.agent import hello
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def names(departed: Departed) -> list[str]:
+    return [engine.engine_id for engine in departed.views(NOW)]
+
+
+@pytest.mark.parametrize(("size", "left"), [(0, MAX_ENGINES), (60_000, MAX_BYTES // 60_100)])
+def test_the_newest_few_are_kept(size: int, left: int) -> None:
+    departed = Departed()
+    for number in range(2 * MAX_ENGINES):
+        departed.add(fleet_pb2.Engine(engine_id=f"{number:05}", fault="x" * size), 1.0, NOW)
+        departed.forget(NOW)
+    assert names(departed) == [f"{number:05}" for number in range(2 * MAX_ENGINES - left, 2 * MAX_ENGINES)]
+    assert departed._bytes <= MAX_BYTES
+
+
+def test_one_that_comes_back_is_not_gone() -> None:
+    departed = Departed()
+    for name in ("a", "b", "a"):
+        departed.add(fleet_pb2.Engine(engine_id=name), 1.0, NOW)
+    assert names(departed) == ["b", "a"], "in the order in which they went last"
+    departed.remove("b")
+    departed.remove("never seen")
+    assert names(departed) == ["a"]
+    assert departed.forget(NOW + timedelta(seconds=FORGET_AFTER_S)) == []
+    assert departed.forget(NOW + timedelta(seconds=FORGET_AFTER_S + 1)) == ["a"]
+    assert (len(departed), departed._bytes) == (0, 0)
+
+
+def test_its_state_follows_from_its_lease() -> None:
+    departed = Departed()
+    departed.add(fleet_pb2.Engine(engine_id="a", agent_state=agent_pb2.AGENT_STATE_READY), 30.0, NOW)
+    for after_s, state in ((30, agent_pb2.AGENT_STATE_STALE), (31, agent_pb2.AGENT_STATE_DEGRADED)):
+        (engine,) = departed.views(NOW + timedelta(seconds=after_s))
+        assert engine.agent_state == state
+
+
+def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
+    async def flood() -> Fleet:
+        fleet = Fleet(lambda: NOW)
+        for number in range(MAX_ENGINES + 50):
+            fleet.leave(fleet.join(hello(f"{number}")), "disconnected")
+        return fleet
+
+    fleet = asyncio.run(flood())
+    assert len(fleet.departed) == len(fleet.shadows) == len(fleet.engines()) == MAX_ENGINES
