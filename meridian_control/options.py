@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--access",
         type=Path,
-        help="file that says who may do what; read again when it changes. Without it and --client-ca, changes are taken "
-        "from this host only",
+        help="file that says who may do what; read again when it changes. Without it and --client-ca, changes are "
+        "taken from this host only",
     )
     p.add_argument(
         "--insecure",

@@ -1,7 +1,7 @@
 """A control plane that asks nobody who they are: this host changes things, other hosts connect engines and read.
 
-The stranger is a connection to this machine's own network address: a server sees that address as the caller's, and it is
-none of the loopback addresses.
+The stranger is a connection to this machine's own network address: a server sees that address as the caller's, and it
+is none of the loopback addresses.
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
             await until(lambda: recording.unreachable == ["other"])
         await peers.close()
     (line,) = denials(caplog)
-    assert line.startswith("replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for")
+    assert line.startswith(
+        "replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for"
+    )
 
 
 def denials(caplog: pytest.LogCaptureFixture) -> list[str]:

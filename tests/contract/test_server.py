@@ -354,8 +354,8 @@ async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -
     notice = line.removeprefix("meridian_control ")
     assert notice == (
         f"Everybody who reaches :{port} may read, and connect engines. What changes anything is taken from this host "
-        "only, until --access FILE or --client-ca FILE, both with --tls-cert and --tls-key, says who may, or --insecure "
-        "lets everybody."
+        "only, until --access FILE or --client-ca FILE, both with --tls-cert and --tls-key, says who may, or "
+        "--insecure lets everybody."
     )
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{page_port}/events") as events:
         told = json.loads((await events.content.readline()).removeprefix(b"data: "))

@@ -1,4 +1,4 @@
-"""What `meridian-control` says of who may do what, by its flags. What callers then may is in contract/test_open_access.py."""
+"""What `meridian-control` says of who may do what, by its flags; `contract/test_open_access` has what they then may."""
 
 from __future__ import annotations
 
