@@ -48,7 +48,7 @@ from meridian_control.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from meridian_control.decision_log import Life
@@ -99,7 +99,7 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
         tracing.stop()
 
 
-def serve_metrics(address: str, whole: WholeFleet, rollouts: Rollouts) -> None:
+def serve_metrics(address: str, whole: WholeFleet, rollouts: Rollouts, faults: Mapping[str, int]) -> None:
     """Answer scrapes, on a thread of their own; not without an address. Raises OSError or ValueError."""
     if not address:
         return
@@ -109,7 +109,8 @@ def serve_metrics(address: str, whole: WholeFleet, rollouts: Rollouts) -> None:
     except OSError as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, asyncio.get_running_loop()))
+    loop = asyncio.get_running_loop()
+    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, faults, loop))
 
 
 @dataclass
@@ -173,7 +174,6 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
     access = Access(args.access, everybody=everybody_may_change(args))
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending)
-        serve_metrics(args.metrics_listen, parts.whole, parts.rollouts)
         server = ControlServer(
             parts.store,
             parts.whole,
@@ -183,6 +183,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             rollouts=parts.rollouts,
             interceptors=[ServerMetrics(REGISTRY)],
         )
+        serve_metrics(args.metrics_listen, parts.whole, parts.rollouts, server.faults.counts)
         if parts.replicas is not None:
             await parts.replicas.beat()
         if args.page_listen:

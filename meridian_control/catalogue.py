@@ -199,6 +199,13 @@ STREAMS = (
         "`overflow`: the link is too slow; `invalid_request`: versions do not fit; `disconnected`: network or pods.",
     ),
     _counter(
+        "meridian_client_faults_total",
+        ("cause",),
+        "Calls and streams refused for what their caller did, by cause; the log has some of them, and who it was.",
+        "`invalid_request` grows fast: something that is no engine talks to the port. `host_only`: access is not "
+        "configured. `too_many`: a script without a pause.",
+    ),
+    _counter(
         "meridian_preemptions_total",
         ("phase",),
         "Requests preempted, by the phase they were in.",

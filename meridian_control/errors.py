@@ -103,8 +103,8 @@ class HostOnly(PermissionDenied):
     def __init__(self, method: str) -> None:
         super().__init__(
             f"{method.rpartition('.')[2]} is for callers on the control plane's own host (127.0.0.1, ::1 or a Unix "
-            "socket), until meridian-control is started with --access FILE or --client-ca FILE, both with --tls-cert and "
-            "--tls-key, or with --insecure where the network is trusted"
+            "socket), until meridian-control is started with --access FILE or --client-ca FILE, both with --tls-cert "
+            "and --tls-key, or with --insecure where the network is trusted"
         )
 
     def metadata(self) -> dict[str, str]:
@@ -272,7 +272,12 @@ def to_status(error: MeridianError) -> status_pb2.Status:
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: MeridianError) -> NoReturn:
     """End the RPC with the error's status and details."""
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata or ())
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata or ())
+    except grpc.aio.InternalError:
+        # The caller is gone, and nothing can be sent. gRPC expects the AbortError that `abort` did not come to raise;
+        # whatever is asked of the context next raises it.
+        await context.send_initial_metadata(())
     raise AssertionError("abort returned")
 
 

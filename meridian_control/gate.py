@@ -1,7 +1,8 @@
 """What every call passes before a service sees it: who calls, whether they may, whether there is room, and the record.
 
-Owns the order of these, and that every failure reaches the caller as a status with details. Knows no service: what it
-says of a request and its answer is read off their fields. Runs on the event loop of the gRPC server.
+Owns the order of these, that every message is parsed here, so that one which cannot be is the caller's fault, and that
+every failure reaches the caller as a status with details. Knows no service: what it says of a request and its answer is
+read off their fields. Runs on the event loop of the gRPC server.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from meridian_control.access import NOBODY, OPEN, Access, Principal, Role, Rule, caller, rule_of
 from meridian_control.audit import AuditLog, Call, Outcome, changed
+from meridian_control.client_faults import ClientFaults
 from meridian_control.errors import InvalidRequest, MeridianError, TooMany, abort_with
 from meridian_control.limits import Kind, Limiter
 
@@ -32,6 +34,14 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1 << 20
 MAX_TEXT_CHARS = 1000
 MAX_DETAIL_CHARS = 200
+UNPARSEABLE = "cannot be parsed"
+# Statuses of errors that are the caller's doing.
+CALLERS_FAULTS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 # By whether requests and responses are streams.
 SHAPES = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -45,8 +55,9 @@ _APART = {"author", "etag", "reason", "request_id"}
 class Gate(grpc.aio.ServerInterceptor):
     """Services that stream must be async generators, and none may take a stream and answer once."""
 
-    def __init__(self, access: Access, limiter: Limiter, audit: AuditLog) -> None:
+    def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
         self.access, self.limiter, self.audit = access, limiter, audit
+        self.faults = faults or ClientFaults()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
@@ -58,10 +69,9 @@ class Gate(grpc.aio.ServerInterceptor):
             return handler
         attribute, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
         gated = _Gated(self, rule, details.method.removeprefix("/"), handler, getattr(handler, attribute))
-        # Nothing is parsed for somebody who may not call.
-        parse = handler.request_deserializer if handler.request_streaming else None
         behaviour: Any = gated.stream if handler.response_streaming else gated.single
-        return make(behaviour, parse, handler.response_serializer)
+        # Nothing is parsed for somebody who may not call.
+        return make(behaviour, None, handler.response_serializer)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Work that goes on when the call it belongs to ends."""
@@ -123,7 +133,7 @@ class _Gated:
         begun, outcome = None, Outcome("CANCELLED")
         try:
             with await self._admitted(context):
-                request = given if self._handler.request_streaming else await self._request(given)
+                request = self._requests(given) if self._handler.request_streaming else await self._request(given)
                 if self._rule.recorded:
                     begun = self._gate.start(self._gate.audit.begin(self._call))
                     await asyncio.shield(begun)
@@ -149,9 +159,8 @@ class _Gated:
         try:
             principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
             principal.check(self._rule.role or Role.NONE, self._method)
-            place = gate.limiter.place(self._kind(), principal.name or _host(peer))
+            place = gate.limiter.place(self._kind(), principal.name or host_of(peer))
         except MeridianError as error:
-            logger.debug("%s: %s is refused: %s", self._method, peer, error)
             if self._rule.recorded or not isinstance(error, TooMany):
                 await gate.finish(gate.audit.refuse(_call(principal, peer, self._method), _outcome(error, context)))
             raise
@@ -179,6 +188,10 @@ class _Gated:
         self._call = replace(self._call, **texts, details=_details(request))
         return request
 
+    def _requests(self, given: AsyncIterator[bytes]) -> _Messages:
+        parse: Any = self._handler.request_deserializer
+        return _Messages(given, parse)
+
     def _parsed(self, given: bytes) -> Any:
         """The message, within bounds. Raises InvalidRequest."""
         if len(given) > MAX_REQUEST_BYTES:
@@ -187,7 +200,7 @@ class _Gated:
         try:
             request = parse(given)
         except DecodeError:
-            raise InvalidRequest("message", "cannot be parsed") from None
+            raise InvalidRequest("message", UNPARSEABLE) from None
         for field, value in request.ListFields():
             if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
                 message = f"must have at most {MAX_TEXT_CHARS} characters; got {len(value)}"
@@ -198,17 +211,53 @@ class _Gated:
         """End the call with what `error` is to its caller."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
+        peer, faults, told = context.peer(), self._gate.faults, error
         if not isinstance(error, MeridianError):
-            logger.error("%s failed", self._method, exc_info=error)
-            error = MeridianError("the server failed")
-        await abort_with(context, error)
+            # A fault of ours, which a caller may be able to bring about as often as it likes.
+            if faults.may_log(host_of(peer), "internal"):
+                logger.error("%s failed", self._method, exc_info=error)
+            told = MeridianError("the server failed")
+        elif error.status in CALLERS_FAULTS:
+            level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
+            faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")
+        _let_go(error)
+        await abort_with(context, told)
+
+
+class _Messages:
+    """The messages of a stream as they come. Not a generator: it stands in the way of every report."""
+
+    def __init__(self, given: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> None:
+        self._next, self._parse = aiter(given).__anext__, parse
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Message:
+        """Raises InvalidRequest where the message is none."""
+        given = await self._next()
+        try:
+            return self._parse(given)
+        except DecodeError:
+            raise InvalidRequest("message", UNPARSEABLE) from None
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what an exception keeps alive. gRPC's own exception for a refused call has it as its context, and is part of
+    a circle that only the garbage collector opens: until then each such call would keep its messages and its session.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
+def _one_line(error: MeridianError) -> str:
+    return " ".join(str(error).split())[:MAX_DETAIL_CHARS]
 
 
 def _call(principal: Principal, peer: str, method: str) -> Call:
     return Call(principal.name, principal.role.name.lower(), peer, method)
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Of ipv4:10.0.0.7:41234, all but the port."""
     return peer.rpartition(":")[0]
 

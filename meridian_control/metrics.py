@@ -21,7 +21,7 @@ from meridian_control.requests import OUTPUT, PROMPT, THINK
 from meridian_control.rollout import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
     from meridian.v1 import agent_pb2
@@ -44,6 +44,15 @@ PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
 ENDS = ("natural", "hard_cap", "eat", "rank", "rpdi", "soft_close")
 ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
+)
+CLIENT_FAULTS = (
+    "invalid_request",
+    "policy_invalid",
+    "unauthenticated",
+    "permission_denied",
+    "host_only",
+    "too_many",
+    "recording_too_slow",
 )
 STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
 
@@ -91,9 +100,10 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 
 
 class FleetCollector(Collector):
-    """Label sets are bounded by engines, phases, states, kinds, reasons, outcomes, sections and guardrails.
+    """Label sets are bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and guardrails.
 
-    leads: whether this replica leads. rollout: the newest, as the replica that leads knows it. loop: the fleet's.
+    leads: whether this replica leads. rollout: the newest, as the replica that leads knows it. faults: those of
+    callers, by cause. loop: the fleet's.
     """
 
     def __init__(
@@ -101,9 +111,10 @@ class FleetCollector(Collector):
         fleet: Fleet,
         leads: Callable[[], bool],
         rollout: Callable[[], Rollout | None],
+        faults: Mapping[str, int],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._fleet, self._leads, self._rollout, self._loop = fleet, leads, rollout, loop
+        self._fleet, self._leads, self._rollout, self._faults, self._loop = fleet, leads, rollout, faults, loop
 
     def collect(self) -> Iterable[Metric]:
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
@@ -144,6 +155,7 @@ class FleetCollector(Collector):
             ("meridian_think_ends_total", ENDS, totals.ends),
             ("meridian_answers_total", ANSWERS, totals.answers),
             ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
+            ("meridian_client_faults_total", CLIENT_FAULTS, self._faults),
             ("meridian_preemptions_total", PHASES, totals.preempted),
             ("meridian_tokens_saved_against_cap_total", (), totals.below_cap),
             ("meridian_shadow_think_tokens_total", (), totals.shadow_think_tokens),

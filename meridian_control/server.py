@@ -7,7 +7,6 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1._async import HealthServicer  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
@@ -26,14 +25,15 @@ from meridian.v1 import (
     rollout_pb2_grpc,
 )
 
-from meridian_control import why
+from meridian_control import grpc_server, why
 from meridian_control.access import Access, caller
 from meridian_control.audit import AuditLog
 from meridian_control.audit_service import AuditService
-from meridian_control.errors import InvalidRequest, MeridianError, abort_with
+from meridian_control.client_faults import CONNECTIONS, ClientFaults
+from meridian_control.errors import InvalidRequest, MeridianError
 from meridian_control.freeze_service import FreezeService
 from meridian_control.freezes import FreezeStore
-from meridian_control.gate import Gate
+from meridian_control.gate import Gate, host_of
 from meridian_control.limits import Limiter, Limits
 from meridian_control.paging import page
 from meridian_control.policy_service import PolicyService
@@ -44,6 +44,8 @@ from meridian_control.rollout_store import RolloutStore
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from datetime import datetime
+
+    import grpc
 
     from meridian_control.fleet import Connection, Fleet
     from meridian_control.store import PolicyStore
@@ -64,6 +66,9 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
+    # Who opens a connection and says nothing, or makes no call for a while, does not keep it.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 5 * 60_000),
     # Streams move to other replicas now and then; gRPC adds its own jitter.
     ("grpc.max_connection_age_ms", 30 * 60_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
@@ -85,8 +90,8 @@ SERVICES = (
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """One call of Connect per engine."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, faults: ClientFaults) -> None:
+        self._fleet, self._faults = fleet, faults
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
@@ -99,17 +104,19 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             connection = self._fleet.join(first.hello)
         except MeridianError as error:
             self._fleet.count_end(error.code)
-            await abort_with(context, error)
+            raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
-        logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
+        # Engine ids are the caller's to choose: there may be no end of them.
+        told = self._faults.may_log(host_of(context.peer()), "connections", CONNECTIONS)
+        if told:
+            logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
         reason = "agent_closed"
         try:
             while (response := await connection.outgoing.get()) is not None:
                 yield response
             if reader.done() and (failed := reader.exception()) is not None:
-                known = failed if isinstance(failed, MeridianError) else MeridianError("the server failed")
-                reason = known.code
-                await abort_with(context, known)
+                reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
+                raise failed
             reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
         except (asyncio.CancelledError, GeneratorExit):
             reason = "disconnected"
@@ -117,7 +124,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             reader.cancel()
             self._fleet.leave(connection, reason)
-            logger.info("engine %s left: %s", first.hello.engine_id, reason)
+            if told:
+                logger.info("engine %s left: %s", first.hello.engine_id, reason)
 
     async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
         try:
@@ -125,12 +133,6 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 self._fleet.receive(connection, request)
                 if connection.overflowed:
                     return
-        except MeridianError as error:
-            logger.warning("engine %s broke the contract: %s", connection.session.hello.engine_id, error)
-            raise
-        except Exception:
-            logger.exception("engine %s: a message could not be handled", connection.session.hello.engine_id)
-            raise
         finally:
             await connection.outgoing.put(None)
 
@@ -225,10 +227,11 @@ class ControlServer:
         self._stopped = asyncio.Event()
         self._health = HealthServicer()
         audit = AuditLog(store.database, clock)
-        self._gate = Gate(access or Access(), Limiter(limits or Limits()), audit)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*interceptors, self._gate])
+        self.faults = ClientFaults()
+        self._gate = Gate(access or Access(), Limiter(limits or Limits()), audit, self.faults)
+        self._server = grpc_server.server(SERVER_OPTIONS, [*interceptors, self._gate])
         self._probed: grpc.aio.Server | None = None
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet), self._server)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet, self.faults), self._server)
         policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain)
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
@@ -242,7 +245,7 @@ class ControlServer:
 
     async def _serve_health(self, listen: str) -> None:
         """Without TLS, for probes that do not speak it."""
-        self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._probed = grpc_server.server([("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         try:
             self._probed.add_insecure_port(listen)
@@ -275,5 +278,6 @@ class ControlServer:
         await self._server.stop(grace_s)
         await self._gate.settle()
         await self._fleet.settle()
+        self.faults.summarise()
         if self._probed is not None:
             await self._probed.stop(None)
