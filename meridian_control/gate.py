@@ -250,7 +250,9 @@ def _let_go(error: BaseException) -> None:
 
 
 def _one_line(error: MeridianError) -> str:
-    return " ".join(str(error).split())[:MAX_DETAIL_CHARS]
+    """Its text and its notes, cut."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return " ".join("; ".join((str(error), *notes)).split())[:MAX_DETAIL_CHARS]
 
 
 def _call(principal: Principal, peer: str, method: str) -> Call:

@@ -133,6 +133,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 self._fleet.receive(connection, request)
                 if connection.overflowed:
                     return
+        except Exception as error:
+            error.add_note(f"engine {connection.session.hello.engine_id}")
+            raise
         finally:
             await connection.outgoing.put(None)
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # agent knows it is heard.
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 MAX_HELLO_BYTES = 64 << 10
+# They are logged, and labels of metrics.
+MAX_ID_CHARS = 512
 
 Out = list[agent_pb2.ConnectResponse]
 
@@ -253,5 +255,11 @@ def _check(hello: agent_pb2.Hello) -> None:
     """Raises InvalidRequest."""
     if not hello.engine_id:
         raise InvalidRequest("hello.engine_id", "must not be empty")
+    for name in ("engine_id", "incarnation"):
+        said = getattr(hello, name)
+        if len(said) > MAX_ID_CHARS or not said.isprintable():
+            raise InvalidRequest(
+                f"hello.{name}", f"must have at most {MAX_ID_CHARS} characters, all printable; got {said[:20]!a}"
+            )
     if (size := hello.ByteSize()) > MAX_HELLO_BYTES:
         raise InvalidRequest("hello", f"must be at most {MAX_HELLO_BYTES} bytes; got {size}")

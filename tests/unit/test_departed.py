@@ -9,6 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
+from meridian_control.errors import InvalidRequest
 from meridian_control.fleet import Fleet
 from tests.fakes.agent import hello
 
@@ -59,3 +60,14 @@ def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
 
     fleet = asyncio.run(flood())
     assert len(fleet.departed) == len(fleet.shadows) == len(fleet.engines()) == MAX_ENGINES
+
+
+@pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])
+def test_ids_that_would_fill_the_log_are_refused(said: str) -> None:
+    fleet = Fleet(lambda: NOW)
+    for name in ("engine_id", "incarnation"):
+        first = hello("e")
+        setattr(first, name, said)
+        with pytest.raises(InvalidRequest, match=f"hello.{name} must have at most 512 characters, all printable; got"):
+            fleet.join(first)
+    assert not fleet.connections
