@@ -211,12 +211,12 @@ class _Gated:
         """End the call with what `error` is to its caller."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        peer, faults, told = context.peer(), self._gate.faults, error
+        peer, faults = context.peer(), self._gate.faults
+        told = error if isinstance(error, MeridianError) else MeridianError("the server failed")
         if not isinstance(error, MeridianError):
             # A fault of ours, which a caller may be able to bring about as often as it likes.
             if faults.may_log(host_of(peer), "internal"):
                 logger.error("%s failed", self._method, exc_info=error)
-            told = MeridianError("the server failed")
         elif error.status in CALLERS_FAULTS:
             level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
             faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")

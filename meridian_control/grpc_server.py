@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc._cython import cygrpc
-from grpc.aio import _server as aio_server  # type: ignore[attr-defined]
+from grpc.aio import _server as aio_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ def server(options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.S
     return _Server(options, interceptors)
 
 
-class _Server(aio_server.Server):  # type: ignore[misc]
+class _Server(aio_server.Server):
     def __init__(self, options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         self._loop = cygrpc.get_working_loop()
         arguments = aio_server._augment_channel_arguments(options, None)

@@ -265,7 +265,7 @@ class ControlServer:
             await self._serve_health(health)
         await self.freezes.look()
         try:
-            port = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
+            port: int = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
         await self._server.start()

@@ -175,13 +175,13 @@ class Flood:
             await call
         return await call.code()  # type: ignore[no-any-return]
 
-    async def _no_method(self, channel: grpc.aio.Channel) -> grpc.StatusCode:
+    async def _no_method(self, channel: Any) -> grpc.StatusCode:
         return await self._one(channel.unary_unary(f"/no.Such/{self.rng.getrandbits(32)}")(UNPARSEABLE))
 
-    async def _garbage_in_a_call(self, channel: grpc.aio.Channel) -> grpc.StatusCode:
+    async def _garbage_in_a_call(self, channel: Any) -> grpc.StatusCode:
         return await self._one(channel.unary_unary(GET_POLICY)(UNPARSEABLE))
 
-    async def _garbage_in_a_watch(self, channel: grpc.aio.Channel) -> grpc.StatusCode:
+    async def _garbage_in_a_watch(self, channel: Any) -> grpc.StatusCode:
         call: Any = channel.unary_stream(WATCH)(UNPARSEABLE)
         with suppress(grpc.aio.AioRpcError):
             await call.read()
