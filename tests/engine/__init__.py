@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.data import maze
 from tests.processes import MODEL
+
+if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
 
 ENGINE_ARGS: dict[str, Any] = {
     "model": str(MODEL),
@@ -48,13 +51,14 @@ def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def paced(llm: Any, chosen: list[dict[str, Any]], params: Any, pause_s: float = 0.003) -> list[list[int]]:
-    """As `chat`, in steps as slow as a large model's: decisions are as late as there."""
+def paced(llm: Any, chosen: list[dict[str, Any]], params: Any, settled: Settled) -> list[list[int]]:
+    """As `chat`, but each step waits until the reports before it are answered: decisions are as late as on an engine
+    whose steps take longer than an answer."""
     run = Run(llm)
     each = params if isinstance(params, list) else [params] * len(chosen)
     for i, case in enumerate(chosen):
         run.add(f"paced-{i}", case, copy.deepcopy(each[i]))
-    run.until(pause_s=pause_s)
+    run.until(settled=settled)
     return [run.tokens[f"paced-{i}"] for i in range(len(chosen))]
 
 
@@ -69,10 +73,10 @@ class Run:
     def add(self, name: str, case: dict[str, Any], params: Any, **more: Any) -> None:
         self.put(name, prompt_ids(self._llm, case), params, **more)
 
-    def put(self, name: str, prompt: list[int], params: Any, **more: Any) -> None:
-        """As `add`, by token ids."""
+    def put(self, name: str, prompt: list[int], params: Any, *, salt: str | None = None, **more: Any) -> None:
+        """As `add`, by token ids; `salt` keeps the prompt's blocks apart in the prefix cache."""
         self.tokens[name] = []
-        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, **more)
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, params, **more)
 
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])
@@ -86,12 +90,14 @@ class Run:
             if output.finished:
                 self.finished[output.request_id] = str(output.outputs[0].finish_reason)
 
-    def until(self, done: Any = None, limit: int = 3000, pause_s: float = 0.0) -> None:
-        """Step until `done()` holds, or until nothing is left to do; `pause_s` makes each step as slow as a large
-        model's."""
-        for _ in range(limit):
-            if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
-                return
-            self.step()
-            time.sleep(pause_s)
+    def until(self, done: Any = None, limit: int = 3000, settled: Settled | None = None) -> None:
+        """Step until `done()` holds, or until nothing is left to do; with `settled`, each step waits until the reports
+        before it are answered."""
+        with settled.between_steps() if settled else contextlib.nullcontext() as answered:
+            for _ in range(limit):
+                if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
+                    return
+                self.step()
+                if answered is not None:
+                    answered()
         raise AssertionError(f"not done after {limit} steps")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.engine import ENGINE_ARGS
+from tests.engine.pacing import Settled, watch
 from tests.engine.policies import NEUTRAL
 from tests.processes import ENGINE_ENV, Control, free_port
 
@@ -55,6 +56,8 @@ def llm(stock_process: Process, control: Control) -> Iterator[LLM]:
     import torch
     import vllm
 
+    watch()
+
     # On shared cores several threads of one engine wait for each other at every operation.
     torch.set_num_threads(1)
     llm = vllm.LLM(**ENGINE_ARGS)
@@ -66,6 +69,12 @@ def llm(stock_process: Process, control: Control) -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def scheduler(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@pytest.fixture(scope="session")
+def settled(scheduler: Any, control: Control) -> Settled:
+    """Waits until all that was reported is answered."""
+    return Settled(scheduler, control)
 
 
 @pytest.fixture

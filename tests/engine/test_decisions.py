@@ -13,6 +13,7 @@ from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 OPEN = {"open_think": True}
@@ -77,7 +78,7 @@ def test_own_cap_holds_in_shadow(llm: Any, agent: Any, control: Control) -> None
     assert tokens.index(agent.tracker.markers.end[0]) == 12
 
 
-def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> None:
+def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """EAT converges once the walk is complete: thinking ends there, and the answer is still right."""
     chosen = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
     params = SamplingParams(temperature=0.0, max_tokens=700)
@@ -85,7 +86,7 @@ def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> N
     free = chat(llm, chosen, params)
     before = dict(control.settled().ends)
     control.apply(CONVERGED)
-    governed = paced(llm, chosen, params)
+    governed = paced(llm, chosen, params, settled)
     assert control.settled().ends["eat"] > before.get("eat", 0)
     shorter = [g.index(end) < f.index(end) for g, f in zip(governed, free, strict=True)]
     assert any(shorter)
@@ -94,14 +95,14 @@ def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control) -> N
         assert g.count(end) == 1
 
 
-def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control) -> None:
+def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """Caps reached and not reached, probes, plans, tiers and an abort: outcomes add up to decisions."""
     control.apply({"scheduler": {"max_think_tokens": 60, "min_think_tokens": 0}, "entropy": {"shadow": True}})
     before = control.settled()
     run = Run(llm)
     for i in range(6):
         run.add(f"r{i}", cases()[i], SamplingParams(temperature=1.0, max_tokens=200, seed=i))
-    run.until(lambda: len(run.tokens["r0"]) > 10)
+    run.until(lambda: len(run.tokens["r0"]) > 10, settled=settled)
     run.abort("r0")
     run.until()
     after = control.settled()
@@ -111,12 +112,12 @@ def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control) 
 
 
 @pytest.mark.parametrize("phase", ["think", "output"])
-def test_abort(llm: Any, agent: Any, control: Control, phase: str) -> None:
+def test_abort(llm: Any, agent: Any, control: Control, settled: Settled, phase: str) -> None:
     before = dict(control.settled().outcomes)
     run = Run(llm)
     case = opened() if phase == "think" else {**cases()[2], "template": {"enable_thinking": False}}
     run.add("gone", case, endless(agent))
-    run.until(lambda: len(run.tokens["gone"]) > 10)
+    run.until(lambda: len(run.tokens["gone"]) > 10, settled=settled)
     live = wait_for(control.requests, 20, "the request to be listed")
     assert live[0].phase == (2 if phase == "think" else 3)
     run.abort("gone")
@@ -126,26 +127,27 @@ def test_abort(llm: Any, agent: Any, control: Control, phase: str) -> None:
     assert not control.requests()
 
 
-def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control: Control) -> None:
+def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """A request that thinks without end under one policy is ended by the next one, while it runs."""
     run = Run(llm)
     run.add("r", opened(), endless(agent))
     run.until(lambda: len(run.tokens["r"]) >= 30)
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
     end = agent.tracker.markers.end[0]
-    run.until(lambda: end in run.tokens["r"], pause_s=0.003)
-    assert run.tokens["r"].index(end) >= 30
+    wait_for(lambda: agent.link.arrived, 20, "the settings to arrive")
+    run.until(lambda: end in run.tokens["r"], settled=settled)
+    assert 30 <= run.tokens["r"].index(end) < 40
     assert control.engine().acked_revision == revision
     run.until()
     control.settled()
 
 
-def test_live_view(llm: Any, agent: Any, control: Control) -> None:
+def test_live_view(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """FleetService shows a live request's phase, counts, signals, rank, tier and last decision with its reason."""
     run = Run(llm)
     tagged = {"meridian_tenant": "acme", "meridian_slo_class": "interactive"}
     run.add("seen", opened(), endless(agent, extra_args=tagged))
-    run.until(lambda: len(run.tokens["seen"]) >= 24)
+    run.until(lambda: len(run.tokens["seen"]) >= 24, settled=settled)
     live = wait_for(lambda: [r for r in control.requests() if r.think_tokens >= 24], 20, "24 thinking tokens")[0]
     assert (live.request_id.split("-")[0], live.phase, live.tenant, live.slo_class) == (
         "seen",
@@ -163,7 +165,9 @@ def test_live_view(llm: Any, agent: Any, control: Control) -> None:
     run.until()
 
 
-def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(llm: Any, agent: Any, control: Control) -> None:
+def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     """From opening to closing, the EAT samples on the way, the comparisons that held, and where the end took effect."""
     prompts = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
     params = SamplingParams(temperature=0.0, max_tokens=700)
@@ -171,7 +175,7 @@ def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(llm: Any, 
     run = Run(llm)
     for i, case in enumerate(prompts):
         run.add(f"life-{i}", case, params)
-    run.until(pause_s=0.003)
+    run.until(settled=settled)
     control.settled()
     end = agent.tracker.markers.end[0]
     lives = {f"life-{i}": control.explain(f"life-{i}") for i in range(len(prompts))}
@@ -224,13 +228,13 @@ def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:
 
 
 @pytest.mark.parametrize("rule", ["cap", "eat"])
-def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, rule: str) -> None:
+def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, settled: Settled, rule: str) -> None:
     """A forced end writes the model's closing text, then the marker; a natural one adds nothing."""
     text = "Wait . "
     closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
     policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED
     control.apply({**policy, "model": {"maze": {"closing_text": text}}})
-    (tokens,) = paced(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=500))
+    (tokens,) = paced(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=500), settled)
     at = tokens.index(agent.tracker.markers.end[0])
     assert len(closing) == 2
     assert tokens[at - len(closing) : at] == closing

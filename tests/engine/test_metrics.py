@@ -15,6 +15,7 @@ from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
 
 if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
@@ -45,15 +46,15 @@ def scraped(control: Control) -> tuple[dict[str, float], dict[str, dict[str, flo
     return sums, engines
 
 
-def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Control) -> None:
+def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     before, _ = scraped(control)
     control.apply(DENSE)
     thinking, _ = pressure(llm, agent, control)
     sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=400)
     control.apply(SHADOWED)
-    paced(llm, cases(), sampled)
+    paced(llm, cases(), sampled, settled)
     control.apply(CONVERGED)
-    paced(llm, cases(), sampled)
+    paced(llm, cases(), sampled, settled)
     chat(llm, cases()[:1], sampled)
     control.settled()
     after, engines = scraped(control)

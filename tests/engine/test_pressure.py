@@ -9,11 +9,13 @@ from vllm import SamplingParams
 
 from meridian_agent.hooks import admission_limit_name
 from tests.data import maze
-from tests.engine import Run, cases, chat, prompt_ids
+from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
+from tests.processes import wait_for
 
 if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 ANSWER = {"enable_thinking": False}
@@ -62,12 +64,12 @@ def order_of(scheduler: Any, agent: Any) -> list[int]:
     return [int(agent.tracker.by_id[r.request_id].state.phase) for r in scheduler.running]
 
 
-def test_running_order_puts_answers_first(llm: Any, agent: Any, control: Control, scheduler: Any) -> None:
+def test_running_order_puts_answers_first(llm: Any, agent: Any, scheduler: Any, settled: Settled) -> None:
     run = Run(llm)
     for i in range(3):
         run.add(f"think-{i}", opened(i), endless(agent))
     run.add("answer", {**cases()[0], "template": ANSWER}, endless(agent))
-    run.until(lambda: len(run.tokens["answer"]) > 20)
+    run.until(lambda: len(run.tokens["answer"]) > 20, settled=settled)
     assert order_of(scheduler, agent) == [3, 2, 2, 2]
     for name in run.tokens:
         run.abort(name)
@@ -80,15 +82,16 @@ STEP_MS, TOKEN_MS = 5.0, 1.0
 
 
 @pytest.fixture
-def priced(agent: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def priced(agent: Any, llm: Any, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost."""
     monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(agent, max_tokens=300))
+    settled()
     return agent
 
 
-def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, control: Control) -> None:
+def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """With steps over the answers' budget, one thinker in six joins a step, in turns; tokens stay the same."""
     params = [endless(priced, max_tokens=200)] * 6 + [endless(priced, max_tokens=60)]
     reference = chat(llm, SEVEN, params)
@@ -98,7 +101,7 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
     run = Run(llm)
     for i, (case, param) in enumerate(zip(SEVEN, params, strict=True)):
         run.add(f"r{i}", case, param)
-    run.until(lambda: "r6" in run.finished, pause_s=0.003)
+    run.until(lambda: "r6" in run.finished, settled=settled)
     skipped = priced.queues.think_skips - before
     lengths = [len(run.tokens[f"r{i}"]) for i in range(6)]
     assert skipped > 100
@@ -109,27 +112,29 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
     control.settled()
 
 
-def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Control) -> None:
+def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """The share that waits for the first answer costs nothing before."""
     tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
-    chat(llm, SEVEN[:6], endless(priced, max_tokens=200))
+    paced(llm, SEVEN[:6], endless(priced, max_tokens=200), settled)
     assert priced.directives.active_plan().think_per_step is not None
     assert priced.queues.think_skips == before
 
 
 @pytest.mark.parametrize("budget_ms", [6.0, 10_000.0])
-def test_think_tpot_budget_bounds_the_wait(llm: Any, priced: Any, control: Control, budget_ms: float) -> None:
+def test_think_tpot_budget_bounds_the_wait(
+    llm: Any, priced: Any, control: Control, settled: Settled, budget_ms: float
+) -> None:
     """A budget below the step time allows no skip at all."""
     tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
-    chat(llm, SEVEN, endless(priced, max_tokens=200))
+    paced(llm, SEVEN, endless(priced, max_tokens=200), settled)
     assert (priced.queues.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
 
 
-def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control) -> None:
+def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """Every strategy in turn on a running engine: who is left out differs, what is generated does not."""
     params = endless(priced, max_tokens=250)
     reference = chat(llm, SEVEN, params)
@@ -142,9 +147,11 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
         if strategy == "reasoning_first":
             limits["output_tpot_budget_ms"] = 40.0
         revision = control.set_policy({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
-        run.until(lambda wanted=revision: priced.link.revision == wanted, pause_s=0.003)
+        wait_for(lambda: priced.link.arrived, 20, "the settings to arrive")
+        run.step()
+        assert priced.link.revision == revision
         done = len(run.tokens["r6"])
-        run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, pause_s=0.003)
+        run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, settled=settled)
         plan = priced.directives.plan
         seen[strategy] = plan.think_per_step is not None, plan.output_per_step is not None, plan.stock
     assert seen == {
@@ -158,7 +165,7 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
     control.settled()
 
 
-def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Control, scheduler: Any) -> None:
+def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """A prompt of 150 tokens comes in over several steps beside an answer, and in one step beside none."""
     least = {"output_tpot_budget_ms": 1.0, "min_prefill_tokens": 16}
     for count in (3, 7):
@@ -168,16 +175,18 @@ def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Contr
     try:
         for seed in range(3):
             chat(llm, [long_prompt(seed)], endless(priced, max_tokens=40))
+        settled()
         control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **least}})
         run, chunks = Run(llm), {True: 0, False: 0}
         for answers in (True, False):
             if answers:
                 run.add("answer", SEVEN[-1], endless(priced, max_tokens=200))
-                run.until(lambda: len(run.tokens["answer"]) > 20, pause_s=0.003)
+                run.until(lambda: len(run.tokens["answer"]) > 20, settled=settled)
             name = f"prompt-{answers}"
             run.add(name, long_prompt(10 + answers), endless(priced, max_tokens=8))
             while not run.tokens[name]:
                 run.step()
+                settled()
                 chunks[answers] += 1
             run.until()
     finally:
@@ -229,6 +238,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     agent: Any,
     control: Control,
     scheduler: Any,
+    settled: Settled,
     monkeypatch: pytest.MonkeyPatch,
     enabled: bool,
     tool_call: str | None,
@@ -242,7 +252,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=120))
-    run.until(lambda: len(run.tokens["r"]) == 119, pause_s=0.003)
+    run.until(lambda: len(run.tokens["r"]) == 119, settled=settled)
     (name,) = agent.tracker.by_id
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size

@@ -16,6 +16,7 @@ from tests.engine.policies import DENSE
 from tests.engine.recording import probes, records, rows
 
 if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 
@@ -60,12 +61,15 @@ def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "is where"])
-def test_eat_probe(llm: Any, agent: Any, control: Control, offline: Any, prefix: str) -> None:
+def test_eat_probe(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, settled: Settled, offline: Any, prefix: str
+) -> None:
     """A probe is the entropy after what it appends, to 1e-5 nats, and costs one token more than that."""
     control.apply({**DENSE, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
-        (tokens,) = paced(llm, [case], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        (tokens,) = paced(llm, [case], params, settled)
     prompt = prompt_ids(llm, case)
     (measured,) = probes(seen).values()
     appended = [agent.tracker.markers.end[0], *llm.get_tokenizer().encode(prefix, add_special_tokens=False)]
@@ -87,13 +91,15 @@ def counts(llm: Any) -> dict[str, int]:
     return found
 
 
-def test_probes_stay_invisible(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
+def test_probes_stay_invisible(
+    llm: Any, agent: Any, control: Control, settled: Settled, stock: list[list[int]]
+) -> None:
     """Probing as often as possible changes no token, and none of vLLM's own counts of requests and cached tokens."""
     from tests.engine.test_equality import GREEDY
 
     control.apply(DENSE)
     before, counted = agent.probing.tokens, counts(llm)
-    assert chat(llm, cases(), GREEDY) == stock
+    assert paced(llm, cases(), GREEDY, settled) == stock
     assert agent.probing.tokens > before
     assert not agent.probing.placed
     prompts = sum(len(prompt_ids(llm, case)) for case in cases())

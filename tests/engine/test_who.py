@@ -10,16 +10,17 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from meridian_agent import probes as place_reserve
 from tests.data import maze
-from tests.engine import Run, cases, chat, paced
+from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import DENSE
 from tests.engine.recording import probes, records
 from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 
-def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control) -> None:
+def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """In one batch, live: each request is capped by what its own words match, clamped by policy."""
     low = {"effort": "low", "scheduler": {"max_think_tokens": 111}}
     batch = {"tenant": "batch-*", "slo_class": "bulk", "scheduler": {"max_think_tokens": 123}}
@@ -34,18 +35,20 @@ def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control
     ]
     params = [endless(agent, max_tokens=300, extra_args=words) for words in own]
     end = agent.tracker.markers.end[0]
-    runs = chat(llm, [opened()] * len(own), params)
+    runs = paced(llm, [opened()] * len(own), params, settled)
     assert [tokens.index(end) for tokens in runs] == [260, 111, 123, 260, 5, 111]
     control.settled()
 
 
-def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(llm: Any, agent: Any, control: Control) -> None:
+def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     careful = {"tenant": "careful", "entropy": {"enabled": False}}
     at_once = {"shadow": False, "rank_conditions": [{"max_ranks": [100_000]}]}
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": at_once, "override": [careful]})
     words: list[dict[str, Any]] = [{}, {"meridian_tenant": "careful"}, {"meridian_min_think_tokens": 90}]
     params = [endless(agent, max_tokens=200, extra_args=own) for own in words]
-    plain, never, floor = paced(llm, [opened()] * 3, params)
+    plain, never, floor = paced(llm, [opened()] * 3, params, settled)
     end = agent.tracker.markers.end[0]
     assert end not in never
     assert plain.index(end) < 90 <= floor.index(end)
@@ -53,8 +56,8 @@ def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(llm: Any, age
 
 
 @pytest.mark.parametrize(("extension", "expected"), [(0, 100), (30, 130)])
-def test_thinking_is_extended_where_the_answer_would_be_empty(
-    llm: Any, agent: Any, control: Control, extension: int, expected: int
+def test_thinking_is_extended_where_the_answer_would_be_empty(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, settled: Settled, extension: int, expected: int
 ) -> None:
     """Every node is a stop token, held back at first: what comes after an end marker would finish the request."""
     limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": extension}
@@ -67,7 +70,7 @@ def test_thinking_is_extended_where_the_answer_would_be_empty(
     run = Run(llm)
     run.add("stops", opened(), stops)
     run.add("plain", opened(), plain)
-    run.until(pause_s=0.003)
+    run.until(settled=settled)
     assert [run.tokens[name].index(end) for name in ("stops", "plain")] == [expected, 100]
     assert control.settled().decisions["probe"] - before.get("probe", 0) == (2 if extension else 0)
 
@@ -89,21 +92,20 @@ def test_a_grammar_after_a_forced_end(llm: Any, agent: Any, control: Control, ca
     control.settled()
 
 
-def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control) -> None:
+def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """A cache salt keeps prompts apart: a probe shares its own request's blocks and is as cheap as any other."""
-    from tests.engine import prompt_ids
-
     control.apply(DENSE)
-    prompt = {"prompt_token_ids": prompt_ids(llm, opened()), "cache_salt": "one"}
+    run, params = Run(llm), SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    run.put("salted", prompt_ids(llm, opened()), params, salt="one")
     with records(agent) as seen:
-        llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True), use_tqdm=False)
+        run.until(settled=settled)
     (measured,) = probes(seen).values()
     assert {cost for *_, cost, _, _ in measured} == {2}
     control.settled()
 
 
 def test_places_are_kept_for_probes_when_the_engine_is_full(
-    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More requests than places: without a reserve nothing is ever probed; with one, tokens stay the same."""
     chosen = [opened(i % 6) for i in range(24)]
@@ -112,18 +114,20 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
     reference = chat(llm, chosen, params)
     monkeypatch.setattr(place_reserve, "PLACE_SHARE", 2)
     before, preempted = agent.probing.tokens, agent.preempted_think
-    assert chat(llm, chosen, params) == reference
+    assert paced(llm, chosen, params, settled) == reference
     assert agent.probing.tokens > before + 2 * 100
     assert agent.preempted_think == preempted
     control.settled()
 
 
-def test_probes_that_cannot_run_are_refused_with_the_reason(llm: Any, agent: Any, control: Control) -> None:
+def test_probes_that_cannot_run_are_refused_with_the_reason(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     """As many requests as the engine may run leave no place: nothing is preempted, every probe has its outcome."""
     control.apply(DENSE)
     before = agent.preempted_think
     with records(agent) as seen:
-        chat(llm, [*cases(), *cases()[:2]], endless(agent, max_tokens=60))
+        paced(llm, [*cases(), *cases()[:2]], endless(agent, max_tokens=60), settled)
     details = {detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6}
     assert "no running place to spare" in details
     assert agent.preempted_think == before

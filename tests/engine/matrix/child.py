@@ -16,6 +16,7 @@ from tests.engine.matrix import features_of
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare, version_here
 from tests.engine.matrix.stock import Stock, StockFailed
+from tests.engine.pacing import watch
 from tests.processes import Control
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def start(build: Build, control: Control, stock: Stock) -> Engine:
     from tests.engine.matrix.engine import Engine
 
     prepare(build)
+    watch()
     llm = vllm.LLM(**build.engine_args())
     control.engine()
     engine = Engine(build, llm, control, stock)

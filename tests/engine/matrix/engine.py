@@ -14,6 +14,7 @@ from meridian_agent.phases import FLAG_END, FLAG_MARKER, Phase
 from tests.engine import Run, cases, offline, prompt_ids
 from tests.engine.matrix.asks import Ask, generate
 from tests.engine.matrix.builds import ON_GPU
+from tests.engine.pacing import Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import probes, records, rows
 
@@ -38,6 +39,7 @@ class Engine:
         self.build, self.llm, self.control, self.stock = build, llm, control, stock
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.agent = self.scheduler._agent
+        self.settled = Settled(self.scheduler, control)
         self.end: int = self.agent.tracker.markers.end[0]
         self.start: int = self.agent.tracker.markers.starts[0][0]
         # Triton's interpreter makes some 70 tokens a second; drafts on a CPU are not fast either.
@@ -89,10 +91,10 @@ class Engine:
         return [answers[0].tokens for answers in self.ask(asks)]
 
     def paced(self, asks: list[Ask]) -> list[list[int]]:
-        """As `tokens`, in steps as slow as a large model's: decisions are as late as there."""
+        """As `tokens`, but each step waits until the reports before it are answered."""
         names = [f"paced{i}" for i in range(len(asks))]
         run = self.run(dict(zip(names, asks, strict=True)))
-        run.until(pause_s=0.0 if self.slow else 0.003)
+        run.until(settled=self.settled)
         self.drain()
         return [run.tokens[name] for name in names]
 

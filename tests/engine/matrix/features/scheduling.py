@@ -287,7 +287,7 @@ def reclaim(engine: Engine) -> None:
         engine.control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
         ask = Ask(engine.prompt(), engine.endless(max_tokens=70))
         run = engine.run({"r": ask})
-        run.until(lambda run=run: len(run.tokens["r"]) == 60, pause_s=0.003)
+        run.until(lambda run=run: len(run.tokens["r"]) == 60, settled=engine.settled)
         (name,) = engine.agent.tracker.by_id
         (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
         run.until()
@@ -339,7 +339,7 @@ def priority(engine: Engine) -> None:
         asks = {f"think{i}": Ask(engine.prompt(i), more, priority=think_priority) for i in range(5)}
         asks |= {f"answer{i}": Ask(engine.prompt(i, CLOSED), less) for i in range(3)}
         run = engine.run(asks)
-        run.until(pause_s=0.001)
+        run.until(settled=engine.settled)
         engine.drain()
         engine.control.settled()
         after = engine.agent.preempted_think, engine.agent.output_critical

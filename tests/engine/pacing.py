@@ -1,0 +1,106 @@
+"""Steps that wait for the control plane: a decision comes one step after the report it was made from, however busy the
+machine is.
+
+Owns the knowledge of what an agent of this process has told on its stream, and what it has heard. Reads the link and
+changes nothing there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+
+from meridian_agent.link import Link
+from meridian_agent.ring import Ring
+from meridian_agent.tracker import StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.processes import Control
+
+# Against hanging; a busy machine answers within milliseconds.
+PATIENCE_S, LOOK_S = 120.0, 0.0005
+
+
+@functools.cache
+def watch() -> None:
+    """Have each stream's ring note the steps laid on it and the newest decision heard; call before an engine is made.
+
+    Ids of decisions count up from 1 on each stream, so the newest one tells how many have come.
+    """
+    lay, receive = Ring.lay, Link._receive
+
+    def laid(ring: Any, item: Any, presses: bool = False) -> None:
+        if isinstance(item, StepRecord):
+            ring.__dict__.setdefault("steps", []).append(item.step)
+        lay(ring, item, presses)
+
+    def received(link: Link, response: agent_pb2.ConnectResponse) -> None:
+        ring: Any = link.outbox.ring
+        newest = max(_ids(response.directives), default=0)
+        receive(link, response)
+        ring.heard = max(newest, getattr(ring, "heard", 0))
+
+    setattr(Ring, "lay", laid)  # noqa: B010
+    setattr(Link, "_receive", received)  # noqa: B010
+
+
+def _ids(directives: agent_pb2.Directives) -> list[int]:
+    each = (directives.forces, directives.caps, directives.tiers, directives.probes)
+    return [directives.plan.decision_id, *(decision.decision_id for kind in each for decision in kind)]
+
+
+class Settled:
+    """Waits until the control plane has answered what the agent has reported so far, and the answer is here.
+
+    Records that the link keeps back for a larger report are not waited for.
+    """
+
+    def __init__(self, scheduler: Any, control: Control) -> None:
+        self._scheduler, self._control = scheduler, control
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[Callable[[], None]]:
+        """A function to be called after each step."""
+        with self._control.channel() as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            yield lambda: self._wait(stub)
+
+    def __call__(self) -> None:
+        """Once; raises TimeoutError when no answer comes."""
+        with self.between_steps() as wait:
+            wait()
+
+    def _wait(self, stub: Any) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        if self._scheduler._agent is None:
+            return
+        link = self._scheduler._agent.link
+        link.outbox.wake()
+        while link.connected and not self._answered(link, stub):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not within {PATIENCE_S} s: the control plane to answer the newest report")
+            time.sleep(LOOK_S)
+
+    def _answered(self, link: Link, stub: Any) -> bool:
+        ring: Any = link.outbox.ring
+        waiting = [item for item in tuple(ring._items) if isinstance(item, StepRecord)]
+        if waiting and (ring.presses or ring.qsize() >= ring._wanted):
+            # The reader is about to take them.
+            return False
+        steps: list[int] = getattr(ring, "steps", [])
+        taken = len(steps) - len(waiting)
+        if not taken:
+            return True
+        found = stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=PATIENCE_S).engines
+        engine = next((e for e in found if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED), None)
+        return (
+            engine is not None
+            and engine.step >= steps[taken - 1]
+            and sum(engine.decisions.values()) == getattr(ring, "heard", 0)
+        )
