@@ -2,16 +2,32 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 3
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-.PHONY: demo test soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
+.PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
 	audit clean
 
 demo: $(VENV)/ready
 	$(BIN)/python -m tests.demo
 
-test: $(VENV)/ready lint
-	$(BIN)/python -m pytest
+# Three processes for two cores, since many tests wait; lint and types run beside them.
+test: $(VENV)/ready
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+# The inner loop: no engine.
+check: $(VENV)/ready
+	@$(MAKE) --no-print-directory -j2 lint unit
+
+unit: $(VENV)/ready
+	$(BIN)/python -m pytest -q tests/unit
+
+# What some tests need and this machine does not have, and how to get it; installs nothing.
+doctor: $(VENV)/ready
+	$(BIN)/python -m tests.needed
 
 # Requests, faults and policies at random, 20 minutes; ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready

@@ -1,18 +1,60 @@
-"""Fixtures that several folders share."""
+"""Fixtures that several folders share, and how tests are divided among processes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.postgres import Postgres
-from tests.processes import ENGINE_ENV, Process
+from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+# Groups of tests in the order in which they begin: those that take longest first, ones that keep a core busy beside
+# ones that wait. All others follow as they are collected.
+FIRST = (
+    "engine",
+    "tests/chaos/test_faults.py",
+    "tests/contract/test_rollout.py",
+    "tests/soak/test_soak.py",
+    "tests/engine/test_replicated.py",
+    "tests/contract/test_whole_fleet.py",
+    "tests/engine/test_matrix.py[ngram",
+    "tests/engine/test_data_parallel.py",
+    "tests/engine/test_served.py",
+    "tests/contract/test_server.py",
+    "tests/engine/test_matrix.py[async",
+    "tests/engine/test_matrix.py[marked-async",
+    "tests/sim/test_sim.py",
+)
+
+
+def group(item: pytest.Item) -> str:
+    """Tests of one group run in one process, one after the other: those on the shared engine, those of one build of
+    the engine matrix, and else those of one file, for which what a module shares is started once."""
+    if "llm" in getattr(item, "fixturenames", ()):
+        return "engine"
+    path, _, test = item.nodeid.partition("::")
+    return f"{path}[{test.partition('[')[2].partition(':')[0]}" if "test_feature[" in test else path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only several processes need an order; one keeps the usual one."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    groups = {item: group(item) for item in items}
+    place = {name: number for number, name in enumerate(FIRST)}
+    for item, name in groups.items():
+        item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: place.get(groups[item], len(place)))
 
 
 @pytest.fixture(scope="session")
@@ -24,20 +66,28 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(scope="session")
-def stock_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """Stock vLLM's greedy tokens, made while a governed engine starts."""
-    folder = tmp_path_factory.mktemp("stock")
-    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": ""}
-    process = Process(
-        [sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")], folder / "stock.log", env
-    )
-    yield process
-    process.stop()
+def stock_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that stock vLLM's greedy tokens come to, made while a governed engine starts. Of several test processes
+    the first that asks has it made."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stock"
+    process = None
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        env = {**ENGINE_ENV, "MERIDIAN_CONTROL": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        command = [sys.executable, "-m", "tests.engine.stock", str(folder / "stock.json")]
+        process = Process(command, folder / "stock.log", env)
+    yield folder / "stock.json"
+    if process is not None:
+        process.stop()
 
 
 @pytest.fixture(scope="session")
-def stock(stock_process: Process) -> list[list[int]]:
+def stock(stock_tokens: Path) -> list[list[int]]:
     """Greedy token ids of stock vLLM for `tests.engine.cases()`."""
-    assert stock_process.popen.wait(600) == 0, stock_process.output()[-3000:]
-    tokens: list[list[int]] = json.loads((stock_process.log.parent / "stock.json").read_text())
+    try:
+        wait_for(stock_tokens.exists, 100, "stock vLLM to say what it says")
+    except TimeoutError:
+        raise AssertionError(stock_tokens.with_suffix(".log").read_text()[-3000:]) from None
+    tokens: list[list[int]] = json.loads(stock_tokens.read_text())
     return tokens

@@ -36,7 +36,7 @@ class Compiler:
     """NVRTC. Raises OSError where it is not installed."""
 
     def __init__(self) -> None:
-        self._lib = ctypes.CDLL(_library())
+        self._lib = ctypes.CDLL(library())
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{major.value}.{minor.value}"
@@ -68,7 +68,7 @@ class Compiler:
             raise RuntimeError(f"{name}: NVRTC error {status}")
 
 
-def _library() -> str:
+def library() -> str:
     for wheel in WHEELS:
         try:
             files = metadata.files(wheel) or []

@@ -91,7 +91,7 @@ class Postgres:
 
     async def _execute(self, statement: str) -> None:
         address = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
-        connection = await asyncpg.connect(address, timeout=5)
+        connection = await asyncpg.connect(address, timeout=60)
         try:
             await connection.execute(statement)
         finally:

@@ -41,7 +41,12 @@ ENGINE_ENV = {
 
 # Below those that outgoing connections take for themselves, and never the same twice: a server that is yet to start
 # must find its port free.
-PORTS = range(15_000, 32_000)
+# Of those, each of several test processes has its own.
+_OF, _WORKER = (
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
+)
+PORTS = range(15_000 + _WORKER, 32_000, _OF)
 _given: set[int] = set()
 
 
@@ -55,14 +60,21 @@ def free_port() -> int:
                 return port
 
 
+# Times to wait are given for a quiet machine, and guard against waiting for ever only: where other processes keep the
+# cores busy, all of them are so many times as long.
+BUSY = 6
+# Deadline of a call.
+RPC_S = 60.0
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     """The condition's first true value. Raises TimeoutError naming what was awaited."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * BUSY
     while time.monotonic() < deadline:
         if value := condition():
             return value
         time.sleep(0.05)
-    raise TimeoutError(f"not within {timeout_s} s: {what}")
+    raise TimeoutError(f"not within {timeout_s * BUSY} s: {what}")
 
 
 class Process:
@@ -165,7 +177,7 @@ class Control:
     def engines(self) -> list[fleet_pb2.Engine]:
         with self.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            return list(stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=5).engines)
+            return list(stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=RPC_S).engines)
 
     def engine(self) -> fleet_pb2.Engine:
         """The one connected engine."""
@@ -180,32 +192,34 @@ class Control:
     def requests(self) -> list[fleet_pb2.LiveRequest]:
         with self.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            return list(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1000), timeout=5).requests)
+            return list(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1000), timeout=RPC_S).requests)
 
     def explain(self, request_id: str) -> fleet_pb2.RequestLife:
         """The newest request of that id, from the decision log."""
         with self.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=5).life
+            return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=RPC_S).life
 
     def set_policy(self, policy: dict[str, Any]) -> int:
         """Put a policy in force and return its revision, without waiting for engines."""
         message = ParseDict(policy, policy_pb2.Policy())
         with self.channel() as channel:
             stub = policy_pb2_grpc.PolicyServiceStub(channel)
-            return int(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=message), timeout=5).revision.revision)
+            return int(
+                stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=message), timeout=RPC_S).revision.revision
+            )
 
     def freeze(self, seconds: int = 600) -> None:
         """Freeze every engine, without waiting for them."""
         request = freeze_pb2.FreezeRequest(reason="test")
         request.duration.FromSeconds(seconds)
         with self.channel() as channel:
-            freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request, timeout=5)
+            freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request, timeout=RPC_S)
 
     def thaw(self) -> None:
         """End all freezes."""
         with self.channel() as channel:
-            freeze_pb2_grpc.FreezeServiceStub(channel).Thaw(freeze_pb2.ThawRequest(), timeout=5)
+            freeze_pb2_grpc.FreezeServiceStub(channel).Thaw(freeze_pb2.ThawRequest(), timeout=RPC_S)
 
     def apply(self, policy: dict[str, Any]) -> int:
         """Put a policy in force and wait until the engine has acknowledged it."""

@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from tests.contract.test_server import Process
 from tests.fakes.linked import until
+from tests.processes import BUSY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +54,7 @@ async def until_answer(question: Any, wanted: Any, timeout_s: float = 20.0) -> N
     """Ask until the answer is the wanted one."""
     answer = None
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s * BUSY):
             while (answer := await question()) != wanted:
                 await asyncio.sleep(0.05)
     except TimeoutError:

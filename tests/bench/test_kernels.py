@@ -16,6 +16,7 @@ from meridian_kernels import reference
 from tests.bench.kernels import why_not
 from tests.bench.kernels_arms import ALONE, EAGER, OURS, eager
 from tests.bench.kernels_report import Case, Found, Times, markdown
+from tests.needed import TRITON
 
 
 def case(rows: int, ours_us: float, eager_us: float, other_us: float) -> Case:
@@ -70,7 +71,7 @@ for rows, vocab, programs in ((3, 1000, 1), (2, 3001, 6), (1, 5, 64)):
 
 def test_the_triton_rival_is_the_same_function() -> None:
     """In Triton's interpreter."""
-    pytest.importorskip("triton")
+    TRITON.require()
     paths = [str(INTERPRETER), *sys.path]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True, timeout=120)

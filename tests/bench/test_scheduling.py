@@ -11,6 +11,7 @@ from tests.bench.cache_load import reachable_blocks
 from tests.bench.scheduling_load import GAMMA_CV, gaps, open_loop
 from tests.bench.scheduling_metrics import Case, Run, figures, qoe, ratio
 from tests.bench.streamed import Request, Timeline
+from tests.needed import VLLM
 
 
 def timeline(due_s: float, times_s: list[float], think: int) -> Timeline:
@@ -72,7 +73,7 @@ def test_a_larger_load_needs_more_blocks() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_never_hit_blocks_are_reused_first() -> None:
     """Unhashed blocks, then those never hit, then those that were; each least recently used first."""
-    pytest.importorskip("vllm")
+    VLLM.require()
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
     from tests.bench.cache_never_hit import TwoClassQueue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.network import Network, NoNamespacesError
+from tests.needed import NETWORK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,6 @@ def network() -> Iterator[Network]:
     try:
         network = Network(seed=3)
     except NoNamespacesError as error:
-        pytest.skip(f"network namespaces and TUN devices cannot be made here: {error}")
+        pytest.skip(f"{error}; {NETWORK.reason}")
     yield network
     network.stop()

@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.driver import Engine
 from tests.chaos.network import NoNamespacesError
 from tests.chaos.scene import FAULTS, TARGET, Fault, Scene
+from tests.needed import NETWORK
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> I
     try:
         scene = Scene(folder, seed=5)
     except NoNamespacesError as error:
-        pytest.skip(f"network namespaces and TUN devices cannot be made here: {error}")
+        pytest.skip(f"{error}; {NETWORK.reason}")
     within, forks = scene.network.within("engine"), {"GRPC_ENABLE_FORK_SUPPORT": "1"}
     engine = Engine(folder, "chaos", TARGET, within, environment=forks)
     try:
@@ -175,9 +176,9 @@ def test_forks_with_grpcs_fork_support(world: World) -> None:
     child ends, and the stream goes on."""
     world.governed()
     said = len(world.engine.log())
-    held_up = [held_up_s(world) for _ in range(8)]
+    held_up = [held_up_s(world) for _ in range(12)]
     # How long the fork itself takes is the machine's affair.
-    assert sorted(held_up)[-3] < HELD_UP_S, held_up
+    assert sorted(held_up)[-5] < HELD_UP_S, held_up
     ended = [line for line in world.engine.log()[said:].splitlines() if " ended: " in line]
     # The leases are short, and a machine that does nothing else for so long is heard nothing of.
     assert [line for line in ended if "nothing heard for" not in line] == []

@@ -19,7 +19,7 @@ from meridian_agent.credentials import Credentials
 from tests.fakes.linked import LinkedEngine
 
 # A fork that takes longer, with all that its child does, stands still: then this process says where, and ends.
-STANDS_S = 20.0
+STANDS_S = 120.0
 STEP_S = 0.003
 # Longest until the fork: from the stream's end, as its channel is closed and another one opened, or from a report, as
 # its answer comes.

@@ -71,7 +71,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def engines(channel: grpc.aio.Channel) -> Any:
-    return await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=10)
+    return await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=60)
 
 
 # ------------------------------------------------------------------------------------------------------------- roles

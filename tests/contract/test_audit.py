@@ -119,7 +119,7 @@ async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
     async def finished() -> list[audit_pb2.AuditRecord]:
         return await records(secured, outcome="CANCELLED")
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not (cancelled := await finished()):
             await asyncio.sleep(0.01)
     assert [r.id for r in cancelled] == [begun.id]
@@ -245,7 +245,7 @@ async def test_a_caller_that_hangs_up_does_not_end_the_record(slow: tuple[Slow, 
     (begun,) = await log.list(10, None, [])
     assert begun.outcome == Outcome("")
     service.go.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not (record := (await log.list(10, None, []))[0]).outcome.code:
             await asyncio.sleep(0.01)
     assert record.outcome == Outcome("OK", "", "old", "new")

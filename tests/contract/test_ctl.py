@@ -427,7 +427,7 @@ async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             for _ in range(3):
                 await process.stdout.readuntil(b"engine-7")
             process.send_signal(signal.SIGINT)

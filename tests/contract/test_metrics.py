@@ -161,7 +161,7 @@ async def test_health_on_a_port_of_its_own(own: Process) -> None:
     await own.started()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10)
+        response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
         assert response.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
             await policy_pb2_grpc.PolicyServiceStub(channel).GetPolicy(policy_pb2.GetPolicyRequest())

@@ -67,7 +67,7 @@ async def watching(store: PolicyStore, folder: Path) -> AsyncIterator[list[Store
     await asyncio.sleep(0.05)
     yield changes
     watcher.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(asyncio.CancelledError):
             await watcher
 

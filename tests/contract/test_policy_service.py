@@ -384,7 +384,7 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
     store = PausingStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
     store.committed, store.go_on = asyncio.Event(), asyncio.Event()
     changed: asyncio.Future[StoredRevision] = asyncio.Future()
-    async with stub(store, changed.set_result) as served, asyncio.timeout(20):
+    async with stub(store, changed.set_result) as served, asyncio.timeout(120):
         call = served.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
         await store.committed.wait()
         call.cancel()

@@ -266,7 +266,7 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
         await until(lambda: control.fleet.recordings, 30)
         await stream_of(control.target, FakeAgent(), 40)
         process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             told, errors = await process.communicate()
     finally:
         with suppress(ProcessLookupError):

@@ -86,7 +86,7 @@ async def test_every_update_is_stored_once_although_the_server_is_killed(process
                 with suppress(grpc.aio.AioRpcError):
                     async with grpc.aio.insecure_channel(process.target, OWN_CONNECTION) as channel:
                         stub = policy_pb2_grpc.PolicyServiceStub(channel)
-                        answer = await stub.UpdatePolicy(message, wait_for_ready=True, timeout=10)
+                        answer = await stub.UpdatePolicy(message, wait_for_ready=True, timeout=60)
                         acknowledged[name] = answer.revision
 
     total = WRITERS * UPDATES

@@ -491,7 +491,7 @@ async def test_the_program_drives_a_rollout_although_it_is_killed(process: Proce
             async def state() -> int:
                 return (await stub.GetRollout(rollout_pb2.GetRolloutRequest(), wait_for_ready=True)).rollout.state
 
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while await state() != COMPLETED:
                     await asyncio.sleep(0.1)
         assert (a.settings[-1].revision, b.settings[-1].revision) == (2, 2)

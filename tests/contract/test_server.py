@@ -23,6 +23,7 @@ from meridian_control import server as control_server
 from meridian_control.paging import MAX_PAGE_SIZE, page
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -30,13 +31,7 @@ if TYPE_CHECKING:
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-STOP_S = 15.0
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+STOP_S = 120.0
 
 
 class Process:
@@ -67,7 +62,7 @@ class Process:
         async with grpc.aio.insecure_channel(self.target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest()
-            response = await stub.Check(request, wait_for_ready=True, timeout=30)
+            response = await stub.Check(request, wait_for_ready=True, timeout=60)
         assert response.status == SERVING
 
     async def ended(self) -> int:
@@ -85,7 +80,7 @@ class Process:
             self.popen.wait()
 
     def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as response:
             return str(response.read(), "utf-8")
 
     def log(self) -> str:

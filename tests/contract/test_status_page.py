@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
-import pytest
 
 from meridian_control.errors import StoreUnavailable
 from meridian_control.freezes import Match
@@ -26,17 +24,18 @@ from tests.contract.test_stream import Control, controlling, utc_now
 from tests.contract.test_why import one_life
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
+from tests.needed import CHROMIUM
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    import pytest
     from playwright.async_api import Page
 
 # How a place on the page is called here.
 NAME = "(e) => `${e.tagName} ${e.id || e.textContent.slice(0, 40)}`"
 PLACE = f"({NAME})(document.activeElement)"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @asynccontextmanager
@@ -147,12 +146,11 @@ async def test_viewers_share_one_look_and_are_bounded(tmp_path: Path) -> None:
 @asynccontextmanager
 async def browsing() -> AsyncIterator[tuple[Page, list[str]]]:
     """A page of a headless Chromium, and what it complains about."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
+    chromium = CHROMIUM.require()
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = await browser.new_page()
         complaints: list[str] = []
         page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)

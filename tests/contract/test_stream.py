@@ -258,7 +258,9 @@ async def test_settings_round_trip(control: Control) -> None:
         assert control.fleet.totals().nacks == 1
 
 
-async def test_changes_in_a_row_are_sent_as_one(control: Control) -> None:
+async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "QUIET_S", 1.0)
+    monkeypatch.setattr(fleet, "MAX_WAIT_S", 60.0)
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         for lease_ms in range(500, 510):

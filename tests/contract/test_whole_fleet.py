@@ -205,7 +205,7 @@ async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicat
 
 async def until_leader(replicated: Replicated, than: int) -> tuple[str, int]:
     """Who leads next, after a leader with the token `than`."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (found := await replicated.leader())[1] <= than:
             await asyncio.sleep(0.1)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import yaml
 from deploy.dashboards import DASHBOARDS
 from deploy.generate import ADDONS, HERE, RULES, generated
 from meridian_control.catalogue import CATALOGUE
+from tests.needed import PROMTOOL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +92,7 @@ def test_every_alert_is_tested_for_firing_and_for_silence() -> None:
     assert [case["alertname"] for case in ill["alert_rule_test"] if case["exp_alerts"]] == list(ALERTS)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+@PROMTOOL.mark
 def test_the_alerts_in_promtool() -> None:
     for command in ("check rules rules.yaml", "test rules rules_test.yaml"):
         done = subprocess.run(

@@ -19,6 +19,7 @@ import yaml
 from deploy.generate import ADDONS, HERE
 from meridian_control.access import Identities
 from meridian_control.options import parser
+from tests.needed import KUSTOMIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +120,7 @@ def test_a_kustomization_names_what_is_there_in_words_that_old_ones_know(path: P
 
 def rendered(folder: Path) -> list[Object]:
     if RENDER is None:
-        pytest.skip("neither kubectl nor kustomize is installed (Debian: kubernetes-client)")
+        pytest.skip(KUSTOMIZE.reason)
     done = subprocess.run([*RENDER, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return objects(done.stdout)

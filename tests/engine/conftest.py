@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from vllm import LLM
 
-    from tests.processes import Process
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -46,7 +44,7 @@ def control(folder: Path) -> Iterator[Control]:
 
 
 @pytest.fixture(scope="session")
-def llm(stock_process: Process, control: Control) -> Iterator[LLM]:
+def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
     os.environ.update(ENGINE_ENV)
     os.environ.update(
         MERIDIAN_CONTROL=control.target,

@@ -12,7 +12,11 @@ def main() -> None:
 
     llm = vllm.LLM(**ENGINE_ARGS)
     params = vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    Path(sys.argv[1]).write_text(json.dumps(chat(llm, cases(), params)))
+    tokens = chat(llm, cases(), params)
+    # There all at once: others wait for it.
+    written = Path(sys.argv[1]).with_suffix(".written")
+    written.write_text(json.dumps(tokens))
+    written.rename(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.processes import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 # Ends the thinking of every case that thinks, and more.
@@ -88,20 +89,25 @@ def test_frozen_output_is_stocks(llm: Any, agent: Any, control: Control, stock: 
 
 
 @pytest.mark.usefixtures("thawed")
-def test_requests_in_flight_are_let_go_and_taken_up_again(llm: Any, agent: Any, control: Control) -> None:
+def test_requests_in_flight_are_let_go_and_taken_up_again(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     control.apply({"scheduler": {"max_think_tokens": 150}})
     before = control.settled()
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=900))
     run.until(lambda: len(run.tokens["r"]) > 10)
     control.freeze()
-    run.until(lambda: control.engine().freeze.confirmed)
+    wait_for(lambda: agent.link.arrived, 20, "the freeze to arrive")
+    run.step()
+    confirmed(control, True)
     assert len(run.tokens["r"]) < 150
     run.until(lambda: len(run.tokens["r"]) > 200)
     end = agent.tracker.markers.end[0]
     assert end not in run.tokens["r"]
     control.thaw()
-    run.until()
+    wait_for(lambda: agent.link.arrived, 20, "the thaw to arrive")
+    run.until(settled=settled)
     assert 200 < run.tokens["r"].index(end) < 900
     assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)
 

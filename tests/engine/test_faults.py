@@ -84,7 +84,8 @@ def test_it_comes_back_by_itself(
     run.step()
     shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
     assert shown.HasField("recover_time")
-    run.until(lambda: scheduler._agent is not None, pause_s=0.01)
+    wait_for(lambda: scheduler._guard.rest_s() <= 0, 20, "its rest to be over")
+    run.until(lambda: scheduler._agent is not None)
     again = scheduler._agent
     assert again is not agent
     assert len(again.tracker.by_id) == 3

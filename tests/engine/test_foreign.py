@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
 from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
-from tests.engine import MAX_TOKENS, Run, cases, chat
+from tests.engine import MAX_TOKENS, Run, cases, chat, paced
 from tests.engine.policies import DENSE
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import CAPPED
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 CAP: int = CAPPED["scheduler"]["max_think_tokens"]
@@ -61,7 +62,14 @@ def explained(own: list[int], stock: list[int], end: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "version"), [("older", FIRST_VERSION), ("newer", NEXT_VERSION)])
 def test_another_version(  # noqa: PLR0917
-    llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path, kind: str, version: str
+    llm: Any,
+    agent: Any,
+    control: Control,
+    settled: Settled,
+    stock: list[list[int]],
+    folder: Path,
+    kind: str,
+    version: str,
 ) -> None:
     """To the agent the control plane is older or newer, to the control plane the agent is: what both know of goes on.
 
@@ -73,11 +81,11 @@ def test_another_version(  # noqa: PLR0917
         engine = wait_for(lambda: (e := control.engine()).agent_version == version and e, 20, "its Hello")
         assert engine.vllm_version
         wait_for(lambda: control.engine().acked_revision, 20, "the policy to hold")
-        said = chat(llm, cases(), GREEDY)
+        said = paced(llm, cases(), GREEDY, settled)
         assert all(explained(own, all_of_it, end) for own, all_of_it in zip(said, stock, strict=True))
         assert said == capped if kind == "newer" else said != stock
         control.apply(DENSE)
-        assert chat(llm, cases(), GREEDY) == stock
+        assert paced(llm, cases(), GREEDY, settled) == stock
         engine = control.settled()
         assert (engine.fault, engine.nack_error, engine.open_decisions) == ("", "", 0)
         assert engine.decisions["probe"] > 0

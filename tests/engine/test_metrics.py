@@ -13,6 +13,7 @@ from meridian_control.catalogue import AGENTS, CATALOGUE, ENGINES
 from tests.engine import cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
+from tests.processes import RPC_S
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
@@ -33,7 +34,7 @@ QUIET = {
 
 def scraped(control: Control) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The sum of each metric's samples (of a histogram, its observations), and of each with an engine its samples."""
-    with urllib.request.urlopen(f"http://{control.options[-1]}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{control.options[-1]}/metrics", timeout=RPC_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     sums, engines = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
     for family in families:

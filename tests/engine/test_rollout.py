@@ -10,7 +10,7 @@ from meridian.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.engine import chat
 from tests.engine.test_decisions import endless, opened
 from tests.fakes.linked import LinkedEngine
-from tests.processes import wait_for
+from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from tests.processes import Control
@@ -26,10 +26,10 @@ def test_from_nobody_to_everybody(llm: Any, agent: Any, control: Control) -> Non
     with LinkedEngine([control.target], "beside") as beside, control.channel() as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         wait_for(lambda: beside.link.revision == before, 20, "the other agent to have the policy")
-        started = stub.StartRollout(request, timeout=5).rollout
+        started = stub.StartRollout(request, timeout=RPC_S).rollout
 
         def status() -> rollout_pb2.Rollout:
-            return stub.GetRollout(rollout_pb2.GetRolloutRequest(), timeout=5).rollout
+            return stub.GetRollout(rollout_pb2.GetRolloutRequest(), timeout=RPC_S).rollout
 
         try:
             wait_for(lambda: status().step == 2, 20, "the second step")
@@ -37,7 +37,7 @@ def test_from_nobody_to_everybody(llm: Any, agent: Any, control: Control) -> Non
             wait_for(lambda: status().state == rollout_pb2.ROLLOUT_STATE_COMPLETED, 20, "the end")
         finally:
             if status().state != rollout_pb2.ROLLOUT_STATE_COMPLETED:
-                stub.AbortRollout(rollout_pb2.AbortRolloutRequest(), timeout=5)
+                stub.AbortRollout(rollout_pb2.AbortRolloutRequest(), timeout=RPC_S)
         acked = {engine.engine_id: engine.acked_revision for engine in control.engines()}
         assert set(acked.values()) == {started.candidate_revision}
         assert [s.revision for s in beside.settings] == [before, started.candidate_revision]

@@ -10,6 +10,7 @@ from meridian_agent.directives import STEP_DECISIONS
 from meridian_agent.link import Link
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
+from tests.processes import BUSY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     """The condition's first true value; other threads and the server go on meanwhile."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s * BUSY
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited too long"
         await asyncio.sleep(0.005)

@@ -13,12 +13,13 @@ import torch
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, reference
 
 from tests.bench.kernels import why_not
+from tests.needed import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 if reason := why_not():
-    pytest.skip(reason, allow_module_level=True)
+    pytest.skip(f"{reason}: {GPU.how}", allow_module_level=True)
 
 import cupy
 from meridian_kernels.cuda import SLOTS

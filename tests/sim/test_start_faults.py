@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("vllm")
+from tests.needed import VLLM
+
+pytest.importorskip("vllm", reason=VLLM.reason)
 
 import vllm.config.scheduler as vllm_scheduler
 import vllm.v1.worker.worker_base as vllm_worker

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm")
+from tests.needed import VLLM
+
+pytest.importorskip("vllm", reason=VLLM.reason)
 
 from tests.sim.worker import broken, cases
 

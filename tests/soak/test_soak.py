@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("vllm")
+from tests.needed import VLLM
+
+pytest.importorskip("vllm", reason=VLLM.reason)
 
 from meridian.v1 import agent_pb2, fleet_pb2
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.data import chain
 from tests.data.maze import END_THINK, STOP, THINK, text_of
+from tests.needed import TOKENIZERS
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "chain-qwen3"
 
@@ -60,7 +61,9 @@ def test_first_passes_end_at_the_answer_unless_they_slip() -> None:
 
 
 def test_texts_survive_the_tokenizer() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+    TOKENIZERS.require()
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     for task, passes in traces(100, slips=0.1):
         tokens = [THINK, *(token for one in passes for token in one), END_THINK, *chain.answer_tokens(task)]

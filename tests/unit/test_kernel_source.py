@@ -16,6 +16,8 @@ from meridian_kernels import EntropySignal, cuda, reference
 
 from tests import nvrtc
 from tests.cuda_host import COMPILER, HostKernels
+from tests.needed import COMPILER as NEEDED
+from tests.needed import NVRTC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +33,7 @@ def compiler() -> nvrtc.Compiler:
     try:
         return nvrtc.Compiler()
     except OSError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"{error}; {NVRTC.reason}")
 
 
 def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
@@ -70,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 
 def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
     if COMPILER is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip(NEEDED.reason)
     return HostKernels(factory.mktemp("host"), **sizes)
 
 

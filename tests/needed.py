@@ -1,0 +1,145 @@
+"""What some tests need and not every machine has: how to see whether it is here, and how to get it.
+
+`python -m tests.needed`, which is `make doctor`, says what is missing. It installs nothing. Tests that skip take their
+reason from the same table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+COMPILERS = ("g++", "clang++")
+RENDERERS = ("kubectl", "kustomize")
+
+
+@dataclass(frozen=True)
+class Need:
+    """name: what it is. found: why it counts as here, or nothing. how: what to do to have it. tests: what skips
+    without it."""
+
+    name: str
+    found: Callable[[], str]
+    how: str
+    tests: str
+
+    @property
+    def reason(self) -> str:
+        """Why a test skips that needs it."""
+        return f"{self.name} is missing here: {self.how}"
+
+    @property
+    def mark(self) -> pytest.MarkDecorator:
+        """Skips a test where it is missing."""
+        return pytest.mark.skipif(not self.found(), reason=self.reason)
+
+    def require(self) -> str:
+        """Where it is; skips the test that asks, or the module that is being imported, where it is missing."""
+        return self.found() or pytest.skip(self.reason, allow_module_level=True)
+
+
+def program(*names: str) -> Callable[[], str]:
+    """Finds the first of these programs on the path."""
+    return lambda: next(filter(None, map(shutil.which, names)), "")
+
+
+def module(name: str) -> Callable[[], str]:
+    """Finds a Python module of this name."""
+
+    def found() -> str:
+        spec = importlib.util.find_spec(name)
+        return (spec.origin or name) if spec else ""
+
+    return found
+
+
+def _nvrtc() -> str:
+    from tests.nvrtc import library
+
+    try:
+        return library()
+    except OSError:
+        return ""
+
+
+def _gpu() -> str:
+    """Torch is asked in another process: to look makes no CUDA context here."""
+    look = "import torch, cupy; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _namespaces() -> str:
+    """The emulated network of `tests.chaos` itself is the test."""
+    from tests.chaos.network import Network, NoNamespacesError
+
+    try:
+        Network().stop()
+    except NoNamespacesError:
+        return ""
+    return "user and network namespaces, TUN devices"
+
+
+VLLM = Need("vLLM", module("vllm"), "pip install -e '.[cpu]'", "tests/engine, tests/chaos, tests/soak, tests/sim")
+TRITON = Need("Triton", module("triton"), "pip install -e '.[cpu]'", "tests/bench/test_kernels.py")
+TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/test_chain.py")
+NVRTC = Need(
+    "NVRTC, the compiler of CUDA source",
+    _nvrtc,
+    "pip install -e '.[dev]' on Linux",
+    "tests/unit/test_kernel_source.py",
+)
+COMPILER = Need(
+    "a C++ compiler", program(*COMPILERS), "apt-get install g++, or clang", "tests/unit/test_kernel_source.py"
+)
+CHROMIUM = Need(
+    "Chromium", program(*BROWSERS), "apt-get install chromium, or Google Chrome", "tests/contract/test_status_page.py"
+)
+PROMTOOL = Need("promtool", program("promtool"), "apt-get install prometheus", "tests/deploy/test_generated.py")
+KUSTOMIZE = Need(
+    "kubectl or kustomize",
+    program(*RENDERERS),
+    "apt-get install kubernetes-client",
+    "tests/deploy/test_manifests.py",
+)
+NETWORK = Need(
+    "the emulated network",
+    _namespaces,
+    "apt-get install util-linux, and allow user namespaces, network namespaces and /dev/net/tun: as root, or in a"
+    " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
+    "tests/chaos",
+)
+GPU = Need(
+    "a CUDA GPU with CuPy",
+    _gpu,
+    "a machine with an NVIDIA GPU, then pip install -e '.[cuda12]', or '.[cuda13]'; kernels/README.md says more",
+    "tests/gpu",
+)
+NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, GPU)
+
+
+def main() -> None:
+    found = {need: need.found() for need in NEEDS}
+    for need, where in found.items():
+        if where:
+            print(f"here     {need.name}: {where}")
+    for need, where in found.items():
+        if not where:
+            print(
+                f"missing  {need.name}\n         how to get it: {need.how}\n         skipped without it: {need.tests}"
+            )
+    print(f"{len(NEEDS) - sum(map(bool, found.values()))} of {len(NEEDS)} missing")
+
+
+if __name__ == "__main__":
+    main()
