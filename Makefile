@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKERS ?= 3
+SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
 .PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
@@ -16,14 +16,14 @@ test: $(VENV)/ready
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(VENV)/ready
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # The inner loop: no engine.
 check: $(VENV)/ready
 	@$(MAKE) --no-print-directory -j2 lint unit
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -q tests/unit
 
 # What some tests need and this machine does not have, and how to get it; installs nothing.
 doctor: $(VENV)/ready

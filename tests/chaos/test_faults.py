@@ -41,7 +41,7 @@ HELD_UP_S = 0.5
 # Of a process that has been warm before.
 GROWTH_MB = 30.0
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
 @dataclass

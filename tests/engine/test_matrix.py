@@ -20,8 +20,6 @@ CHOSEN = {
     "marked-async": ("markers",),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]
-# Of a whole build: its first test waits for it.
-pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

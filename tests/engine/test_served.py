@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Enough that most of it is still to come when the first rows are seen.
 ROUNDS = 8
 PROMPTS = maze.prompts(6, seed=5)
+# Core and worker are one process, as vLLM has them on a GPU; on a CPU it makes two of them otherwise.
+TOGETHER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class Served:

@@ -44,11 +44,6 @@ def summary(folder: Path) -> dict[str, Any]:
     return asyncio.run(Soak(folder, SEED, SECONDS, clients=4).run())
 
 
-# vLLM's processes and those of stock vLLM start within this too.
-started = pytest.mark.timeout(600)
-
-
-@started
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 def test_a_short_soak(summary: dict[str, Any]) -> None:
@@ -58,7 +53,6 @@ def test_a_short_soak(summary: dict[str, Any]) -> None:
     assert summary["equal_to_stock"]["compared"] > 0
 
 
-@started
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("harm", ["a decision", "an outcome twice"])
