@@ -45,16 +45,22 @@ def group(item: pytest.Item) -> str:
     return f"{path}[{test.partition('[')[2].partition(':')[0]}" if "test_feature[" in test else path
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Before xdist, which looks at all items together."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Only several processes need an order; one keeps the usual one."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    groups = {item: group(item) for item in items}
-    place = {name: number for number, name in enumerate(FIRST)}
-    for item, name in groups.items():
-        item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: place.get(groups[item], len(place)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = {name: number for number, name in enumerate(FIRST)}
+        items.sort(key=lambda item: place.get(_group_of(item), len(place)))
+
+
+def _group_of(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark else ""
 
 
 @pytest.fixture(scope="session")
