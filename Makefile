@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n 3 --dist loadscope --no-loadscope-reorder
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
 .PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \

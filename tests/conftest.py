@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,31 +36,39 @@ FIRST = (
 )
 
 
-def group(item: pytest.Item) -> str:
+# Files in tests/engine that do not use the engine that the others share.
+OF_THEIR_OWN = ("matrix", "served", "replicated", "data_parallel", "needs", "masks", "templates")
+
+
+def group(nodeid: str) -> str:
     """Tests of one group run in one process, one after the other: those on the shared engine, those of one build of
     the engine matrix, and else those of one file, for which what a module shares is started once."""
-    if "llm" in getattr(item, "fixturenames", ()):
+    path, _, test = nodeid.partition("::")
+    folder, _, file = path.rpartition("/")
+    if file == "test_matrix.py":
+        return f"{path}[{test.partition('[')[2].partition(':')[0]}"
+    if folder == "tests/engine" and file.removeprefix("test_").removesuffix(".py") not in OF_THEIR_OWN:
         return "engine"
-    path, _, test = item.nodeid.partition("::")
-    return f"{path}[{test.partition('[')[2].partition(':')[0]}" if "test_feature[" in test else path
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Before xdist, which looks at all items together."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    return path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Only several processes need an order; one keeps the usual one."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(FIRST)}
-        items.sort(key=lambda item: place.get(_group_of(item), len(place)))
+        items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
 
 
-def _group_of(item: pytest.Item) -> str:
-    mark = item.get_closest_marker("xdist_group")
-    return str(mark.args[0]) if mark else ""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of xdist's `--dist loadscope`, with groups for scopes."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class Groups(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return Groups(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")
