@@ -205,7 +205,7 @@ def probe_for(worker: Any) -> EntropyProbe:
     config = worker.vllm_config
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     rows = config.scheduler_config.max_num_seqs * (1 + drafts)
-    return EntropyProbe("cuda", strict=True, device=device.index or 0, max_rows=rows)
+    return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
 def attach(worker: Any, unfit: Callable[[bool], str]) -> None:

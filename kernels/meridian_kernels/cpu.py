@@ -1,16 +1,17 @@
-"""What the signals are, and two ways to compute them on the CPU: for engines without a GPU, and in float64
-NumPy, slow and plain, which is the definition that every other path is tested against.
+"""Measures on the CPU, for engines without a GPU: NumPy, and torch's threads where there is much to compute.
 
-Importing this touches neither torch nor a GPU.
+Works on NumPy arrays and on torch tensors. Importing this touches neither torch nor a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from meridian_kernels.definition import RowSignals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,40 +28,15 @@ _CHUNK_ELEMENTS = 1 << 19
 _MANY_ELEMENTS = 1 << 16
 
 
-class KernelError(ValueError):
-    """The input cannot be measured, or not here: wrong shape, dtype or device, an end token outside the vocabulary, a
-    GPU that cannot be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntropySignal:
-    """Signals of `rows` logits rows; every column has shape [rows]. Logarithms are natural.
-
-    entropy_nats: entropy of softmax(row), float32.
-    log_sum_exp_nats: log of the sum of e^logit, float32.
-    top_logprob_nats: log-probability of the likeliest token, float32.
-    end_logprob_nats: log-probability of the end token, of the likeliest if there are several, float32.
-    top_token_id: the likeliest token, the first of equal ones; -1 in a row that cannot be measured. int32.
-    end_rank: 1 + number of logits strictly above the end token's, int32.
-
-    A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN, and its rank means
-    nothing. Other rows are not affected.
-    """
-
-    entropy_nats: NDArray[np.float32]
-    log_sum_exp_nats: NDArray[np.float32]
-    top_logprob_nats: NDArray[np.float32]
-    end_logprob_nats: NDArray[np.float32]
-    top_token_id: NDArray[np.int32]
-    end_rank: NDArray[np.int32]
-
-
-def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int32] | None) -> EntropySignal:
-    """Signals of a tensor [rows, vocabulary] on the CPU, of the selected rows or all, a chunk of rows at a time."""
+def measure(logits: torch.Tensor | NDArray[Any], ends: Sequence[int], selected: NDArray[np.int32] | None) -> RowSignals:
+    """Signals of logits [rows, vocabulary] in the CPU's memory, of the selected rows or all, a chunk of rows at a
+    time."""
+    count, vocab = logits.shape
     # To pick some rows out of little takes longer than to measure all.
-    all_of_few = selected is not None and len(selected) > 0 and logits.numel() <= _MANY_ELEMENTS
+    all_of_few = selected is not None and len(selected) > 0 and count * vocab <= _MANY_ELEMENTS
     picked = None if all_of_few else selected
-    count, vocab = logits.shape[0] if picked is None else len(picked), logits.shape[1]
+    if picked is not None:
+        count = len(picked)
     floats, integers = np.empty((4, count), np.float32), np.empty((2, count), np.int32)
     step = max(1, _CHUNK_ELEMENTS // vocab)
     for begin in range(0, count, step):
@@ -68,23 +44,27 @@ def measure(logits: torch.Tensor, ends: Sequence[int], selected: NDArray[np.int3
         _measure(_rows(logits, at, picked), list(ends), floats[:, at], integers[:, at])
     if all_of_few:
         floats, integers = floats[:, selected], integers[:, selected]
-    return EntropySignal(*floats, *integers)
+    return RowSignals(*floats, *integers)
 
 
-def _rows(logits: torch.Tensor, at: slice, picked: NDArray[np.int32] | None) -> torch.Tensor:
-    """Some of the rows, or of those that are picked, in float32."""
+def _rows(logits: torch.Tensor | NDArray[Any], at: slice, picked: NDArray[np.int32] | None) -> NDArray[np.float32]:
+    """Some of the rows, or of those that are picked, in float32: the logits' own memory where it can be."""
+    if isinstance(logits, np.ndarray):
+        return (logits[at] if picked is None else logits[picked[at]]).astype(np.float32, copy=False)
     import torch
 
-    return (logits[at] if picked is None else logits.index_select(0, torch.from_numpy(picked[at]))).float()
+    rows = logits[at] if picked is None else logits.index_select(0, torch.from_numpy(picked[at]))
+    return rows.detach().float().numpy()  # type: ignore[no-any-return]
 
 
-def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]) -> None:
+def _measure(
+    plain: NDArray[np.float32], ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]
+) -> None:
     """NumPy, whose calls cost less, and torch on all its threads where there is much to compute. Few calls: between two
     steps of a large model their code has left the caches, and each costs ten times what it computes."""
-    plain = x.numpy()
     top = np.maximum.reduce(plain, axis=1)
     if not math.isfinite(sum(top.tolist())):
-        _leave_out(x, np.isfinite(top), ends, floats, integers)
+        _leave_out(plain, np.isfinite(top), ends, floats, integers)
         return
     end = plain[:, ends[0]] if len(ends) == 1 else plain[:, ends].max(axis=1)
     shifted = plain - top[:, None]
@@ -103,43 +83,21 @@ def _measure(x: torch.Tensor, ends: list[int], floats: NDArray[np.float32], inte
 
 
 def _leave_out(
-    x: torch.Tensor, fit: NDArray[np.bool_], ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]
+    plain: NDArray[np.float32],
+    fit: NDArray[np.bool_],
+    ends: list[int],
+    floats: NDArray[np.float32],
+    integers: NDArray[np.int32],
 ) -> None:
     """Measure the rows that can be."""
     measured, counted = np.empty((4, fit.sum()), np.float32), np.empty((2, fit.sum()), np.int32)
-    _measure(x[fit], ends, measured, counted)
+    _measure(plain[fit], ends, measured, counted)
     floats[:], integers[:] = np.nan, -1
     floats[:, fit], integers[:, fit] = measured, counted
 
 
 def _exp(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    if x.size < _MANY_ELEMENTS:
+    torch = sys.modules.get("torch")
+    if torch is None or x.size < _MANY_ELEMENTS:
         return np.exp(x)
-    import torch
-
     return torch.from_numpy(x).exp().numpy()  # type: ignore[no-any-return]
-
-
-def reference(
-    logits: NDArray[np.floating], end_token_ids: Sequence[int], selected: NDArray[np.int32] | None = None
-) -> EntropySignal:
-    """The definition, in float64."""
-    x = np.asarray(logits if selected is None else logits[selected], dtype=np.float64)
-    rows = np.arange(len(x))
-    top = x.argmax(axis=1)
-    end = x[:, list(end_token_ids)].max(axis=1)
-    with np.errstate(invalid="ignore"):
-        shifted = x - x[rows, top][:, None]
-        weight = np.exp(shifted)
-        total = weight.sum(axis=1)
-        product = np.where(weight > 0, weight * np.where(np.isneginf(shifted), 0.0, shifted), weight)
-        log_total = np.log(total)
-        end_logprob = end - x[rows, top] - log_total
-    return EntropySignal(
-        (log_total - product.sum(axis=1) / total).astype(np.float32),
-        (x[rows, top] + log_total).astype(np.float32),
-        (-log_total).astype(np.float32),
-        end_logprob.astype(np.float32),
-        np.where(np.isnan(total), -1, top).astype(np.int32),
-        (1 + (x > end[:, None]).sum(axis=1)).astype(np.int32),
-    )

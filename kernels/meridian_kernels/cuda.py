@@ -1,8 +1,8 @@
 """Loads the CUDA source through CuPy and runs it beside torch: own stream, events, pinned memory.
 
 Everything is allocated, compiled and run once when a `Kernels` is made; after that a measurement allocates nothing on
-the GPU and no call but `Pending.result` waits. Importing this touches neither CuPy nor a GPU. Knows no torch but a
-tensor's address, strides and dtype, and the stream that torch works on.
+the GPU and no call but `PendingRows.result` waits. Importing this touches neither CuPy nor a GPU. Knows of torch and
+CuPy arrays only their address, strides, dtype and stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_kernels.cpu import EntropySignal, KernelError
+from meridian_kernels import checks
+from meridian_kernels.errors import KernelError
+from meridian_kernels.pending import COLUMNS, PendingRows, Ring, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +34,8 @@ OPTIONS = (
 )
 # Kernel and bytes per entry, by the name of the dtype.
 KERNELS = {"float32": ("signals_f32", 4), "bfloat16": ("signals_bf16", 2), "float16": ("signals_f16", 2)}
-COLUMNS = 6
-MAX_END_TOKENS = 4
-# Measurements whose results may be outstanding; vLLM has two steps under way, with pipeline parallelism one per stage.
-SLOTS = 16
+# The stream that CUDA's calls mean by 1.
+LEGACY_STREAM = 1
 # Bytes of the source's State, of which there is one for each block and row at most.
 STATE_BYTES = 20
 
@@ -58,35 +58,23 @@ class Rows:
     dtype: str
 
 
-@dataclass(slots=True)
-class _Slot:
-    host: NDArray[np.float32]
-    selected: NDArray[np.int32]
-    copied: Any
-    use: int = 0
-    busy: bool = False
-
-
-class Pending:
-    """A measurement under way."""
-
-    def __init__(self, slot: _Slot, rows: int) -> None:
-        self._slot, self._use, self._rows = slot, slot.use, rows
-
-    def result(self) -> EntropySignal:
-        """Wait for this measurement alone. Raises KernelError when SLOTS others were begun since."""
-        slot = self._slot
-        slot.copied.synchronize()
-        columns = slot.host[: COLUMNS * self._rows].copy().reshape(COLUMNS, self._rows)
-        if slot.use != self._use:
-            raise KernelError(f"a result must be read before {SLOTS} more measurements are begun")
-        return EntropySignal(*columns[:4], *columns[4:].view(np.int32))
-
-
 def rows_of(logits: Any, count: int) -> Rows:
-    """Where a torch tensor's rows are, of which this many are to be measured."""
-    dtype = str(logits.dtype).removeprefix("torch.")
-    return Rows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], dtype)
+    """Where a torch tensor's rows are, of which this many are to be measured. Raises KernelError."""
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise KernelError(f"a row's logits must lie side by side on a GPU; got strides {logits.stride()}")
+    return Rows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], checks.dtype_of(logits))
+
+
+def rows_of_interface(logits: Any, count: int) -> tuple[Rows, int]:
+    """Where the rows of a CuPy array, or of another with `__cuda_array_interface__`, are, and the stream it belongs to:
+    CUDA's legacy default stream where the array names none. Raises KernelError."""
+    interface, dtype = logits.__cuda_array_interface__, checks.dtype_of(logits)
+    vocab, size = logits.shape[1], KERNELS[dtype][1]
+    strides = interface.get("strides") or (vocab * size, size)
+    if (vocab > 1 and strides[1] != size) or strides[0] % size:
+        raise KernelError(f"a row's logits must lie side by side on a GPU; got strides of {strides} bytes")
+    rows = Rows(interface["data"][0], strides[0] // size, count, vocab, dtype)
+    return rows, interface.get("stream") or LEGACY_STREAM
 
 
 class Kernels:
@@ -109,47 +97,52 @@ class Kernels:
                 self._out = cupy.empty(COLUMNS * max_rows, np.float32)
                 self._selected = cupy.empty(max_rows, np.int32)
                 logits = cupy.zeros(64, np.float32)
-            self._slots = [self._slot() for _ in range(SLOTS)]
-            self._next = 0
+            self._ring = Ring(self._slot)
             # A kernel's first launch loads it, which may wait and allocate.
             for dtype in KERNELS:
                 self._begin(Rows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
 
-    def _slot(self) -> _Slot:
+    def _slot(self) -> Slot:
         def pinned(count: int, dtype: type) -> Any:
             return np.frombuffer(self._cuda.alloc_pinned_memory(4 * count), dtype, count)
 
         copied = self._cuda.Event(block=True, disable_timing=True)
-        return _Slot(pinned(COLUMNS * self.max_rows, np.float32), pinned(self.max_rows, np.int32), copied)
+        host, selected = pinned(COLUMNS * self.max_rows, np.float32), pinned(self.max_rows, np.int32)
+        return Slot(host, selected, copied, lambda: bool(copied.done))
 
-    def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> Pending:
-        """Measure rows of a CUDA tensor [rows, vocabulary], after what torch's current stream has been given so far and
-        before what it is given from now on. Raises KernelError."""
+    def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> PendingRows:
+        """Measure rows of checked logits [rows, vocabulary] on this GPU, after what their stream has been given so far
+        and before what it is given from now on: torch's current stream for a tensor, for a CuPy array the one that CuPy
+        names. Raises KernelError."""
+        count = logits.shape[0] if selected is None else len(selected)
+        if count > self.max_rows:
+            raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
+        rows, stream = self._tensor(logits, count) if checks.is_tensor(logits) else self._array(logits, count)
+        with self._cuda.Device(self.device):
+            return self._begin(rows, ends, selected, stream)
+
+    def _tensor(self, logits: Any, count: int) -> tuple[Rows, int]:
         import torch
 
-        if logits.shape[1] > 1 and logits.stride(1) != 1:
-            raise KernelError(f"a row's logits must lie side by side on a GPU; got strides {logits.stride()}")
         if logits.device.index != self.device:
             raise KernelError(f"logits must be on cuda:{self.device}; got {logits.device}")
         if torch.cuda.is_current_stream_capturing():
             raise KernelError("logits cannot be measured while torch captures a graph: measure after its replay")
-        count = logits.shape[0] if selected is None else len(selected)
-        if count > self.max_rows:
-            raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
-        rows = rows_of(logits, count)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        with self._cuda.Device(self.device):
-            return self._begin(rows, ends, selected, stream)
+        return rows_of(logits, count), torch.cuda.current_stream(self.device).cuda_stream
 
-    def _begin(self, rows: Rows, ends: Sequence[int], selected: NDArray[np.int32] | None, torch_stream: int) -> Pending:
-        slot = self._slots[self._next]
-        if slot.busy and not slot.copied.done:
-            raise KernelError(f"{SLOTS} measurements are under way")
-        self._next = (self._next + 1) % SLOTS
-        slot.use, slot.busy = slot.use + 1, True
+    def _array(self, logits: Any, count: int) -> tuple[Rows, int]:
+        if not hasattr(logits, "__cuda_array_interface__"):
+            raise KernelError(f"logits must be on cuda:{self.device}; got {checks.place_of(logits)}")
+        rows, stream = rows_of_interface(logits, count)
+        if count and (device := self._runtime.pointerGetAttributes(rows.address).device) != self.device:
+            raise KernelError(f"logits must be on cuda:{self.device}; got cuda:{device}")
+        return rows, stream
+
+    def _begin(self, rows: Rows, ends: Sequence[int], selected: NDArray[np.int32] | None, stream: int) -> PendingRows:
+        slot = self._ring.take()
         runtime, own, count = self._runtime, self._stream, rows.count
         if count:
-            runtime.eventRecord(self._given.ptr, torch_stream)
+            runtime.eventRecord(self._given.ptr, stream)
             runtime.streamWaitEvent(own.ptr, self._given.ptr)
             chosen = 0
             if selected is not None:
@@ -158,10 +151,10 @@ class Kernels:
                 self._copy(chosen, slot.selected.ctypes.data, 4 * count, runtime.memcpyHostToDevice)
             self.launch(own, rows, ends, chosen)
             runtime.eventRecord(self._read.ptr, own.ptr)
-            runtime.streamWaitEvent(torch_stream, self._read.ptr)
+            runtime.streamWaitEvent(stream, self._read.ptr)
             self._copy(slot.host.ctypes.data, self._out.data.ptr, 4 * COLUMNS * count, runtime.memcpyDeviceToHost)
         runtime.eventRecord(slot.copied.ptr, own.ptr)
-        return Pending(slot, count)
+        return PendingRows(slot, count)
 
     def launch(self, stream: Any, rows: Rows, ends: Sequence[int], chosen: int) -> None:
         """Give the kernel alone to a CuPy stream. chosen: address of the selected rows' numbers, or 0."""
@@ -170,7 +163,7 @@ class Kernels:
         tiles, grid = plan(count, vocab, entry_bytes, self._blocks)
         if max(count * tiles, vocab) >= 1 << 31:
             raise KernelError(f"{count} rows of {vocab} logits are too many")
-        four = (*ends, *(ends[-1],) * (MAX_END_TOKENS - len(ends)))
+        four = (*ends, *(ends[-1],) * (checks.MAX_END_TOKENS - len(ends)))
         buffers = (self._pieces.data.ptr, self._tickets.data.ptr, self._out.data.ptr)
         with stream:
             function((grid,), (THREADS,), (rows.address, rows.stride, chosen, count, vocab, tiles, *four, *buffers))

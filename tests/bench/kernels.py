@@ -161,7 +161,7 @@ def run() -> None:
     add("--commit", default=_output_of("git", "describe", "--always", "--dirty"), help="where git does not know it")
     args = parser.parse_args()
     device = torch.device("cuda", 0)
-    probe = EntropyProbe("cuda", strict=True, max_rows=max(args.rows))
+    probe = EntropyProbe(backend="cuda", strict=True, max_rows=max(args.rows))
     clock = Clock(device)
     bandwidth = copy_bytes_per_s(clock, device)
     cases: list[Case] = []

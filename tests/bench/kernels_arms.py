@@ -54,10 +54,10 @@ def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tu
 def _alone(probe: EntropyProbe) -> Arm:
     """The launch without events, streams and the copy of the results."""
     import cupy
-    from meridian_kernels.cuda import rows_of
+    from meridian_kernels.cuda import Kernels, rows_of
 
-    kernels = probe._kernels
-    assert kernels is not None
+    kernels = probe._gpu
+    assert isinstance(kernels, Kernels)
 
     def begin(logits: torch.Tensor, end_token: int) -> None:
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)

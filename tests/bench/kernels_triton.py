@@ -70,7 +70,7 @@ def _combine(logits, stride, vocab, end_token, splits, floats, integers, out, SP
 
 
 class TritonProbe:
-    """Columns as in EntropySignal, all float32, [6, rows]; rows that cannot be measured are not told apart."""
+    """Columns as in RowSignals, all float32, [6, rows]; rows that cannot be measured are not told apart."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, programs: int, block: int = 4096) -> None:
         most = triton.cdiv(vocab, block)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meridian_kernels import EntropySignal
-from meridian_kernels.cuda import COLUMNS, KERNELS, MAX_END_TOKENS, SOURCE, STATE_BYTES, plan
+from meridian_kernels import RowSignals
+from meridian_kernels.checks import MAX_END_TOKENS
+from meridian_kernels.cuda import KERNELS, SOURCE, STATE_BYTES, plan
+from meridian_kernels.pending import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +57,7 @@ class HostKernels:
         *,
         blocks: int,
         seed: int | None = None,
-    ) -> EntropySignal:
+    ) -> RowSignals:
         """Launch over rows of `logits`, blocks in a random order, and check what was read: each entry of the rows asked
         for exactly once, nothing else. Raises AssertionError."""
         dtype = str(logits.dtype).removeprefix("torch.")
@@ -94,7 +96,7 @@ class HostKernels:
             expected[row * stride * size : (row * stride + vocab) * size] += 1
         np.testing.assert_array_equal(reads, expected, "reads of each byte")
         columns = out.reshape(COLUMNS, len(rows))
-        return EntropySignal(*columns[:4], *columns[4:].view(np.int32))
+        return RowSignals(*columns[:4], *columns[4:].view(np.int32))
 
 
 def _pointer(array: Any) -> ctypes.c_void_p:

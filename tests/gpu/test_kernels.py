@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from meridian_kernels import EntropyProbe, EntropySignal, KernelError, reference
+from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
 
 from tests.bench.kernels import why_not
 from tests.needed import GPU
@@ -22,7 +22,7 @@ if reason := why_not():
     pytest.skip(f"{reason}: {GPU.how}", allow_module_level=True)
 
 import cupy
-from meridian_kernels.cuda import SLOTS
+from meridian_kernels.pending import SLOTS
 
 from tests.bench.kernels_arms import ALONE, arms
 
@@ -36,7 +36,7 @@ LONG = 200_000_000
 
 @pytest.fixture(scope="module")
 def probe() -> EntropyProbe:
-    return EntropyProbe("cuda", strict=True, max_rows=1024)
+    return EntropyProbe(backend="cuda", strict=True, max_rows=1024)
 
 
 def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,7 +56,7 @@ def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float3
     return x.to(dtype)
 
 
-def compare(got: EntropySignal, logits: torch.Tensor, ends: Sequence[int], rows: Sequence[int] | None = None) -> None:
+def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], rows: Sequence[int] | None = None) -> None:
     chosen = None if rows is None else np.array(rows, np.int32)
     want = reference(logits.double().cpu().numpy(), ends, chosen)
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
@@ -72,13 +72,13 @@ def compare(got: EntropySignal, logits: torch.Tensor, ends: Sequence[int], rows:
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_against_the_reference(probe: EntropyProbe, vocab: int, kind: str, dtype: torch.dtype) -> None:
     logits = rows_of(kind, 7, vocab, dtype)
-    compare(probe.compute_batch(logits, vocab // 3), logits, [vocab // 3])
+    compare(probe.begin(logits, vocab // 3).result(), logits, [vocab // 3])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 128, 512, 1024])
 def test_any_number_of_rows(probe: EntropyProbe, rows: int) -> None:
     logits = rows_of("random", rows, 32001, torch.bfloat16)
-    got = probe.compute_batch(logits, 5)
+    got = probe.begin(logits, 5).result()
     assert got.entropy_nats.shape == (rows,)
     if rows:
         compare(got, logits, [5])
@@ -89,25 +89,25 @@ def test_strides_alignments_selections(probe: EntropyProbe, dtype: torch.dtype) 
     wide = rows_of("random", 40, 4099, dtype)
     for offset in range(9):
         view = wide[1:, offset : offset + 3001 + offset]
-        compare(probe.compute_batch(view, [0, 7, 3000]), view, [0, 7, 3000])
+        compare(probe.begin(view, [0, 7, 3000]).result(), view, [0, 7, 3000])
         rows = [38, 0, 17, 17]
-        compare(probe.compute_batch(view, 3, rows), view, [3], rows)
+        compare(probe.begin(view, 3, rows).result(), view, [3], rows)
 
 
 def test_rows_that_cannot_be_measured(probe: EntropyProbe) -> None:
     logits = rows_of("random", 9, 50_000)
     logits[1, 49_999], logits[3, 0], logits[5] = math.nan, math.inf, -math.inf
     logits[6], logits[7, 1:] = torch.finfo(torch.float32).min, -math.inf
-    got = probe.compute_batch(logits, 2)
+    got = probe.begin(logits, 2).result()
     compare(got, logits, [2])
     assert np.flatnonzero(np.isnan(got.entropy_nats)).tolist() == [1, 3, 5]
 
 
 def test_the_same_bits_every_time(probe: EntropyProbe) -> None:
     logits = rows_of("random", 5, 151_936)
-    first = probe.compute_batch(logits, 9)
+    first = probe.begin(logits, 9).result()
     for _ in range(50):
-        again = probe.compute_batch(logits, 9)
+        again = probe.begin(logits, 9).result()
         np.testing.assert_array_equal(again.entropy_nats, first.entropy_nats)
         np.testing.assert_array_equal(again.end_logprob_nats, first.end_logprob_nats)
 
@@ -155,8 +155,8 @@ def test_no_allocation_while_measuring(probe: EntropyProbe) -> None:
     before = held()
     for dtype in DTYPES:
         for count in (1, 100, 1024):
-            probe.compute_batch(logits[dtype][:count], 9)
-            probe.compute_batch(logits[dtype], 9, list(range(count)))
+            probe.begin(logits[dtype][:count], 9).result()
+            probe.begin(logits[dtype], 9, list(range(count))).result()
     assert held() == before
 
 
@@ -189,13 +189,13 @@ def test_results_are_read_later_and_elsewhere(probe: EntropyProbe) -> None:
     """As many as there are slots, on another thread; older ones are an error, not another's result."""
     batches = [rows_of("random", 4, 5000) for _ in range(SLOTS)]
     pending = [probe.begin(b, 9) for b in batches]
-    results: list[EntropySignal] = []
+    results: list[RowSignals] = []
     reader = threading.Thread(target=lambda: results.extend(p.result() for p in pending))
     reader.start()
     reader.join()
     for batch, result in zip(batches, results, strict=True):
         compare(result, batch, [9])
-    probe.compute_batch(batches[0], 9)
+    probe.begin(batches[0], 9).result()
     with pytest.raises(KernelError, match="must be read before"):
         pending[0].result()
 
@@ -208,9 +208,9 @@ def test_errors(probe: EntropyProbe) -> None:
         (logits[:1].expand(1025, 100), "at most 1024 rows"),
     ):
         with pytest.raises(KernelError, match=complaint):
-            probe.compute_batch(bad, 1)
+            probe.begin(bad, 1).result()
     with pytest.raises(KernelError, match="logits must be on the CPU"):
-        EntropyProbe().compute_batch(logits, 1)
+        EntropyProbe().begin(logits, 1).result()
 
 
 def test_the_benchmark_compares_the_same_function(probe: EntropyProbe) -> None:

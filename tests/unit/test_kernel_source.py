@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meridian_kernels import EntropySignal, cuda, reference
+from meridian_kernels import RowSignals, cuda, reference
 
 from tests import nvrtc
 from tests.cuda_host import COMPILER, HostKernels
@@ -76,7 +76,7 @@ def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
     return HostKernels(factory.mktemp("host"), **sizes)
 
 
-def compare(got: EntropySignal, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
+def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
     chosen = None if selected is None else np.array(selected, np.int32)
     want = reference(logits.double().numpy(), ends, chosen)
     for column in ("entropy_nats", "log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
@@ -111,7 +111,7 @@ def test_any_shape(small: HostKernels, data: st.DataObject) -> None:
     rows = rows_of(kind, count, vocab, seed).to(dtype)
     logits = placed(rows, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 7)))
     selected = data.draw(st.none() | st.lists(st.integers(0, count - 1), unique=True, min_size=1))
-    ends = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=4))
+    ends = data.draw(st.lists(st.integers(0, vocab - 1), unique=True, min_size=1, max_size=4))
     blocks = data.draw(st.sampled_from([1, 2, 3, 5, 7, 64]))
     compare(small.measure(logits, ends, selected, blocks=blocks, seed=seed), logits, ends, selected)
 

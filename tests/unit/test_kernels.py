@@ -1,21 +1,20 @@
-"""The CPU path against its float64 definition: every dtype, odd sizes, masks, ties, and what cannot be measured; and
-the public API where there is no GPU."""
+"""The CPU path and torch's operations against the float64 definition: every dtype, odd sizes, masks, ties, and what
+cannot be measured. Torch's operations, which measure on GPUs without CuPy, run here on the CPU's memory."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import math
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meridian_kernels import EntropyProbe, EntropySignal, KernelError, reference
-from meridian_kernels.probe import _checked
+from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
+from meridian_kernels.pending import SLOTS
+from meridian_kernels.torch_ops import TorchOps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,20 +51,35 @@ def rows_of(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     return x
 
 
-def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None = None) -> EntropySignal:
-    """Measure, and compare with the reference on the values the kernel was given."""
+@functools.cache
+def torch_ops() -> TorchOps:
+    """With chunks of a few of the longest rows."""
+    return TorchOps("cpu", 1024, 1 << 19)
+
+
+def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None = None) -> RowSignals:
+    """Measure in both ways, and compare with the reference on the values that were given."""
     before = logits.clone()
-    got = EntropyProbe().compute_batch(logits, end, rows)
-    assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "the logits are vLLM's"
+    ends = end if isinstance(end, list) else [end]
     chosen = None if rows is None else np.array(rows, np.int32)
-    want = reference(logits.double().numpy(), end if isinstance(end, list) else [end], chosen)
+    want = reference(logits.double().numpy(), ends, chosen)
+    got = EntropyProbe().begin(logits, end, rows).result()
+    for one in (got, torch_ops().begin(logits, ends, chosen).result()):
+        compare(one, want)
+    assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "the logits are vLLM's"
+    return got
+
+
+def compare(got: RowSignals, want: RowSignals) -> None:
+    """All columns, and of rows that cannot be measured all but the rank."""
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
     for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
-    for column in ("top_token_id", "end_rank"):
-        np.testing.assert_array_equal(getattr(got, column), getattr(want, column), column)
-        assert getattr(got, column).dtype == np.int32
-    return got
+        assert getattr(got, column).dtype == np.float32
+    np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
+    measured = want.top_token_id >= 0
+    np.testing.assert_array_equal(got.end_rank[measured], want.end_rank[measured])
+    assert got.top_token_id.dtype == got.end_rank.dtype == np.int32
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,14 +126,6 @@ def test_several_end_tokens() -> None:
     check(rows_of("random", 4, 1000), [1, 10, 100, 999])
 
 
-def test_one_row() -> None:
-    logits = rows_of("random", 3, 100)
-    alone, together = EntropyProbe().compute(logits[1], 7), EntropyProbe().compute_batch(logits, 7)
-    assert alone.entropy_nats.shape == (1,)
-    assert alone.entropy_nats[0] == pytest.approx(together.entropy_nats[1], abs=NATS)
-    assert alone.top_token_id[0] == together.top_token_id[1]
-
-
 def test_known_values() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1.0, 1.0, 1.0]]))
     got = check(logits, 3)
@@ -135,9 +141,9 @@ def test_known_values() -> None:
 def test_rows_do_not_mix_over_chunks(rows: int) -> None:
     """Several rows at once give what each gives alone (but for the order of summation)."""
     logits = rows_of("random", rows, 151936)
-    together = EntropyProbe().compute_batch(logits, 5)
+    together = EntropyProbe().begin(logits, 5).result()
     for row in (0, rows // 2, rows - 1):
-        alone = EntropyProbe().compute_batch(logits[row : row + 1], 5)
+        alone = EntropyProbe().begin(logits[row : row + 1], 5).result()
         np.testing.assert_allclose(together.entropy_nats[row], alone.entropy_nats[0], rtol=0, atol=2e-6)
         np.testing.assert_allclose(together.end_logprob_nats[row], alone.end_logprob_nats[0], rtol=0, atol=2e-6)
         assert together.end_rank[row] == alone.end_rank[0]
@@ -151,13 +157,13 @@ def test_rows_that_are_not_contiguous() -> None:
 
 
 def test_zero_rows() -> None:
-    got = EntropyProbe().compute_batch(torch.empty(0, 33), 4)
+    got = EntropyProbe().begin(torch.empty(0, 33), 4).result()
     assert got.entropy_nats.shape == got.end_rank.shape == got.end_logprob_nats.shape == (0,)
 
 
 def test_rank_counts_what_is_strictly_more_likely() -> None:
     logits = torch.tensor([[3.0, 1.0, 3.0, 1.0, 2.0, 1.0]])
-    assert [int(EntropyProbe().compute_batch(logits, end).end_rank[0]) for end in range(6)] == [1, 4, 1, 4, 3, 4]
+    assert [int(EntropyProbe().begin(logits, end).result().end_rank[0]) for end in range(6)] == [1, 4, 1, 4, 3, 4]
 
 
 def test_one_finite_value() -> None:
@@ -174,13 +180,13 @@ def test_whatever_masks_are_written_with(mask: float) -> None:
     logits[:, 500:] = mask
     got = check(logits, 700)
     assert np.all(got.end_rank == 501)
-    without = EntropyProbe().compute_batch(logits[:, :500], 0)
+    without = EntropyProbe().begin(logits[:, :500], 0).result()
     np.testing.assert_allclose(got.entropy_nats, without.entropy_nats, rtol=0, atol=1e-6)
 
 
 def test_entropy_lies_between_none_and_that_of_a_flat_row() -> None:
     for kind in KINDS:
-        entropy = EntropyProbe().compute_batch(rows_of(kind, 5, 32000), 0).entropy_nats
+        entropy = EntropyProbe().begin(rows_of(kind, 5, 32000), 0).result().entropy_nats
         assert np.all((entropy > -NATS) & (entropy < math.log(32000) + NATS))
 
 
@@ -188,7 +194,7 @@ def test_entropy_lies_between_none_and_that_of_a_flat_row() -> None:
 def test_a_row_that_cannot_be_measured_is_nan_and_alone(bad: float) -> None:
     logits = rows_of("random", 3, 33)
     logits[1, 4] = bad
-    got = EntropyProbe().compute_batch(logits, 5)
+    got = EntropyProbe().begin(logits, 5).result()
     assert np.isnan(got.entropy_nats).tolist() == [False, True, False]
     for column in (got.end_logprob_nats, got.log_sum_exp_nats, got.top_logprob_nats):
         assert np.isnan(column).tolist() == [False, True, False]
@@ -200,75 +206,57 @@ def test_a_row_that_cannot_be_measured_is_nan_and_alone(bad: float) -> None:
 
 def test_a_row_of_masks_only() -> None:
     logits = torch.full((1, 33), -math.inf)
-    for got in (EntropyProbe().compute_batch(logits, 5), reference(logits.numpy(), [5])):
+    for got in (EntropyProbe().begin(logits, 5).result(), reference(logits.numpy(), [5])):
         for column in (got.entropy_nats, got.log_sum_exp_nats, got.top_logprob_nats, got.end_logprob_nats):
             assert np.isnan(column[0])
         assert got.top_token_id[0] == -1
 
 
-@pytest.mark.parametrize(
-    ("logits", "end", "complaint"),
-    [
-        (torch.zeros(3), 0, r"logits must be \[rows, vocabulary\]; got shape \(3,\)"),
-        (torch.zeros(1, 2, 3), 0, r"got shape \(1, 2, 3\)"),
-        (torch.zeros(3, 0), 0, r"got shape \(3, 0\)"),
-        (torch.zeros(1, 33), 33, r"end_token_id must be in \[0, 33\); got 33"),
-        (torch.zeros(1, 33), -1, r"end_token_id must be in \[0, 33\); got -1"),
-        (torch.zeros(1, 33, device="meta"), 0, "logits must be on the CPU; got meta"),
-    ],
-)
-def test_errors(logits: torch.Tensor, end: int, complaint: str) -> None:
-    with pytest.raises(KernelError, match=complaint):
-        EntropyProbe().compute_batch(logits, end)
+def test_the_dtypes_of_unfit_rows_and_their_neighbours() -> None:
+    """Masks, NaN and infinities beside rows that can be measured, picked too, in every dtype and over several
+    chunks."""
+    for dtype in DTYPES:
+        logits = rows_of("random", 9, 151_936).to(dtype)
+        logits[1, 151_935], logits[3, 0], logits[5] = math.nan, math.inf, -math.inf
+        logits[6], logits[7, 1:] = torch.finfo(dtype).min, -math.inf
+        got = check(logits, [2, 70_000])
+        assert np.flatnonzero(np.isnan(got.entropy_nats)).tolist() == [1, 3, 5]
+        check(logits, [2, 70_000], [8, 1, 1, 0, 7, 5])
 
 
-@pytest.mark.parametrize(
-    ("logits", "end", "rows", "complaint"),
-    [
-        (torch.zeros(3, 9), [], None, "there must be 1 to 4 end tokens; got 0"),
-        (torch.zeros(3, 9), [0] * 5, None, "there must be 1 to 4 end tokens; got 5"),
-        (torch.zeros(3, 9), [1, 9], None, r"end_token_id must be in \[0, 9\); got 9"),
-        (torch.zeros(3, 9), 0, [0, 3], r"rows must be in \[0, 3\); got 0 to 3"),
-        (torch.zeros(3, 9), 0, [-1], r"rows must be in \[0, 3\); got -1 to -1"),
-        (torch.zeros(3, 9), 0, [[1]], r"rows must be a list of numbers; got shape \(1, 1\)"),
-        (torch.zeros(3, 9, dtype=torch.int64), 0, None, "must be float32, bfloat16, float16; got torch.int64"),
-        (torch.zeros(3, 9, dtype=torch.float64), 0, None, "must be float32, bfloat16, float16; got torch.float64"),
-    ],
-)
-def test_more_errors(logits: torch.Tensor, end: list[int], rows: list[int] | None, complaint: str) -> None:
-    with pytest.raises(KernelError, match=complaint):
-        EntropyProbe().compute_batch(logits, end, rows)
+def test_torch_operations_take_no_more_memory_with_time() -> None:
+    """Every measurement, whatever its shape, goes through the buffers that were there before; results stay whole as
+    long as there are slots, and are refused after that."""
+    operations = torch_ops()
+    batches = [rows_of("random", 3, 500 + n, n) for n in range(SLOTS)]
+    buffers = [operations._shifted.data_ptr(), operations._weights.data_ptr(), operations._out.data_ptr()]
+    pending = [operations.begin(batch, (9,), None) for batch in batches]
+    for batch, one in zip(batches, pending, strict=True):
+        compare(one.result(), reference(batch.double().numpy(), 9))
+    operations.begin(batches[0], (9,), None)
+    with pytest.raises(KernelError, match=f"must be read before {SLOTS} more"):
+        pending[0].result()
+    assert buffers == [operations._shifted.data_ptr(), operations._weights.data_ptr(), operations._out.data_ptr()]
 
 
-@pytest.mark.parametrize("end", [np.int16(3), np.array([3, 7], np.uint16), [np.int64(3), 7]])
-def test_end_tokens_are_plain_numbers(end: Any) -> None:
-    """Whose width a kernel's launch knows."""
-    ends, _ = _checked(torch.zeros(1, 9), end, None)
-    assert [(type(token), token) for token in ends] == [(int, 3), (int, 7)][: len(ends)]
+def test_torch_operations_in_and_out_of_inference_mode() -> None:
+    """vLLM's workers run in it, other callers may not; logits that carry a gradient are measured as they are."""
+    logits = rows_of("random", 3, 100).requires_grad_()
+    want = reference(logits.detach().double().numpy(), 9)
+    with torch.inference_mode():
+        operations = TorchOps("cpu", 3, 200)
+        compare(operations.begin(logits, (9,), None).result(), want)
+    compare(operations.begin(logits, (9,), None).result(), want)
+    compare(EntropyProbe(9).begin(logits).result(), want)
 
 
-def test_errors_of_the_probe() -> None:
-    with pytest.raises(KernelError, match="backend must be 'cpu' or 'cuda'; got 'tpu'"):
-        EntropyProbe("tpu")  # type: ignore[arg-type]
-    with pytest.raises(KernelError, match=r"logits must be \[vocabulary\]; got shape \(2, 3\)"):
-        EntropyProbe().compute(torch.zeros(2, 3), 0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu() -> None:
-    """Without CuPy, or with it and no driver: one warning, then the CPU; strictly, an error."""
-    missing = "ModuleNotFoundError" if importlib.util.find_spec("cupy") is None else "CUDARuntimeError"
-    with pytest.raises(KernelError, match=f"no entropy on cuda:0: {missing}"):
-        EntropyProbe("cuda", strict=True)
-    with pytest.warns(RuntimeWarning, match="measuring on the CPU") as warned:
-        probe = EntropyProbe("cuda")
-    logits = rows_of("random", 3, 100)
-    got = probe.compute_batch(logits, 7)
-    assert len(warned) == 1
-    assert probe.backend == "cpu"
-    np.testing.assert_array_equal(got.entropy_nats, EntropyProbe().compute_batch(logits, 7).entropy_nats)
-
-
-def test_importing_the_package_touches_no_gpu() -> None:
-    code = "import meridian_kernels, sys; sys.exit(any(m in sys.modules for m in ('torch', 'cupy')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_torch_operations_say_what_they_cannot_take() -> None:
+    operations = TorchOps("cpu", 2, 100)
+    for logits, complaint in (
+        (torch.zeros(3, 9), "at most 2 rows can be measured at once; got 3"),
+        (torch.zeros(1, 101), "a row may have at most 100 logits; got 101"),
+        (torch.zeros(1, 9, device="meta"), "logits must be on cpu; got meta"),
+        (np.zeros((1, 9), np.float32), "logits must be on cpu; got a NumPy array"),
+    ):
+        with pytest.raises(KernelError, match=complaint):
+            operations.begin(logits, (0,), None)

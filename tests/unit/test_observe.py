@@ -32,7 +32,7 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
         signals = StepSignals.of(getattr(output.get_output() if later else output, RESULT))
-        want = EntropyProbe().compute_batch(batch, END_TOKEN)
+        want = EntropyProbe().begin(batch, END_TOKEN).result()
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
 
@@ -59,7 +59,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     # Reading such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
     signals = StepSignals.of(getattr(step(own, asked(batch, frozenset(not_of), **drafts)), RESULT))
-    want = EntropyProbe().compute_batch(batch, END_TOKEN)
+    want = EntropyProbe().begin(batch, END_TOKEN).result()
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
     np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     attach(own, lambda v2_runner: "")
     batch = torch.randn(3, 50)
     signals = StepSignals.of(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
-    want = EntropyProbe().compute_batch(batch, END_TOKEN)
+    want = EntropyProbe().begin(batch, END_TOKEN).result()
     assert [signals.row(i) for i in range(2)] == [0, 1]
     np.testing.assert_array_equal(signals.entropy_nats, np.where([False, True, True], want.entropy_nats, np.nan))
 

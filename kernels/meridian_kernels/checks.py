@@ -1,0 +1,160 @@
+"""Checks arguments of the public functions before anything is measured or remembered. Every error is a KernelError that
+names the argument and its value.
+
+Recognises torch tensors and GPU arrays without importing torch or CuPy: whoever passes one has imported its library.
+Pure functions.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_kernels.errors import KernelError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_END_TOKENS = 4
+_INT32_MAX = 2**31 - 1
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether it is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def is_on_gpu(array: Any) -> bool:
+    """Whether a checked array is in a GPU's memory."""
+    return bool(array.device.type == "cuda") if is_tensor(array) else not isinstance(array, np.ndarray)
+
+
+def place_of(array: Any) -> str:
+    """Where a checked array is, for messages."""
+    if isinstance(array, np.ndarray):
+        return "a NumPy array"
+    return str(array.device) if is_tensor(array) else "an array on a GPU"
+
+
+def logits(array: Any, shape: Sequence[str]) -> None:
+    """`shape` names the dimensions that the array must have."""
+    if is_tensor(array):
+        if str(array.layout) != "torch.strided":
+            raise KernelError(f"logits must be dense; got a tensor of layout {array.layout}")
+    elif isinstance(array, np.ma.MaskedArray) or not (
+        isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__")
+    ):
+        raise KernelError(f"logits must be a NumPy, torch or CuPy array; got {type(array).__name__}")
+    if len(array.shape) != len(shape) or array.shape[-1] == 0:
+        raise KernelError(f"logits must be [{', '.join(shape)}]; got shape {tuple(array.shape)}")
+    if (dtype := dtype_of(array)) not in DTYPES:
+        raise KernelError(f"logits must be {', '.join(DTYPES)}; got {dtype}")
+
+
+def dtype_of(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def end_tokens(given: Any, vocab: int | None = None) -> tuple[int, ...]:
+    """One to four different token ids, from a number or a list of them; below `vocab` where that is known."""
+    name = "think_end_token_ids"
+    if _is_integer(given):
+        given = (given,)
+    elif isinstance(given, np.ndarray) and given.ndim == 1:
+        given = given.tolist()
+    elif not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise KernelError(f"{name} must be a token id or a list of them; got {reprlib.repr(given)}")
+    if not 1 <= len(given) <= MAX_END_TOKENS:
+        raise KernelError(f"{name} must be 1 to {MAX_END_TOKENS} token ids; got {len(given)}")
+    for token in given:
+        if not _is_integer(token):
+            raise KernelError(f"{name} must be integers; got {reprlib.repr(token)}")
+        if not 0 <= token < (_INT32_MAX if vocab is None else vocab):
+            raise KernelError(f"{name} must be in [0, {_INT32_MAX if vocab is None else vocab}); got {token}")
+    # CuPy hands a NumPy number to the kernel in its own width, which is not that of the parameter.
+    ends = tuple(map(int, given))
+    if len(set(ends)) < len(ends):
+        raise KernelError(f"{name} must differ from each other; got {list(ends)}")
+    return ends
+
+
+def row_numbers(given: Any, count: int) -> NDArray[np.int32]:
+    """Numbers of some of `count` rows, in any order, the same one several times or none at all."""
+    if isinstance(given, np.ndarray):
+        if given.ndim != 1:
+            raise KernelError(f"rows must be a list of numbers; got shape {given.shape}")
+        if given.dtype.kind not in "iu":
+            raise KernelError(f"rows must be integers; got an array of {given.dtype}")
+        listed = given.tolist()
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        listed = given
+        for row in listed:
+            if not _is_integer(row):
+                raise KernelError(f"rows must be integers; got {reprlib.repr(row)}")
+    else:
+        raise KernelError(f"rows must be a list of numbers; got {reprlib.repr(given)}")
+    if len(listed) and not (min(listed) >= 0 and max(listed) < count):
+        raise KernelError(f"rows must be in [0, {count}); got {min(listed)} to {max(listed)}")
+    return np.asarray(listed if len(listed) else (), np.int32)
+
+
+def request_id(name: str, given: Any) -> None:
+    if not isinstance(given, str) or not given:
+        raise KernelError(f"{name} must be a string that is not empty; got {reprlib.repr(given)}")
+
+
+def request_ids(given: Any, count: int) -> None:
+    """One id for each of `count` rows, all different."""
+    if not isinstance(given, (list, tuple)):
+        raise KernelError(f"req_ids must be a list of strings; got {reprlib.repr(given)}")
+    for index, req_id in enumerate(given):
+        request_id(f"req_ids[{index}]", req_id)
+    if len(given) != count:
+        raise KernelError(f"req_ids must name each of the {count} rows of logits_batch; got {len(given)} ids")
+    if len(set(given)) < len(given):
+        twice = next(req_id for req_id in given if given.count(req_id) > 1)
+        raise KernelError(f"req_ids must differ from each other; got {twice!r} more than once")
+
+
+def flags(name: str, given: Any, count: int) -> list[bool]:
+    """A flag for each of `count` rows, from one for all or a list."""
+    if isinstance(given, (bool, np.bool_)):
+        return [bool(given)] * count
+    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype == np.bool_:
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(flag, (bool, np.bool_)) for flag in given):
+        raise KernelError(f"{name} must be true or false, or a list of that; got {reprlib.repr(given)}")
+    if len(given) != count:
+        raise KernelError(f"{name} must have a value for each of the {count} rows; got {len(given)}")
+    return list(map(bool, given))
+
+
+def flag(name: str, given: Any) -> bool:
+    if not isinstance(given, (bool, np.bool_)):
+        raise KernelError(f"{name} must be true or false; got {reprlib.repr(given)}")
+    return bool(given)
+
+
+def fraction(name: str, given: Any) -> float:
+    """A number in (0, 1]."""
+    is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    if not is_number or not 0 < given <= 1:
+        raise KernelError(f"{name} must be in (0, 1]; got {reprlib.repr(given)}")
+    return float(given)
+
+
+def whole(name: str, given: Any, low: int) -> int:
+    """An integer from `low` on."""
+    if not _is_integer(given) or not low <= given <= _INT32_MAX:
+        raise KernelError(f"{name} must be an integer in [{low}, {_INT32_MAX}]; got {reprlib.repr(given)}")
+    return int(given)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

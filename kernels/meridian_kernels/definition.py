@@ -1,0 +1,110 @@
+"""What the signals are: the columns, the error, and the definition in float64 NumPy, slow and plain, that every way to
+compute them is tested against.
+
+Knows nothing of devices, requests or policy. Pure values and functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from meridian_kernels import checks
+from meridian_kernels.errors import KernelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class RowSignals:
+    """Signals of logits rows; every column has shape [rows], or [] for a single row. Logarithms are natural.
+
+    entropy_nats: entropy of softmax(row), H = ln Z - sum(e^x * x) / Z with x shifted by the row maximum, float32.
+    log_sum_exp_nats: log of the sum of e^logit, float32.
+    top_logprob_nats: log-probability of the likeliest token, float32.
+    end_logprob_nats: log-probability of the end token, of the likeliest if there are several, float32.
+    top_token_id: the likeliest token, the first of equal ones; -1 in a row that cannot be measured. int32.
+    end_rank: 1 + number of logits strictly above the end token's, int32.
+
+    A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN, and its rank means
+    nothing. Other rows are not affected.
+    """
+
+    entropy_nats: NDArray[np.float32]
+    log_sum_exp_nats: NDArray[np.float32]
+    top_logprob_nats: NDArray[np.float32]
+    end_logprob_nats: NDArray[np.float32]
+    top_token_id: NDArray[np.int32]
+    end_rank: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.entropy_nats)
+
+    def __getitem__(self, row: int) -> Self:
+        """One row's signals. Raises IndexError past the last row, so that a batch can be iterated over."""
+        return type(self)(**{name: column[row] for name, column in columns(self).items()})
+
+
+def columns(signals: RowSignals) -> dict[str, NDArray[Any]]:
+    """The columns by name."""
+    return {column.name: getattr(signals, column.name) for column in fields(signals)}
+
+
+@dataclass(frozen=True, slots=True)
+class EntropySignal(RowSignals):
+    """Signals of rows that belong to requests. EAT is the entropy after the end-of-thinking marker, arXiv 2509.26522.
+
+    eat: the request's newest EAT sample in nats, float64: the entropy of its newest row that comes after an appended
+    end marker; NaN before the first. Where the measured row is such a row, `eat` equals `token_entropy`.
+    eat_ema_variance: exponential moving variance V_n of the request's EAT samples x_0 ... x_n, in nats squared,
+    float64; 0 after the first sample, NaN before it. With a = ema_alpha: M_0 = x_0, M_n = a * x_n + (1 - a) * M_{n-1};
+    V_0 = 0, V_n = a * (x_n - M_n)^2 + (1 - a) * V_{n-1}.
+    """
+
+    eat: NDArray[np.float64]
+    eat_ema_variance: NDArray[np.float64]
+
+    @property
+    def token_entropy(self) -> NDArray[np.float32]:
+        """Entropy of softmax(row) in nats over the whole vocabulary: `entropy_nats`, whatever the row comes after."""
+        return self.entropy_nats
+
+
+def reference(
+    logits: NDArray[np.floating],
+    think_end_token_ids: int | Sequence[int],
+    rows: Sequence[int] | NDArray[np.integer] | None = None,
+) -> RowSignals:
+    """The definition, in float64: signals of a NumPy array [rows, vocabulary] of any float dtype. Raises
+    KernelError."""
+    if not isinstance(logits, np.ndarray) or logits.dtype.kind != "f":
+        raise KernelError(
+            f"logits must be a NumPy array of floats; got {getattr(logits, 'dtype', type(logits).__name__)}"
+        )
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise KernelError(f"logits must be [rows, vocabulary]; got shape {logits.shape}")
+    ends = list(checks.end_tokens(think_end_token_ids, logits.shape[1]))
+    x = np.asarray(logits if rows is None else logits[checks.row_numbers(rows, len(logits))], dtype=np.float64)
+    numbers = np.arange(len(x))
+    top = x.argmax(axis=1)
+    end = x[:, ends].max(axis=1)
+    with np.errstate(invalid="ignore"):
+        shifted = x - x[numbers, top][:, None]
+        weight = np.exp(shifted)
+        total = weight.sum(axis=1)
+        product = np.where(weight > 0, weight * np.where(np.isneginf(shifted), 0.0, shifted), weight)
+        log_total = np.log(total)
+        end_logprob = end - x[numbers, top] - log_total
+    return RowSignals(
+        (log_total - product.sum(axis=1) / total).astype(np.float32),
+        (x[numbers, top] + log_total).astype(np.float32),
+        (-log_total).astype(np.float32),
+        end_logprob.astype(np.float32),
+        np.where(np.isnan(total), -1, top).astype(np.int32),
+        (1 + (x > end[:, None]).sum(axis=1)).astype(np.int32),
+    )

@@ -1,0 +1,147 @@
+"""Measures with torch's own operations, on the device of the tensor: for GPUs where CuPy is missing, and slower there
+than the CUDA kernel, since it reads each row several times.
+
+Everything runs on torch's current stream, so what torch does next to the same logits comes after. Buffers are taken
+when a `TorchOps` is made; rows go through them a chunk at a time. Nothing but `PendingRows.result` waits for the
+device: the columns are copied to pinned memory, followed by an event. On the CPU the same code runs without streams and
+events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from meridian_kernels import checks
+from meridian_kernels.errors import KernelError
+from meridian_kernels.pending import COLUMNS, PendingRows, Ring, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+# Logits of one chunk; the two buffers take 8 bytes for each.
+CHUNK_LOGITS = 1 << 23
+# Shifted logits are clipped here: exp(-1e4) is exactly 0 in float32, so that -inf contributes 0 and not NaN.
+FLOOR = -1e4
+
+
+class TorchOps:
+    """Torch's operations on one device, for at most `max_rows` rows. Raises what torch raises when the device cannot be
+    used."""
+
+    def __init__(self, device: str, max_rows: int, chunk_logits: int = CHUNK_LOGITS) -> None:
+        import torch
+
+        self._torch = torch
+        self.device, self.max_rows, self._chunk_logits = torch.device(device), max_rows, chunk_logits
+        self._is_on_gpu = self.device.type != "cpu"
+        # A tensor that inference mode makes could not be written to outside it.
+        with torch.inference_mode(False):
+            empty = functools.partial(torch.empty, device=self.device)
+            # The weights' memory holds the rows that were picked until the weights are computed.
+            self._shifted, self._weights = (empty(chunk_logits, dtype=torch.float32) for _ in range(2))
+            self._out = empty(COLUMNS * max_rows, dtype=torch.float32)
+            self._selected = empty(max_rows, dtype=torch.int32)
+            self._ring = Ring(self._slot)
+        # After the newest measurement, whose buffers the next one uses, perhaps on another stream.
+        self._used = self._event()
+        for dtype in checks.DTYPES:
+            # The first run of an operation loads its kernel, which may wait and allocate.
+            self.begin(torch.zeros(1, 64, dtype=getattr(torch, dtype), device=self.device), (0,), None).result()
+
+    def _event(self) -> Any:
+        return self._torch.cuda.Event(blocking=True) if self._is_on_gpu else _Passed()
+
+    def _slot(self) -> Slot:
+        pinned = functools.partial(self._torch.empty, device="cpu", pin_memory=self._is_on_gpu)
+        host = pinned(COLUMNS * self.max_rows, dtype=self._torch.float32).numpy()
+        selected, copied = pinned(self.max_rows, dtype=self._torch.int32).numpy(), self._event()
+        return Slot(host, selected, copied, copied.query)
+
+    def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> PendingRows:
+        """Measure rows of checked logits [rows, vocabulary] on this device; a CuPy array is taken as it lies.
+
+        Raises KernelError.
+        """
+        torch = self._torch
+        if hasattr(logits, "__dlpack__") and not checks.is_tensor(logits) and checks.is_on_gpu(logits):
+            logits = torch.from_dlpack(logits)
+        count, vocab = logits.shape[0] if selected is None else len(selected), logits.shape[1]
+        self._check(logits, count, vocab)
+        slot = self._ring.take()
+        with torch.inference_mode(), torch.cuda.device(self.device) if self._is_on_gpu else contextlib.nullcontext():
+            self._wait_for_buffers()
+            if selected is not None:
+                slot.selected[:count] = selected
+                self._selected[:count].copy_(torch.from_numpy(slot.selected[:count]), non_blocking=True)
+            out = self._out[: COLUMNS * count].view(COLUMNS, count)
+            step = self._chunk_logits // vocab
+            for begin in range(0, count, step):
+                at = slice(begin, min(begin + step, count))
+                self._measure(self._rows(logits, at, selected is not None), ends, out[:, at])
+            torch.from_numpy(slot.host[: COLUMNS * count]).copy_(self._out[: COLUMNS * count], non_blocking=True)
+            if self._is_on_gpu:
+                slot.copied.record()
+                self._used.record()
+        return PendingRows(slot, count)
+
+    def _check(self, logits: Any, count: int, vocab: int) -> None:
+        if not checks.is_tensor(logits) or logits.device != self.device:
+            raise KernelError(f"logits must be on {self.device}; got {checks.place_of(logits)}")
+        if count > self.max_rows:
+            raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
+        if vocab > self._chunk_logits:
+            raise KernelError(f"a row may have at most {self._chunk_logits} logits; got {vocab}")
+        if self._is_on_gpu and self._torch.cuda.is_current_stream_capturing():
+            raise KernelError("logits cannot be measured while torch captures a graph: measure after its replay")
+
+    def _wait_for_buffers(self) -> None:
+        if self._is_on_gpu:
+            self._torch.cuda.current_stream().wait_event(self._used)
+
+    def _rows(self, logits: torch.Tensor, at: slice, picks: bool) -> torch.Tensor:
+        """Some of the rows, or of those that are picked, as they are."""
+        if not picks:
+            return logits[at]
+        shape = (at.stop - at.start, logits.shape[1])
+        room = self._weights.view(logits.dtype)[: shape[0] * shape[1]].view(shape)
+        return self._torch.index_select(logits, 0, self._selected[at], out=room)
+
+    def _measure(self, x: torch.Tensor, ends: Sequence[int], out: torch.Tensor) -> None:
+        """Fill the columns [COLUMNS, rows] of rows x [rows, vocabulary] of any dtype. Whatever makes a row unfit makes
+        its sums NaN by itself: its maximum is NaN or infinite."""
+        torch = self._torch
+        shifted, weights = (b[: x.numel()].view(x.shape) for b in (self._shifted, self._weights))
+        top, top_id = x.max(dim=1)
+        end = functools.reduce(torch.maximum, [x[:, token] for token in ends])
+        # Ones in float32, whose sums are exact up to 2^24 of them; to sum up truth values torch would copy them first.
+        above = torch.gt(x, end[:, None], out=shifted).sum(dim=1)
+        top = top.float()
+        # Before the weights take the place of rows that were picked, of which `end` may be a view.
+        end_gap = end.float() - top
+        torch.sub(x, top[:, None], out=shifted).clamp_(min=FLOOR)
+        torch.exp(shifted, out=weights)
+        total = weights.sum(dim=1)
+        log_total = total.log()
+        out[0] = log_total - weights.mul_(shifted).sum(dim=1) / total
+        out[1] = top + log_total
+        out[2] = -log_total
+        out[3] = end_gap - log_total
+        integers = out[4:].view(torch.int32)
+        integers[0] = torch.where(top.isfinite(), top_id, -1)
+        integers[1] = above + 1
+
+
+class _Passed:
+    """The event of a device that has done its work once it was given."""
+
+    def synchronize(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return True

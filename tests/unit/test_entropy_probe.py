@@ -1,0 +1,472 @@
+"""The public API: a request's EAT from call to call, arrays of every kind, every argument that can be wrong, and what
+becomes of a GPU that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from meridian_kernels import EntropyProbe, EntropySignal, KernelError, checks, cuda, eat, reference, torch_ops
+
+from meridian_control import signals as control_signals
+from meridian_control.requests import RequestTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NATS = 1e-5
+VOCAB = 1000
+RNG = np.random.default_rng(7)
+
+
+def logits_of(rows: int, scale: float = 4.0) -> NDArray[np.float32]:
+    return (scale * RNG.standard_normal((rows, VOCAB))).astype(np.float32)
+
+
+def entropy(row: NDArray[Any]) -> float:
+    """H = -sum p ln p in float64, written down anew."""
+    x = row.astype(np.float64)
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("ema_alpha", [0.075, 0.2, 1.0])
+def test_eat_and_its_variance_follow_a_request(ema_alpha: float) -> None:
+    """Two requests side by side, one row at a time and in batches, against the recurrence in float64."""
+    probe = EntropyProbe(think_end_token_ids=[7, 8], ema_alpha=ema_alpha)
+    mean, variance = [math.nan, math.nan], [math.nan, math.nan]
+    for n in range(30):
+        rows = logits_of(2, 1 + n % 5)
+        for r in range(2):
+            x = entropy(rows[r])
+            mean[r] = x if n == 0 else ema_alpha * x + (1 - ema_alpha) * mean[r]
+            variance[r] = 0.0 if n == 0 else ema_alpha * (x - mean[r]) ** 2 + (1 - ema_alpha) * variance[r]
+        if n % 2:
+            batch = probe.compute_batch(["a", "b"], rows)
+            assert len(batch) == 2
+            got = list(batch)
+        else:
+            got = [probe.compute("a", rows[0]), probe.compute("b", torch.from_numpy(rows[1]))]
+        for r in range(2):
+            assert isinstance(got[r], EntropySignal)
+            assert float(got[r].token_entropy) == pytest.approx(entropy(rows[r]), abs=NATS)
+            assert float(got[r].eat) == float(got[r].token_entropy) == float(got[r].entropy_nats)
+            assert float(got[r].eat_ema_variance) == pytest.approx(variance[r], abs=NATS)
+            assert int(got[r].end_rank) == reference(rows[[r]], [7, 8]).end_rank[0]
+
+
+def test_the_numbers_are_the_control_planes() -> None:
+    """Bit for bit: what `meridian_control.signals` makes of the samples that an agent would report."""
+    probe, table = EntropyProbe(0, ema_alpha=0.2), RequestTable(window_tokens=8)
+    for n in range(40):
+        row = logits_of(1, 1 + n % 7)[0]
+        if n == 11:
+            row[3] = math.nan
+        got = probe.compute("a", row)
+        control_signals.add_eat_sample(table, 0, float(got.entropy_nats), 0.2)
+        assert float(got.eat) == table.eat_nats[0]
+        assert float(got.eat_ema_variance) == table.eat_ema_variance[0]
+
+
+def test_rows_that_come_after_no_end_marker_are_no_samples() -> None:
+    """They have a token entropy and leave EAT as it is: NaN before the first sample. So does a row with NaN in it."""
+    probe, rows = EntropyProbe(0), logits_of(4)
+    first = probe.compute("a", rows[0], after_end_marker=False)
+    assert float(first.token_entropy) == pytest.approx(entropy(rows[0]), abs=NATS)
+    assert math.isnan(first.eat)
+    assert math.isnan(first.eat_ema_variance)
+    sample = probe.compute("a", rows[1])
+    mixed = probe.compute_batch(["a", "b"], rows[2:], after_end_marker=[False, True])
+    assert mixed.eat.tolist() == [float(sample.eat), float(mixed.entropy_nats[1])]
+    assert mixed.eat_ema_variance.tolist() == [0.0, 0.0]
+    rows[3, 5] = math.nan
+    unfit = probe.compute("a", rows[3])
+    assert math.isnan(unfit.token_entropy)
+    assert (float(unfit.eat), float(unfit.eat_ema_variance)) == (float(sample.eat), 0.0)
+
+
+def test_a_request_is_forgotten() -> None:
+    """When it is said to be, and when more requests are sampled than are kept; the others keep what they have."""
+    probe, rows = EntropyProbe(0), logits_of(2, 1)
+    for req_id in ("a", "b"):
+        probe.compute(req_id, rows[0])
+    probe.forget("a")
+    probe.forget("never seen")
+    assert probe.compute("a", rows[1]).eat_ema_variance == 0
+    assert probe.compute("b", rows[1]).eat_ema_variance > 0
+    history = eat.EatHistory(0.2, max_requests=3)
+    for req_id in ("a", "b", "c", "a", "d"):
+        history.add(req_id, 1.0)
+    assert [math.isnan(history.of(r).newest) for r in "abcd"] == [False, True, False, False]
+
+
+def test_what_is_refused_leaves_no_trace() -> None:
+    probe, rows = EntropyProbe(0), logits_of(2, 1)
+    before = probe.compute_batch(["a", "b"], rows)
+    for req_ids, flags in ((["a"], True), (["a", "a"], True), (["a", "b"], [True]), (["a", 3], True)):
+        with pytest.raises(KernelError):
+            probe.compute_batch(req_ids, rows[::-1].copy(), after_end_marker=flags)  # type: ignore[arg-type]
+    after = probe.compute_batch(["a", "b"], rows, after_end_marker=False)
+    assert after.eat_ema_variance.tolist() == before.eat_ema_variance.tolist() == [0.0, 0.0]
+    assert after.eat.tolist() == before.eat.tolist()
+
+
+def test_no_request_is_a_batch_too() -> None:
+    got = EntropyProbe(4).compute_batch([], np.empty((0, 33), np.float32))
+    assert len(got) == 0
+    assert list(got) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_numpy_arrays(dtype: type) -> None:
+    """Any strides, read-only ones, ones of a byte order that torch does not know reversed: all as tensors are."""
+    whole = logits_of(6).astype(dtype)
+    whole[2, 3], whole[4, 5] = math.nan, -math.inf
+    whole.flags.writeable = False
+    for view in (whole, whole[::-1], whole[:, ::3], whole[:, 100:500], np.asfortranarray(whole)):
+        got = EntropyProbe(5).begin(view).result()
+        want = reference(view, 5)
+        np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
+        np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
+        some = EntropyProbe(5).begin(view, rows=[5, 0, 0]).result()
+        np.testing.assert_allclose(some.entropy_nats, want.entropy_nats[[5, 0, 0]], rtol=0, atol=NATS)
+    large = np.tile(whole, (1, 200))
+    want = reference(large, 5)
+    np.testing.assert_allclose(EntropyProbe(5).begin(large).result().entropy_nats, want.entropy_nats, atol=NATS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors(dtype: torch.dtype) -> None:
+    rows = torch.from_numpy(logits_of(3)).to(dtype)
+    got = EntropyProbe(5).compute_batch(["a", "b", "c"], rows)
+    for r in range(3):
+        assert got.token_entropy[r] == pytest.approx(entropy(rows[r].double().numpy()), abs=NATS)
+
+
+class GpuArray:
+    """As CuPy's: it says where it lies on a GPU, and can be copied from there. Nothing here lies on a GPU."""
+
+    def __init__(self, host: NDArray[Any], stream: int | None = None) -> None:
+        self._host, self.shape, self.dtype = host, host.shape, host.dtype
+        self.__cuda_array_interface__ = {**host.__array_interface__, "version": 3, "stream": stream}
+
+    def get(self) -> NDArray[Any]:
+        return self._host
+
+    def reshape(self, *shape: int) -> GpuArray:
+        return GpuArray(self._host.reshape(*shape))
+
+
+def test_gpu_arrays_where_the_gpu_cannot_be_used() -> None:
+    """They are copied by a probe that was to measure on the GPU; another one says that they are in the wrong place."""
+    rows = logits_of(2)
+    with pytest.raises(KernelError, match="logits must be on the CPU; got an array on a GPU"):
+        EntropyProbe(0).compute_batch(["a", "b"], GpuArray(rows))
+    if torch.cuda.is_available():
+        return
+    with pytest.warns(RuntimeWarning, match="measuring on the CPU"):
+        probe = EntropyProbe(0, backend="cuda")
+    got = probe.compute_batch(["a", "b"], GpuArray(rows))
+    assert got.token_entropy.tolist() == EntropyProbe(0).compute_batch(["a", "b"], rows).token_entropy.tolist()
+    assert float(probe.compute("c", GpuArray(rows[0])).eat) == float(got.eat[0])
+
+
+def test_where_the_rows_of_a_gpu_array_are() -> None:
+    """Up to the launch: address, distance and stream as the array's interface has them."""
+    rows = logits_of(6)
+    found, stream = cuda.rows_of_interface(GpuArray(rows, stream=77), 6)
+    assert found == cuda.Rows(rows.ctypes.data, VOCAB, 6, VOCAB, "float32")
+    assert stream == 77
+    view = rows.astype(np.float16)[1::2, 10:500]
+    found, stream = cuda.rows_of_interface(GpuArray(view), 2)
+    assert found == cuda.Rows(view.ctypes.data, 2 * VOCAB, 2, 490, "float16")
+    assert stream == cuda.LEGACY_STREAM
+    for bad in (rows[:, ::2], np.asfortranarray(rows)):
+        with pytest.raises(KernelError, match="must lie side by side on a GPU; got strides of"):
+            cuda.rows_of_interface(GpuArray(bad), 6)
+
+
+# -------------------------------------------------------------------------------------------------- what can be wrong
+
+X = np.zeros((3, 9), np.float32)
+ENDS = "think_end_token_ids must be"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"think_end_token_ids": 1.5}, f"{ENDS} a token id or a list of them; got 1.5"),
+        ({"think_end_token_ids": True}, f"{ENDS} a token id or a list of them; got True"),
+        ({"think_end_token_ids": np.True_}, f"{ENDS} a token id or a list of them; got "),
+        ({"think_end_token_ids": "12"}, f"{ENDS} a token id or a list of them; got '12'"),
+        ({"think_end_token_ids": {7}}, f"{ENDS} a token id or a list of them; got {{7}}"),
+        ({"think_end_token_ids": [[1]]}, f"{ENDS} integers; got [1]"),
+        ({"think_end_token_ids": [1, 2.0]}, f"{ENDS} integers; got 2.0"),
+        ({"think_end_token_ids": [1, True]}, f"{ENDS} integers; got True"),
+        ({"think_end_token_ids": [None]}, f"{ENDS} integers; got None"),
+        ({"think_end_token_ids": np.array([1.0])}, f"{ENDS} integers; got 1.0"),
+        ({"think_end_token_ids": np.array([[1]])}, f"{ENDS} a token id or a list of them; got array([[1]])"),
+        ({"think_end_token_ids": []}, f"{ENDS} 1 to 4 token ids; got 0"),
+        ({"think_end_token_ids": range(5)}, f"{ENDS} 1 to 4 token ids; got 5"),
+        ({"think_end_token_ids": -1}, f"{ENDS} in [0, 2147483647); got -1"),
+        ({"think_end_token_ids": 1 << 40}, f"{ENDS} in [0, 2147483647); got 1099511627776"),
+        ({"think_end_token_ids": [3, 4, 3]}, "think_end_token_ids must differ from each other; got [3, 4, 3]"),
+        ({"backend": "tpu"}, "backend must be 'cpu' or 'cuda'; got 'tpu'"),
+        ({"backend": None}, "backend must be 'cpu' or 'cuda'; got None"),
+        ({"backend": ["cpu"]}, "backend must be 'cpu' or 'cuda'; got ['cpu']"),
+        *(
+            ({"ema_alpha": value}, f"ema_alpha must be in (0, 1]; got {value!r}")
+            for value in (0, -0.1, 1.5, math.nan, math.inf, True, "0.2", None)
+        ),
+        ({"strict": 1}, "strict must be true or false; got 1"),
+        ({"device": -1}, "device must be an integer in [0, 2147483647]; got -1"),
+        ({"device": "cuda:0"}, "device must be an integer in [0, 2147483647]; got 'cuda:0'"),
+        ({"device": True}, "device must be an integer in [0, 2147483647]; got True"),
+        ({"max_rows": 0}, "max_rows must be an integer in [1, 2147483647]; got 0"),
+        ({"max_rows": 1.5}, "max_rows must be an integer in [1, 2147483647]; got 1.5"),
+    ],
+)
+def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        EntropyProbe(**arguments)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("logits", "complaint"),
+    [
+        (None, "logits must be a NumPy, torch or CuPy array; got NoneType"),
+        ([[1.0, 2.0]], "logits must be a NumPy, torch or CuPy array; got list"),
+        (3.5, "logits must be a NumPy, torch or CuPy array; got float"),
+        (np.float32(3.5), "logits must be a NumPy, torch or CuPy array; got float32"),
+        (np.ma.masked_array(X), "logits must be a NumPy, torch or CuPy array; got MaskedArray"),
+        (np.zeros(3, np.float32), "logits must be [rows, vocabulary]; got shape (3,)"),
+        (torch.zeros(1, 2, 3), "logits must be [rows, vocabulary]; got shape (1, 2, 3)"),
+        (torch.tensor(1.0), "logits must be [rows, vocabulary]; got shape ()"),
+        (torch.zeros(3, 0), "logits must be [rows, vocabulary]; got shape (3, 0)"),
+        (GpuArray(np.zeros(3, np.float32)), "logits must be [rows, vocabulary]; got shape (3,)"),
+        (X.astype(np.float64), "logits must be float32, bfloat16, float16; got float64"),
+        (X.astype(">f4"), "logits must be float32, bfloat16, float16; got >f4"),
+        (X.astype(np.int64), "logits must be float32, bfloat16, float16; got int64"),
+        (X.astype(object), "logits must be float32, bfloat16, float16; got object"),
+        (X.astype(bool), "logits must be float32, bfloat16, float16; got bool"),
+        (torch.zeros(3, 9, dtype=torch.float64), "logits must be float32, bfloat16, float16; got float64"),
+        (torch.zeros(3, 9, dtype=torch.int64), "logits must be float32, bfloat16, float16; got int64"),
+        (torch.zeros(3, 9, dtype=torch.complex64), "logits must be float32, bfloat16, float16; got complex64"),
+        (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),
+        (torch.zeros(3, 9, device="meta"), "logits must be on the CPU; got meta"),
+    ],
+)
+def test_what_logits_may_be(logits: Any, complaint: str) -> None:
+    """Wherever logits are given."""
+    probe = EntropyProbe(0)
+    with pytest.raises(KernelError) as refused:
+        probe.begin(logits)
+    assert complaint in str(refused.value)
+    for call in (lambda: probe.compute_batch(["a", "b", "c"], logits), lambda: probe.compute("a", logits)):
+        if call.__code__.co_consts and getattr(logits, "ndim", 2) == 1:
+            continue
+        with pytest.raises(KernelError, match="logits must"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("ends", "rows", "complaint"),
+    [
+        (None, None, "think_end_token_ids must be given to the probe or to the call; got None"),
+        (9, None, f"{ENDS} in [0, 9); got 9"),
+        (-1, None, f"{ENDS} in [0, 9); got -1"),
+        ([1, 9], None, f"{ENDS} in [0, 9); got 9"),
+        (1.5, None, f"{ENDS} a token id or a list of them; got 1.5"),
+        (True, None, f"{ENDS} a token id or a list of them; got True"),
+        (np.nan, None, f"{ENDS} a token id or a list of them; got nan"),
+        ([], None, f"{ENDS} 1 to 4 token ids; got 0"),
+        ([1, 1], None, "think_end_token_ids must differ from each other; got [1, 1]"),
+        (torch.tensor([1]), None, f"{ENDS} a token id or a list of them; got tensor([1])"),
+        (0, [0, 3], "rows must be in [0, 3); got 0 to 3"),
+        (0, [-1], "rows must be in [0, 3); got -1 to -1"),
+        (0, [1 << 70], "rows must be in [0, 3); got 1180591620717411303424"),
+        (0, np.array([2**32], np.uint64), "rows must be in [0, 3); got 4294967296"),
+        (0, [0.7], "rows must be integers; got 0.7"),
+        (0, [1.0], "rows must be integers; got 1.0"),
+        (0, [True, False, True], "rows must be integers; got True"),
+        (0, ["1"], "rows must be integers; got '1'"),
+        (0, [[1]], "rows must be integers; got [1]"),
+        (0, np.array([0.7]), "rows must be integers; got an array of float64"),
+        (0, np.array([True, False, True]), "rows must be integers; got an array of bool"),
+        (0, np.array([[1]]), "rows must be a list of numbers; got shape (1, 1)"),
+        (0, 1, "rows must be a list of numbers; got 1"),
+        (0, "12", "rows must be a list of numbers; got '12'"),
+        (0, {1}, "rows must be a list of numbers; got {1}"),
+    ],
+)
+@pytest.mark.parametrize("logits", [X, torch.from_numpy(X)], ids=["numpy", "torch"])
+def test_what_a_measurement_is_begun_with(logits: Any, ends: Any, rows: Any, complaint: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        EntropyProbe().begin(logits, ends, rows)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("req_ids", "complaint"),
+    [
+        ("abc", "req_ids must be a list of strings; got 'abc'"),
+        (None, "req_ids must be a list of strings; got None"),
+        ({"a", "b", "c"}, "req_ids must be a list of strings; got {'a', 'b', 'c'}"),
+        (["a", "b"], "req_ids must name each of the 3 rows of logits_batch; got 2 ids"),
+        (["a", "b", "c", "d"], "req_ids must name each of the 3 rows of logits_batch; got 4 ids"),
+        (["a", "b", "a"], "req_ids must differ from each other; got 'a' more than once"),
+        (["a", 7, "c"], "req_ids[1] must be a string that is not empty; got 7"),
+        (["a", "b", b"c"], "req_ids[2] must be a string that is not empty; got b'c'"),
+        (["", "b", "c"], "req_ids[0] must be a string that is not empty; got ''"),
+    ],
+)
+def test_whose_rows_they_are(req_ids: Any, complaint: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        EntropyProbe(0).compute_batch(req_ids, X)
+    assert complaint in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (1, "after_end_marker must be true or false, or a list of that; got 1"),
+        (None, "after_end_marker must be true or false, or a list of that; got None"),
+        ([True, 0, True], "after_end_marker must be true or false, or a list of that; got [True, 0, True]"),
+        ([True], "after_end_marker must have a value for each of the 3 rows; got 1"),
+    ],
+)
+def test_whether_they_come_after_an_end_marker(flags: Any, complaint: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        EntropyProbe(0).compute_batch(["a", "b", "c"], X, after_end_marker=flags)
+    assert complaint in str(refused.value)
+    with pytest.raises(KernelError, match="after_end_marker must be true or false; got"):
+        EntropyProbe(0).compute("a", X[0], after_end_marker=flags)
+
+
+@pytest.mark.parametrize("req_id", [None, 7, "", b"a", ["a"]])
+def test_one_request(req_id: Any) -> None:
+    for call in (lambda: EntropyProbe(0).compute(req_id, X[0]), lambda: EntropyProbe(0).forget(req_id)):
+        with pytest.raises(KernelError, match="req_id must be a string that is not empty; got"):
+            call()
+    with pytest.raises(KernelError, match=r"logits must be \[vocabulary\]; got shape \(3, 9\)"):
+        EntropyProbe(0).compute("a", X)
+    with pytest.raises(KernelError, match="think_end_token_ids must be given"):
+        EntropyProbe().compute("a", X[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((torch.zeros(3, 9), 0), "logits must be a NumPy array of floats; got torch.float32"),
+        (([[1.0]], 0), "logits must be a NumPy array of floats; got list"),
+        ((X.astype(int), 0), "logits must be a NumPy array of floats; got int64"),
+        ((X[0], 0), "logits must be [rows, vocabulary]; got shape (9,)"),
+        ((X, 9), f"{ENDS} in [0, 9); got 9"),
+        ((X, [True]), f"{ENDS} integers; got True"),
+        ((X, 0, [0.7]), "rows must be integers; got 0.7"),
+    ],
+)
+def test_the_definition_is_as_strict(arguments: Any, complaint: str) -> None:
+    with pytest.raises(KernelError) as refused:
+        reference(*arguments)
+    assert complaint in str(refused.value)
+
+
+def test_an_error_is_a_runtime_error() -> None:
+    assert issubclass(KernelError, RuntimeError)
+    assert not issubclass(KernelError, ValueError)
+
+
+@pytest.mark.parametrize("end", [np.int16(3), np.array([3, 7], np.uint16), [np.int64(3), 7]])
+def test_end_tokens_are_plain_numbers(end: Any) -> None:
+    """Whose width a kernel's launch knows."""
+    ends = checks.end_tokens(end, 9)
+    assert [(type(token), token) for token in ends] == [(int, 3), (int, 7)][: len(ends)]
+
+
+# ----------------------------------------------------------------------------------------------------- without a GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu() -> None:
+    """Without CuPy, or with it and no driver: one warning, then the CPU; strictly, an error."""
+    missing = "ModuleNotFoundError" if importlib.util.find_spec("cupy") is None else "CUDARuntimeError"
+    with pytest.raises(KernelError, match=f"no entropy on cuda:0: {missing}.*; nor with torch: "):
+        EntropyProbe(backend="cuda", strict=True)
+    with pytest.warns(RuntimeWarning, match="measuring on the CPU") as warned:
+        probe = EntropyProbe(7, backend="cuda")
+    assert len(warned) == 1
+    assert (probe.backend, str(warned[0].message)) == ("cpu", probe.fallback)
+    assert warned[0].filename == __file__
+    rows = logits_of(3)
+    np.testing.assert_array_equal(
+        probe.begin(rows).result().entropy_nats, EntropyProbe(7).begin(rows).result().entropy_nats
+    )
+
+
+def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's operations take the kernel's place, strictly too, with a warning. The GPU is the CPU's memory here: the
+    kernel cannot be had, and the device that torch is told is another."""
+
+    def no_cupy(*_: int) -> None:
+        raise ModuleNotFoundError("No module named 'cupy'")
+
+    made: list[str] = []
+    operations = torch_ops.TorchOps
+
+    def on_the_cpu(device: str, max_rows: int) -> torch_ops.TorchOps:
+        made.append(device)
+        return operations("cpu", max_rows, 5000)
+
+    monkeypatch.setattr(cuda, "Kernels", type("Kernels", (), {"__new__": no_cupy}))
+    monkeypatch.setattr(torch_ops, "TorchOps", on_the_cpu)
+    with pytest.warns(RuntimeWarning, match="slower than the CUDA kernel: ModuleNotFoundError: No module named 'cupy'"):
+        probe = EntropyProbe(7, backend="cuda", strict=True, device=1, max_rows=3)
+    assert (probe.backend, made) == ("torch", ["cuda:1"])
+    rows = torch.from_numpy(logits_of(3))
+    got = probe.compute_batch(["a", "b", "c"], rows)
+    want = reference(rows.numpy(), 7)
+    np.testing.assert_allclose(got.token_entropy, want.entropy_nats, rtol=0, atol=NATS)
+    np.testing.assert_array_equal(got.end_rank, want.end_rank)
+    with pytest.raises(KernelError, match="at most 3 rows can be measured at once; got 4"):
+        probe.begin(torch.zeros(4, 9))
+
+
+def test_a_probe_that_is_not_strict_takes_what_is_in_the_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too; a strict one does not."""
+    refuse = SimpleNamespace(begin=lambda *_: pytest.fail("the GPU was asked for"))
+    monkeypatch.setattr(EntropyProbe, "_on_gpu", lambda *_: refuse)
+    rows = logits_of(2)
+    want = reference(rows, 7).entropy_nats
+    for given in (rows, torch.from_numpy(rows)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = EntropyProbe(7, backend="cuda").begin(given).result()
+        np.testing.assert_allclose(got.entropy_nats, want, rtol=0, atol=NATS)
+    with pytest.raises(pytest.fail.Exception, match="the GPU was asked for"):
+        EntropyProbe(7, backend="cuda", strict=True).begin(rows)
+
+
+def test_importing_the_package_touches_no_gpu() -> None:
+    """Nor does measuring NumPy arrays need torch."""
+    code = (
+        "import meridian_kernels, numpy, sys; probe = meridian_kernels.EntropyProbe(1);"
+        "probe.compute('a', numpy.ones(200_000, 'float32')); sys.exit(any(m in sys.modules for m in ('torch', 'cupy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
