@@ -140,7 +140,7 @@ class InvalidRequest(MeridianError):
         return (self.violation,)
 
 
-class PolicyError(MeridianError):
+class PolicyError(MeridianError, ValueError):
     """A policy that breaks the schema; lists every bad field, one per line of its text."""
 
     code = "policy_invalid"

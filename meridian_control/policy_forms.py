@@ -43,9 +43,9 @@ def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> 
     return _validate(schema, values)
 
 
-def load(path: Path) -> Policy:
-    """Read a policy file. Raises PolicyError, for an unreadable file too."""
-    return load_as(Policy, path)
+def load(path: str | os.PathLike[str]) -> Policy:
+    """Read a policy file. Raises PolicyError, which lists every bad field, for a missing or unreadable file too."""
+    return load_as(Policy, Path(path))
 
 
 def load_as(schema: type[Schema], path: Path) -> Schema:
