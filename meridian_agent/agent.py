@@ -23,7 +23,7 @@ from meridian_agent.masks import Masks
 from meridian_agent.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.probing import Probing
 from meridian_agent.queues import Queues
-from meridian_agent.signals import REQUEST, RESULT, Asking
+from meridian_agent.signals import BACKEND, REQUEST, RESULT, Asking
 from meridian_agent.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Known:
 
     boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is filled in
     part. tool_call: begins a tool call in this model's output, where thinking stays in the chat until the tool has
-    answered. on_fault: told of a fault elsewhere than in a hook, by its cause and its text.
+    answered. on_fault: told of a fault elsewhere than in a hook, by its cause and its text. expected_backend: what
+    should measure entropy on the workers, and why it is not the CUDA kernel.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Known:
     shares_blocks: bool
     tool_call: int | None
     on_fault: Callable[[str, str], None]
+    expected_backend: tuple[str, str]
 
 
 class Agent:
@@ -90,6 +92,8 @@ class Agent:
         self._adoption: Adoption | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
+        # What measures on the worker and why it is not the CUDA kernel, once it said so.
+        self.backend: tuple[str, str] | None = None
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -298,6 +302,8 @@ class Agent:
         if isinstance(told, str):
             self._hear_worker(told)
             told = None
+        if (backend := getattr(runner_output, BACKEND, None)) is not None:
+            self._hear_backend(backend)
         self.accounts.take(runner_output, outputs, told, bool(scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
             with self.link.handover:
@@ -330,6 +336,14 @@ class Agent:
         else:
             logger.info("meridian: entropy from this engine again")
         self.link.restart()
+
+    def _hear_backend(self, backend: tuple[str, str]) -> None:
+        """The worker says what measures there: the next Hello tells it, at once where the last one had it wrong."""
+        known = self.backend or self.known.expected_backend
+        self.backend = backend
+        if backend[0] != known[0]:
+            logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
+            self.link.restart()
 
     def _step_time_ms(self) -> float:
         """Time since the step's schedule began; under asynchronous scheduling, where the next step's began before this

@@ -58,7 +58,8 @@ class Keeper:
         hooks.hide_from_cache_stats(self._scheduler.kv_cache_manager, probes.PREFIX)
         shares_blocks = hooks.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = hooks.boundaries(config)
-        self._known = Known(self._model, boundaries, shares_blocks, template.tool_call, self._guard.note)
+        expected = observe.expected_backend(self._device_type)
+        self._known = Known(self._model, boundaries, shares_blocks, template.tool_call, self._guard.note, expected)
         agent = Agent(self._scheduler, self._markers, self.link, self._known)
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
@@ -95,6 +96,7 @@ class Keeper:
             agent.put_in_force(*self.link.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         agent.no_entropy = self._no_entropy
+        agent.backend = self.agent.backend if self.agent is not None else None
         self.link.come_back()
         self.agent = agent
         logger.warning("meridian: agent on again; the fault was: %s", self._guard.last_fault)
@@ -107,6 +109,17 @@ class Keeper:
     def _no_entropy(self) -> str:
         return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
 
+    @property
+    def _device_type(self) -> str:
+        return str(self._scheduler.vllm_config.device_config.device_type)
+
+    def _backend(self) -> tuple[str, str]:
+        """What measures entropy on this engine, as `observe.expected_backend` has it, and why it is nothing faster."""
+        if self._no_entropy:
+            return "none", self._no_entropy
+        told = self.agent.backend if self.agent is not None else None
+        return told or observe.expected_backend(self._device_type)
+
     # ------------------------------------------------------------------------------------------- on the link's thread
 
     def hello(self) -> agent_pb2.Hello:
@@ -114,6 +127,7 @@ class Keeper:
         does next."""
         config, link, guard = self._scheduler.vllm_config, self.link, self._guard
         rest_s = guard.rest_s()
+        backend, note = self._backend()
         hello = agent_pb2.Hello(
             **self._identity,
             model=self._model,
@@ -121,7 +135,7 @@ class Keeper:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(self._scheduler, self._strips_think, self._no_entropy),
+            capabilities=capabilities(self._scheduler, self._strips_think, backend != "none"),
             revision=link.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
@@ -129,6 +143,8 @@ class Keeper:
             refused=link.refused,
             faults=guard.faults,
             last_fault=guard.last_fault,
+            entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
+            entropy_note=note,
         )
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)
@@ -149,11 +165,10 @@ def _markers(config: Any) -> Markers:
         return NO_MARKERS
 
 
-def capabilities(scheduler: Any, strips_think: bool, no_entropy: str) -> agent_pb2.Capabilities:
-    """What this engine can honour. no_entropy: why its worker measures nothing, if it said so."""
+def capabilities(scheduler: Any, strips_think: bool, entropy: bool) -> agent_pb2.Capabilities:
+    """What this engine can honour. entropy: whether its worker measures any."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
-    entropy = not no_entropy and observe.possible(str(scheduler.vllm_config.device_config.device_type))
     return agent_pb2.Capabilities(
         token_entropy=entropy,
         force_end=True,

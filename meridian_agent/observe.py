@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from meridian_kernels import EntropyProbe, KernelError
 
 from meridian_agent.guard import Guard
-from meridian_agent.signals import REQUEST, RESULT, Asked, StepSignals
+from meridian_agent.signals import BACKEND, REQUEST, RESULT, Asked, StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
@@ -115,6 +116,8 @@ class Observer:
         self._measurement: Measurement | None = None
         # Model Runner V2: the batch whose logits are about to be computed.
         self._awaited: Any = None
+        # An agent that begins sends names, and does not know what measures here.
+        self._tells_backend = False
 
     def come_back(self) -> None:
         """Measure again once a fault has been rested from; only before a step, which begins everything anew."""
@@ -128,6 +131,7 @@ class Observer:
         """Note what the engine core asks for in this step."""
         request = getattr(scheduler_output, REQUEST, None)
         self._wanted = None if request is None else (request[0], self._asked.not_of(request))
+        self._tells_backend |= request is not None and request[2] is not None
 
     def before_sampling(self) -> None:
         """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
@@ -172,12 +176,22 @@ class Observer:
         said = self._untold or (signals.told() if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
+        if self._tells_backend and signals is not None:
+            setattr(output, BACKEND, (self.probe.backend, self.probe.fallback))
+            self._tells_backend = False
         self._untold = ""
 
 
-def possible(device_type: str) -> bool:
-    """Whether workers on this kind of device measure, as far as can be told without touching one."""
-    return device_type == "cpu" or (device_type == "cuda" and importlib.util.find_spec("cupy") is not None)
+def expected_backend(device_type: str) -> tuple[str, str]:
+    """What measures on workers with this kind of device (cpu, cuda, torch or none), as far as can be told without
+    touching one, and why it is not the CUDA kernel or nothing at all."""
+    if device_type == "cpu":
+        return "cpu", ""
+    if device_type != "cuda":
+        return "none", f"there are no entropy kernels for {device_type}"
+    if importlib.util.find_spec("cupy") is None:
+        return "torch", "CuPy is not installed (extras cuda12, cuda13)"
+    return "cuda", ""
 
 
 def strewn(worker: Any) -> str:
@@ -196,16 +210,20 @@ def strewn(worker: Any) -> str:
 
 
 def probe_for(worker: Any) -> EntropyProbe:
-    """The probe for a worker's device; on a GPU it takes all memory it will ever need. Raises KernelError."""
+    """The probe for a worker's device; on a GPU it takes all memory it will ever need: with the CUDA kernel, or without
+    CuPy with torch's operations. Raises KernelError."""
     device = worker.device
     if str(device.type) == "cpu":
         return EntropyProbe()
     if str(device.type) != "cuda":
-        raise KernelError(f"there are no entropy kernels for {device.type}")
+        raise KernelError(expected_backend(str(device.type))[1])
     config = worker.vllm_config
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     rows = config.scheduler_config.max_num_seqs * (1 + drafts)
-    return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
+    with warnings.catch_warnings():
+        # The log has it.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
 def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
@@ -227,7 +245,9 @@ def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
         if found := strewn(worker):
             raise KernelError(f"whose rows of logits are cannot be told with {found}")
         observer.probe = probe_for(worker)
-        logger.info("meridian: observing logits on the %s", worker.device)
+        logger.info("meridian: observing logits on the %s (%s)", worker.device, observer.probe.backend)
+        if observer.probe.fallback:
+            logger.warning("meridian: entropy costs more than it need: %s", observer.probe.fallback)
     except Exception as error:
         logger.warning("meridian: no entropy from this worker: %s", error)
         observer.guard.switch_off(f"{type(error).__name__}: {error}")

@@ -21,6 +21,9 @@ REQUEST = "meridian_wanted"
 # Attribute of ModelRunnerOutput (worker to engine core): what was Told, or why this worker measures nothing, empty
 # where it can again.
 RESULT = "meridian_signals"
+# Attribute of ModelRunnerOutput (worker to engine core), on the first output after names were sent: what measures there
+# (cpu, cuda or torch), and why it is not the CUDA kernel, empty where it is or none is needed.
+BACKEND = "meridian_backend"
 
 # The id of the end marker's first token, a mark, and the requests whose rows are not wanted; None for those that came
 # with that mark before.

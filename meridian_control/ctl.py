@@ -20,6 +20,7 @@ from meridian_control.ctl_tables import engine_table, request_table
 from meridian_control.ctl_top import top
 from meridian_control.ctl_trace import calibrate, record, replay
 from meridian_control.ctl_why import decisions, explain, shadow
+from meridian_control.words import entropy_backend_name
 
 POLL_INTERVAL_S = 0.3
 
@@ -75,6 +76,9 @@ def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
     if output is Output.table:
         for refused in (engine for engine in found if engine.nack_error):
             typer.echo(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+        for noted in (engine for engine in found if engine.entropy_note):
+            backend = entropy_backend_name(noted.entropy_backend)
+            typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
 
 
 @app.command()

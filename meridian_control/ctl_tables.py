@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable
 
-from meridian.v1 import fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
 from meridian_control.console import add, new_table
-from meridian_control.words import outcome_name, phase_name, state_name
+from meridian_control.words import entropy_backend_name, outcome_name, phase_name, state_name
 
 
 def engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
-    shown = new_table("engine", "state", "model", "revision", "step ms", "KV", "running", "waiting", "think", "answer")
+    load_columns = ("step ms", "KV", "running", "waiting", "think", "answer")
+    shown = new_table("engine", "state", "model", "revision", "entropy", *load_columns)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
         load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, *load)
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *load)
     return shown
 
 
@@ -32,6 +33,13 @@ def _engine_state(engine: fleet_pb2.Engine) -> str:
     if not engine.freeze.HasField("end_time"):
         return "frozen by MERIDIAN_FREEZE"
     return f"frozen until {engine.freeze.end_time.ToDatetime():%H:%M:%S} UTC"
+
+
+def _entropy(engine: fleet_pb2.Engine) -> str:
+    """What measures entropy there; empty where an older agent does not say."""
+    if engine.entropy_backend == agent_pb2.ENTROPY_BACKEND_TORCH:
+        return "torch, slower"
+    return entropy_backend_name(engine.entropy_backend) if engine.entropy_backend else ""
 
 
 def _outlook(engine: fleet_pb2.Engine) -> str:

@@ -32,6 +32,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         fault=hello.fault,
         faults=hello.faults,
         last_fault=hello.last_fault,
+        entropy_backend=hello.entropy_backend,
+        entropy_note=hello.entropy_note,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),
         token_events=session.totals.token_events,

@@ -18,6 +18,7 @@ OUTCOMES = _names(agent_pb2.Outcome, "OUTCOME_")
 REASONS = _names(agent_pb2.ForceReason, "FORCE_REASON_")
 PHASES = _names(agent_pb2.Phase, "PHASE_")
 STATES = _names(agent_pb2.AgentState, "AGENT_STATE_")
+ENTROPY_BACKENDS = _names(agent_pb2.EntropyBackend, "ENTROPY_BACKEND_")
 
 
 def outcome_name(outcome: int) -> str:
@@ -34,3 +35,7 @@ def phase_name(phase: int) -> str:
 
 def state_name(state: int) -> str:
     return STATES.get(state, "unknown")
+
+
+def entropy_backend_name(backend: int) -> str:
+    return ENTROPY_BACKENDS.get(backend, "unknown")

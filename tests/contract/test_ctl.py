@@ -398,6 +398,23 @@ async def test_engines(control: Control) -> None:
     assert "0/1 refused" in second
 
 
+async def test_engines_say_what_measures_entropy(control: Control) -> None:
+    torch, none = agent_pb2.ENTROPY_BACKEND_TORCH, agent_pb2.ENTROPY_BACKEND_NONE
+    control.fleet.engines = [
+        engine("a", 1, entropy_backend=torch, entropy_note="CuPy is not installed"),
+        engine("b", 1, entropy_backend=none, entropy_note="there are no entropy kernels for xpu"),
+        engine("c", 1, entropy_backend=agent_pb2.ENTROPY_BACKEND_CUDA),
+        engine("d", 1),
+    ]
+    said = (await control("engines")).stdout
+    assert "torch, slower" in " ".join(said.split())
+    assert "a measures entropy with torch: CuPy is not installed" in said.splitlines()
+    assert "b measures entropy with none: there are no entropy kernels for xpu" in said.splitlines()
+    assert sum("measures entropy" in line for line in said.splitlines()) == 2
+    listed = json.loads((await control("engines", "-o", "json")).stdout)
+    assert [e["entropy_backend"].rpartition("_")[2] for e in listed] == ["TORCH", "NONE", "CUDA", "UNSPECIFIED"]
+
+
 async def test_requests(control: Control) -> None:
     last = fleet_pb2.LastDecision(decision_id=1, kind="force", reason="eat", outcome=agent_pb2.OUTCOME_APPLIED)
     control.fleet.requests = [

@@ -30,12 +30,15 @@ def scheduler_of() -> Any:
     )
 
 
+KNOWN = Known("m", b"", False, None, lambda *_: None, ("cuda", ""))
+
+
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link's thread has said that they hold: the next look must find them."""
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(hooks, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, Known("m", b"", False, None, lambda *_: None))
+    agent = Agent(scheduler, MARKERS, link, KNOWN)
 
     def settings_come() -> int:
         settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50)
@@ -55,7 +58,7 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monke
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(hooks, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, Known("m", b"", False, None, lambda *_: None))
+    agent = Agent(scheduler, MARKERS, link, KNOWN)
     tr = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
     cap = agent_pb2.ThinkCap(decision_id=1, slot=tr.slot, max_think_tokens=50)
     agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
@@ -64,3 +67,17 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monke
     agent.take_arrived(scheduler)
     assert tr.limit is None
     assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(1, Outcome.AGENT_OFF)]
+
+
+def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not when the worker says what was expected, or the same again."""
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    restarts: list[None] = []
+    monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
+    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    agent = Agent(scheduler_of(), MARKERS, link, KNOWN)
+    for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
+        agent._hear_backend(backend)
+        assert (agent.backend, len(restarts)) == (backend, said)

@@ -3,17 +3,19 @@ The runner is a fake that only has vLLM's attributes."""
 
 from __future__ import annotations
 
+import logging
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from meridian_kernels import EntropyProbe
+from meridian_kernels import EntropyProbe, reference, torch_ops
 
-from meridian_agent.observe import attach, possible
-from meridian_agent.signals import REQUEST, RESULT, Asked, Asking, StepSignals
+from meridian_agent.observe import attach, expected_backend
+from meridian_agent.signals import BACKEND, REQUEST, RESULT, Asked, Asking, StepSignals
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:
@@ -153,11 +155,51 @@ def test_rows_whose_request_is_not_known_are_not_measured(
 
 
 def test_what_can_be_told_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert possible("cpu")
-    assert not possible("xpu")
-    for found in (None, object()):
+    assert expected_backend("cpu") == ("cpu", "")
+    assert expected_backend("xpu") == ("none", "there are no entropy kernels for xpu")
+    for found, expected in ((None, "torch"), (object(), "cuda")):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
-        assert possible("cuda") == (found is not None)
+        backend, why = expected_backend("cuda")
+        assert (backend, bool(why)) == (expected, found is None)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_gpu_without_cupy_is_measured_with_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool, v2: bool
+) -> None:
+    """The same columns, and the engine core is told what measures. The worker's GPU is the CPU's memory here: torch's
+    operations are given that in place of the GPU."""
+    operations = torch_ops.TorchOps
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch_ops, "TorchOps", lambda device, max_rows: operations("cpu", max_rows, 1000))
+    caplog.set_level(logging.INFO, "vllm.meridian")
+    monkeypatch.setattr(logging.getLogger("vllm.meridian"), "propagate", True)
+    own = worker("cuda", later=later, v2=v2)
+    attach(own, lambda v2_runner: "")
+    assert "slower than the CUDA kernel: ModuleNotFoundError" in caplog.text
+    batch = torch.randn(2, 50)
+    output = step(own, asked(batch, frozenset("b")))
+    output = output.get_output() if later else output
+    signals, want = StepSignals.of(getattr(output, RESULT)), reference(batch.numpy(), END_TOKEN)
+    np.testing.assert_allclose(signals.entropy_nats, [want.entropy_nats[0], np.nan], rtol=0, atol=1e-5)
+    assert signals.end_rank.tolist() == [want.end_rank[0], 0]
+    backend, why = getattr(output, BACKEND)
+    assert backend == "torch"
+    assert "cupy" in why
+
+
+def test_what_measures_is_told_with_the_first_output_after_names() -> None:
+    """An agent that begins sends them; in other steps nothing is told."""
+    own, asking = worker(), Asking()
+    attach(own, lambda v2_runner: "")
+    told, left_out = [], frozenset("a")
+    for agent in (asking, asking, Asking()):
+        begun = asked(torch.randn(2, 50), None)
+        setattr(begun, REQUEST, agent.request(END_TOKEN, left_out))
+        told.append(getattr(step(own, begun), BACKEND, None))
+    assert told[1] is None
+    assert told[0] == told[2] == ("cpu", "")
 
 
 def test_names_go_out_when_they_have_changed() -> None:

@@ -312,6 +312,12 @@ def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
     assert answers == {"answered_after_forced": 2, "answered_after_natural": MIN_ANSWERS, "long_after_forced": 1}
 
 
+def test_what_measures_entropy_is_shown() -> None:
+    said = {"entropy_backend": agent_pb2.ENTROPY_BACKEND_TORCH, "entropy_note": "CuPy is not installed"}
+    engine = engine_view(Stream(hello_fields=said).session, connected=True)
+    assert (engine.entropy_backend, engine.entropy_note) == tuple(said.values())
+
+
 def test_latencies_and_thinking_are_counted_per_engine() -> None:
     """What the engine shows and what its totals come to: one interval less than tokens, one start of an answer."""
     made = stream(policy(scheduler=EARLY))

@@ -26,6 +26,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _EntropyBackend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EntropyBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntropyBackend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ENTROPY_BACKEND_UNSPECIFIED: _EntropyBackend.ValueType  # 0
+    """Not said: an older agent."""
+    ENTROPY_BACKEND_CPU: _EntropyBackend.ValueType  # 1
+    """The CPU, where the logits are."""
+    ENTROPY_BACKEND_CUDA: _EntropyBackend.ValueType  # 2
+    """The CUDA kernel, through CuPy."""
+    ENTROPY_BACKEND_TORCH: _EntropyBackend.ValueType  # 3
+    """Torch's operations on the GPU: the same values, slower."""
+    ENTROPY_BACKEND_NONE: _EntropyBackend.ValueType  # 4
+    """Nothing."""
+
+class EntropyBackend(_EntropyBackend, metaclass=_EntropyBackendEnumTypeWrapper):
+    """What measures entropy and the end marker's rank on an engine."""
+
+ENTROPY_BACKEND_UNSPECIFIED: EntropyBackend.ValueType  # 0
+"""Not said: an older agent."""
+ENTROPY_BACKEND_CPU: EntropyBackend.ValueType  # 1
+"""The CPU, where the logits are."""
+ENTROPY_BACKEND_CUDA: EntropyBackend.ValueType  # 2
+"""The CUDA kernel, through CuPy."""
+ENTROPY_BACKEND_TORCH: EntropyBackend.ValueType  # 3
+"""Torch's operations on the GPU: the same values, slower."""
+ENTROPY_BACKEND_NONE: EntropyBackend.ValueType  # 4
+"""Nothing."""
+Global___EntropyBackend: _TypeAlias = EntropyBackend  # noqa: Y015
+
 class _AgentState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -438,6 +470,8 @@ class Hello(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     LAST_FAULT_FIELD_NUMBER: _builtins.int
     RECOVER_MS_FIELD_NUMBER: _builtins.int
+    ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
+    ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable over restarts of the engine process."""
     incarnation: _builtins.str
@@ -468,6 +502,10 @@ class Hello(_message.Message):
     """Milliseconds until an agent that is off comes back by itself; absent while it is on, and where it stays off until the
     engine is started again.
     """
+    entropy_backend: Global___EntropyBackend.ValueType
+    """What measures entropy on this engine."""
+    entropy_note: _builtins.str
+    """Why nothing faster than that measures, or nothing at all; empty otherwise."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What operators call the engine by: MERIDIAN_LABELS in its environment."""
@@ -510,10 +548,12 @@ class Hello(_message.Message):
         faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         last_fault: _builtins.str = ...,
         recover_ms: _builtins.int | None = ...,
+        entropy_backend: Global___EntropyBackend.ValueType = ...,
+        entropy_note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015
