@@ -2,9 +2,19 @@
 # `make dist`:
 #   docker build -f deploy/images/agent-init.Dockerfile -t meridian-agent-init:0.1.0 .
 # Both bases may be given with a digest: --build-arg BASE=busybox:1.37@sha256:...
+# PYTHON is the version in vLLM's image, which CuPy's wheel must fit; CUPY is for that image's CUDA: cupy-cuda12x where
+# that is 12; empty for an image without a GPU.
 ARG BUILD=python:3.13-slim
 ARG BASE=busybox:1.37
 FROM ${BUILD} AS build
+ARG PYTHON=3.12
+ARG CUPY=cupy-cuda13x
+ARG CUPY_VERSION=14.2.0
+RUN mkdir /agent \
+    && if [ -n "${CUPY}" ]; then \
+        python -m pip install --no-cache-dir --no-deps --no-compile --only-binary :all: --python-version "${PYTHON}" \
+            --target /agent "${CUPY}==${CUPY_VERSION}"; \
+    fi
 COPY dist/*.whl /tmp/dist/
 # Without dependencies: vLLM's image has them.
 RUN python -m pip install --no-cache-dir --no-index --no-deps --no-compile --target /agent /tmp/dist/*.whl
