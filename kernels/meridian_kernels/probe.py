@@ -161,9 +161,10 @@ class EntropyProbe:
     ) -> Pending:
         """Begin to measure logits [rows, vocabulary], all rows or those named, in that order; touches no request's EAT.
 
-        On a GPU this neither waits nor allocates, and a row's logits must lie side by side for the CUDA kernel; what
-        the logits' stream is given next, also to the same memory, comes after they were read. On the CPU any strides
-        will do. think_end_token_ids: instead of the probe's own. Raises KernelError.
+        On a GPU this does not wait. What the stream of the logits is given next, also to the same memory, comes after
+        they were read; but a CuPy array that torch's operations measure must stay as it is until `result`. For the CUDA
+        kernel a row's logits lie side by side, on the CPU any strides will do.
+        think_end_token_ids: instead of the probe's own. Raises KernelError.
         """
         checks.logits(logits, ("rows", "vocabulary"))
         given = self._ends if think_end_token_ids is None else think_end_token_ids

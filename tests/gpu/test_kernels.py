@@ -1,9 +1,11 @@
-"""The kernels on a GPU: the whole table against the definition, order against torch's streams in both directions, no
-allocation and no wait while measuring, CUDA graphs beside it. kernels/README.md says how to run it."""
+"""The kernels on a GPU, and torch's operations in their place: the whole table against the definition, order against
+torch's streams in both directions, no allocation and no wait while measuring, CUDA graphs beside it. kernels/README.md
+says how to run it."""
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -34,9 +36,27 @@ NATS = 1e-5
 LONG = 200_000_000
 
 
+@pytest.fixture(scope="module", params=["cuda", "torch"])
+def probe(request: pytest.FixtureRequest) -> EntropyProbe:
+    """With the kernel, and as it is where CuPy is missing."""
+    return made("cuda") if request.param == "cuda" else made("torch")
+
+
 @pytest.fixture(scope="module")
-def probe() -> EntropyProbe:
-    return EntropyProbe(backend="cuda", strict=True, max_rows=1024)
+def kernel() -> EntropyProbe:
+    return made("cuda")
+
+
+def made(backend: str) -> EntropyProbe:
+    if backend == "cuda":
+        probe = EntropyProbe(backend="cuda", strict=True, max_rows=1024)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", None)
+            with pytest.warns(RuntimeWarning, match="slower"):
+                probe = EntropyProbe(backend="cuda", strict=True, max_rows=1024)
+    assert probe.backend == backend
+    return probe
 
 
 def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -142,7 +162,7 @@ def test_begin_does_not_wait(probe: EntropyProbe) -> None:
     compare(pending.result(), logits, [9])
 
 
-def test_no_allocation_while_measuring(probe: EntropyProbe) -> None:
+def test_no_allocation_while_measuring(kernel: EntropyProbe) -> None:
     logits = {dtype: rows_of("random", 1024, 3001, dtype) for dtype in DTYPES}
     torch.cuda.synchronize()
     pools = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
@@ -155,9 +175,55 @@ def test_no_allocation_while_measuring(probe: EntropyProbe) -> None:
     before = held()
     for dtype in DTYPES:
         for count in (1, 100, 1024):
-            probe.begin(logits[dtype][:count], 9).result()
-            probe.begin(logits[dtype], 9, list(range(count))).result()
+            kernel.begin(logits[dtype][:count], 9).result()
+            kernel.begin(logits[dtype], 9, list(range(count))).result()
     assert held() == before
+
+
+def test_torch_operations_never_wait_and_hold_the_memory_they_had() -> None:
+    """Torch itself raises an error where one of its operations waits for the GPU."""
+    probe = made("torch")
+    logits = {dtype: rows_of("random", 1024, 3001, dtype) for dtype in DTYPES}
+
+    def measure() -> None:
+        for batch in logits.values():
+            for count in (1, 100, 1024):
+                torch.cuda.set_sync_debug_mode("error")
+                pending = [probe.begin(batch[:count], [9, 12]), probe.begin(batch, 9, list(range(count)))]
+                torch.cuda.set_sync_debug_mode("default")
+                for one in pending:
+                    one.result()
+
+    try:
+        measure()
+        held = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        for _ in range(5):
+            measure()
+        assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == held
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cupy_arrays(probe: EntropyProbe) -> None:
+    """On a stream of CuPy's own, and what it does next to the array comes after; views with rows apart, too."""
+    for dtype in (torch.float32, torch.float16):
+        tensor = rows_of("random", 6, 5000, dtype)
+        torch.cuda.synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            array = cupy.asarray(tensor).copy()
+            got = [probe.begin(array, 9), probe.begin(array[::2, 8:4008], 9)]
+            if probe.backend == "torch":
+                # Torch reads the array on its own stream, which CuPy does not wait for: so the caller does.
+                results = [one.result() for one in got]
+                array[:] = 0
+            else:
+                array[:] = 0
+                results = [one.result() for one in got]
+            stream.synchronize()
+        compare(results[0], tensor, [9])
+        compare(results[1], tensor[::2, 8:4008], [9])
+        one = EntropyProbe(9, backend="cuda").compute("a", cupy.asarray(tensor[0]))
+        assert float(one.token_entropy) == pytest.approx(float(results[0].entropy_nats[0]), abs=NATS)
 
 
 def test_beside_cuda_graphs(probe: EntropyProbe) -> None:
@@ -200,7 +266,7 @@ def test_results_are_read_later_and_elsewhere(probe: EntropyProbe) -> None:
         pending[0].result()
 
 
-def test_errors(probe: EntropyProbe) -> None:
+def test_errors(kernel: EntropyProbe) -> None:
     logits = rows_of("random", 2, 100)
     for bad, complaint in (
         (logits.cpu(), "logits must be on cuda:0; got cpu"),
@@ -208,14 +274,14 @@ def test_errors(probe: EntropyProbe) -> None:
         (logits[:1].expand(1025, 100), "at most 1024 rows"),
     ):
         with pytest.raises(KernelError, match=complaint):
-            probe.begin(bad, 1).result()
+            kernel.begin(bad, 1).result()
     with pytest.raises(KernelError, match="logits must be on the CPU"):
         EntropyProbe().begin(logits, 1).result()
 
 
-def test_the_benchmark_compares_the_same_function(probe: EntropyProbe) -> None:
+def test_the_benchmark_compares_the_same_function(kernel: EntropyProbe) -> None:
     logits = rows_of("random", 6, 32_000, torch.bfloat16)
-    found, _ = arms(probe, 6, 32_000, logits.device)
+    found, _ = arms(kernel, 6, 32_000, logits.device)
     want = reference(logits.double().cpu().numpy(), [9]).entropy_nats
     for name, arm in found.items():
         if arm.entropy is None:
