@@ -15,7 +15,7 @@ from meridian_kernels import checks
 from meridian_kernels.errors import KernelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,8 +46,11 @@ class RowSignals:
         return len(self.entropy_nats)
 
     def __getitem__(self, row: int) -> Self:
-        """One row's signals. Raises IndexError past the last row, so that a batch can be iterated over."""
+        """One row's signals. Raises IndexError past the last row."""
         return type(self)(**{name: column[row] for name, column in columns(self).items()})
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[row] for row in range(len(self)))
 
 
 def columns(signals: RowSignals) -> dict[str, NDArray[Any]]:

@@ -135,7 +135,7 @@ def test_no_request_is_a_batch_too() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_numpy_arrays(dtype: type) -> None:
     """Any strides, read-only ones, ones of a byte order that torch does not know reversed: all as tensors are."""
-    whole = logits_of(6).astype(dtype)
+    whole: NDArray[Any] = logits_of(6).astype(dtype)
     whole[2, 3], whole[4, 5] = math.nan, -math.inf
     whole.flags.writeable = False
     for view in (whole, whole[::-1], whole[:, ::3], whole[:, 100:500], np.asfortranarray(whole)):
@@ -254,7 +254,7 @@ def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) ->
         ([[1.0, 2.0]], "logits must be a NumPy, torch or CuPy array; got list"),
         (3.5, "logits must be a NumPy, torch or CuPy array; got float"),
         (np.float32(3.5), "logits must be a NumPy, torch or CuPy array; got float32"),
-        (np.ma.masked_array(X), "logits must be a NumPy, torch or CuPy array; got MaskedArray"),
+        (np.ma.masked_array(X), "logits must be a NumPy, torch or CuPy array; got MaskedArray"),  # type: ignore[no-untyped-call]
         (np.zeros(3, np.float32), "logits must be [rows, vocabulary]; got shape (3,)"),
         (torch.zeros(1, 2, 3), "logits must be [rows, vocabulary]; got shape (1, 2, 3)"),
         (torch.tensor(1.0), "logits must be [rows, vocabulary]; got shape ()"),
@@ -268,7 +268,7 @@ def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) ->
         (torch.zeros(3, 9, dtype=torch.float64), "logits must be float32, bfloat16, float16; got float64"),
         (torch.zeros(3, 9, dtype=torch.int64), "logits must be float32, bfloat16, float16; got int64"),
         (torch.zeros(3, 9, dtype=torch.complex64), "logits must be float32, bfloat16, float16; got complex64"),
-        (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),
+        (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),  # type: ignore[no-untyped-call]
         (torch.zeros(3, 9, device="meta"), "logits must be on the CPU; got meta"),
     ],
 )
@@ -278,11 +278,11 @@ def test_what_logits_may_be(logits: Any, complaint: str) -> None:
     with pytest.raises(KernelError) as refused:
         probe.begin(logits)
     assert complaint in str(refused.value)
-    for call in (lambda: probe.compute_batch(["a", "b", "c"], logits), lambda: probe.compute("a", logits)):
-        if call.__code__.co_consts and getattr(logits, "ndim", 2) == 1:
-            continue
+    with pytest.raises(KernelError, match="logits must"):
+        probe.compute_batch(["a", "b", "c"], logits)
+    if getattr(logits, "shape", ()) != (3,):
         with pytest.raises(KernelError, match="logits must"):
-            call()
+            probe.compute("a", logits)
 
 
 @pytest.mark.parametrize(
