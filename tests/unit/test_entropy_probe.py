@@ -268,7 +268,7 @@ def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) ->
         (torch.zeros(3, 9, dtype=torch.float64), "logits must be float32, bfloat16, float16; got float64"),
         (torch.zeros(3, 9, dtype=torch.int64), "logits must be float32, bfloat16, float16; got int64"),
         (torch.zeros(3, 9, dtype=torch.complex64), "logits must be float32, bfloat16, float16; got complex64"),
-        (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),  # type: ignore[no-untyped-call]
+        (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),
         (torch.zeros(3, 9, device="meta"), "logits must be on the CPU; got meta"),
     ],
 )
