@@ -19,7 +19,8 @@ from meridian_kernels.errors import KernelError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-DTYPES = ("float32", "bfloat16", "float16")
+# What is measured as it is, and NumPy's own default, which is rounded to float32 first.
+DTYPES, WIDE = ("float32", "bfloat16", "float16"), "float64"
 MAX_END_TOKENS = 4
 _INT32_MAX = 2**31 - 1
 
@@ -53,12 +54,19 @@ def logits(array: Any, shape: Sequence[str]) -> None:
         raise KernelError(f"logits must be a NumPy, torch or CuPy array; got {type(array).__name__}")
     if len(array.shape) != len(shape) or array.shape[-1] == 0:
         raise KernelError(f"logits must be [{', '.join(shape)}]; got shape {tuple(array.shape)}")
-    if (dtype := dtype_of(array)) not in DTYPES:
-        raise KernelError(f"logits must be {', '.join(DTYPES)}; got {dtype}")
+    if (dtype := dtype_of(array)) not in (*DTYPES, WIDE):
+        raise KernelError(f"logits must be {', '.join(DTYPES)} or {WIDE}; got {dtype}")
 
 
 def dtype_of(array: Any) -> str:
     return str(array.dtype).removeprefix("torch.")
+
+
+def narrowed(array: Any) -> Any:
+    """Checked logits in a dtype that is measured as it is."""
+    if dtype_of(array) != WIDE:
+        return array
+    return array.float() if is_tensor(array) else array.astype("float32")
 
 
 def end_tokens(given: Any, vocab: int | None = None) -> tuple[int, ...]:

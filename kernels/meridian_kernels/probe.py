@@ -54,7 +54,8 @@ class EntropyProbe:
     strict: raise KernelError rather than measure a single row on the CPU; only for "cuda".
     device: number of the GPU. max_rows: rows of a measurement there, for which memory is taken at once.
 
-    Logits are NumPy, torch or CuPy arrays (or others with `__cuda_array_interface__`) of float32, bfloat16 or float16.
+    Logits are NumPy, torch or CuPy arrays (or others with `__cuda_array_interface__`) of float32, bfloat16 or float16;
+    float64 is rounded to float32.
     A "cpu" probe takes none that lie on a GPU, unless it was to be a "cuda" one: then it copies them. A "cuda" probe
     measures what is in the CPU's memory on the CPU, unless it is strict.
 
@@ -167,6 +168,7 @@ class EntropyProbe:
         think_end_token_ids: instead of the probe's own. Raises KernelError.
         """
         checks.logits(logits, ("rows", "vocabulary"))
+        logits = checks.narrowed(logits)
         given = self._ends if think_end_token_ids is None else think_end_token_ids
         if given is None:
             raise KernelError("think_end_token_ids must be given to the probe or to the call; got None")

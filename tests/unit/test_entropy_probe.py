@@ -67,6 +67,14 @@ def test_eat_and_its_variance_follow_a_request(ema_alpha: float) -> None:
             assert int(got[r].end_rank) == reference(rows[[r]], [7, 8]).end_rank[0]
 
 
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_doubles_are_rounded_to_singles(make: Any) -> None:
+    """NumPy makes doubles where nothing else is said."""
+    row = logits_of(1, 3)[0].astype(np.float64)
+    got = EntropyProbe(0).compute("a", make(row))
+    assert float(got.token_entropy) == pytest.approx(entropy(row), abs=NATS)
+
+
 def test_the_numbers_are_the_control_planes() -> None:
     """Bit for bit: what `meridian_control.signals` makes of the samples that an agent would report."""
     probe, table = EntropyProbe(0, ema_alpha=0.2), RequestTable(window_tokens=8)
@@ -204,6 +212,7 @@ def test_where_the_rows_of_a_gpu_array_are() -> None:
 # -------------------------------------------------------------------------------------------------- what can be wrong
 
 X = np.zeros((3, 9), np.float32)
+DTYPES = "logits must be float32, bfloat16, float16 or float64"
 ENDS = "think_end_token_ids must be"
 
 
@@ -260,14 +269,16 @@ def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) ->
         (torch.tensor(1.0), "logits must be [rows, vocabulary]; got shape ()"),
         (torch.zeros(3, 0), "logits must be [rows, vocabulary]; got shape (3, 0)"),
         (GpuArray(np.zeros(3, np.float32)), "logits must be [rows, vocabulary]; got shape (3,)"),
-        (X.astype(np.float64), "logits must be float32, bfloat16, float16; got float64"),
-        (X.astype(">f4"), "logits must be float32, bfloat16, float16; got >f4"),
-        (X.astype(np.int64), "logits must be float32, bfloat16, float16; got int64"),
-        (X.astype(object), "logits must be float32, bfloat16, float16; got object"),
-        (X.astype(bool), "logits must be float32, bfloat16, float16; got bool"),
-        (torch.zeros(3, 9, dtype=torch.float64), "logits must be float32, bfloat16, float16; got float64"),
-        (torch.zeros(3, 9, dtype=torch.int64), "logits must be float32, bfloat16, float16; got int64"),
-        (torch.zeros(3, 9, dtype=torch.complex64), "logits must be float32, bfloat16, float16; got complex64"),
+        (X.astype(">f4"), f"{DTYPES}; got >f4"),
+        (X.astype(np.int64), f"{DTYPES}; got int64"),
+        (X.astype(object), f"{DTYPES}; got object"),
+        (X.astype(bool), f"{DTYPES}; got bool"),
+        (X.astype(np.longdouble), f"{DTYPES}; got float128"),
+        (torch.zeros(3, 9, dtype=torch.int64), f"{DTYPES}; got int64"),
+        (
+            torch.zeros(3, 9, dtype=torch.complex64),
+            f"{DTYPES}; got complex64",
+        ),
         (torch.zeros(3, 9).to_sparse(), "logits must be dense; got a tensor of layout torch.sparse_coo"),
         (torch.zeros(3, 9, device="meta"), "logits must be on the CPU; got meta"),
     ],
