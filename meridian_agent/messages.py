@@ -93,6 +93,8 @@ def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) ->
     columns.step_time_ms.extend(record.step_time_ms for record in records)
     columns.prefill_tokens.extend(record.prefill_tokens for record in records)
     columns.age_ms.extend((last_s - record.ended_s) * 1e3 for record in records)
+    for name in ("probes", "preempted", "resumed", "outcomes"):
+        getattr(columns, name).extend(len(getattr(record, name)) for record in records)
 
 
 def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:

@@ -20,6 +20,9 @@ MAX_AGE_MS = 86_400_000
 # More than any agent keeps until they are sent.
 MAX_STEPS = 1 << 12
 
+# Fields of columns, of which `slot` is one.
+COLUMNAR = ("tokens", "probes")
+
 
 def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
     """Rows, prompt tokens and milliseconds of each step of which all three are known."""
@@ -28,6 +31,25 @@ def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
         yield from zip(merged.rows, merged.prefill_tokens, merged.step_time_ms, strict=True)
     elif report.steps == 1:
         yield len(report.tokens.slot), report.prefill_tokens, report.step_time_ms
+
+
+def step_of(report: agent_pb2.StepReport, name: str) -> NDArray[np.int64]:
+    """The step in which each entry of a field came, [entries], counted from 0; the last where the agent does not tell.
+
+    name: of the field. To be asked of a report whose `ages_ms` could be told.
+
+    Raises ValueError when the column does not fit the report.
+    """
+    field = getattr(report, name)
+    entries = len(field.slot if name in COLUMNAR else field)
+    told = report.merged.rows if name == "tokens" else getattr(report.merged, name)
+    if not told:
+        return np.full(entries, max(report.steps, 1) - 1)
+    if len(told) != report.steps or sum(told) != entries:
+        raise ValueError(
+            f"merged.{name} must tell of {entries} entries in {report.steps} steps; got {sum(told)} in {len(told)}"
+        )
+    return np.arange(report.steps).repeat(np.fromiter(told, np.int64, len(told)))
 
 
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:

@@ -868,7 +868,9 @@ Global___ProbeColumns: _TypeAlias = ProbeColumns  # noqa: Y015
 
 @_typing.final
 class StepColumns(_message.Message):
-    """The steps of a report that merges several, oldest first. All columns have the same length, that of `steps`."""
+    """The steps of a report that merges several, oldest first. All columns that are told have the same length, that of
+    `steps`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -876,6 +878,10 @@ class StepColumns(_message.Message):
     STEP_TIME_MS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows of `tokens` that the step made, which follow those of the steps before it."""
@@ -892,6 +898,24 @@ class StepColumns(_message.Message):
     def age_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """From the step's end to that of the report's last step."""
 
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of `probes` that the step made, as `rows`. This and what follows is empty where an agent does not tell it:
+        then the last step made them all.
+        """
+
+    @_builtins.property
+    def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of `preempted` that the step made."""
+
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of `resumed` that the step made."""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of `outcomes` that the step made."""
+
     def __init__(
         self,
         *,
@@ -899,10 +923,14 @@ class StepColumns(_message.Message):
         step_time_ms: _abc.Iterable[_builtins.float] | None = ...,
         prefill_tokens: _abc.Iterable[_builtins.int] | None = ...,
         age_ms: _abc.Iterable[_builtins.float] | None = ...,
+        probes: _abc.Iterable[_builtins.int] | None = ...,
+        preempted: _abc.Iterable[_builtins.int] | None = ...,
+        resumed: _abc.Iterable[_builtins.int] | None = ...,
+        outcomes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "prefill_tokens", b"prefill_tokens", "rows", b"rows", "step_time_ms", b"step_time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "rows", b"rows", "step_time_ms", b"step_time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
