@@ -13,21 +13,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.request_ids import sampled, shortened
-from meridian_control.requests import NO_CAP, OUTPUT, THINK
+from meridian_control.requests import NO_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
 
-    from numpy.typing import NDArray
-
+    from meridian_control.history import Change
     from meridian_control.ledger import Decision
     from meridian_control.policy import Policy
     from meridian_control.requests import RequestTable
+    from meridian_control.termination import Seen
 
 # Kept by a replica: events of all lives together, and decisions in the order in which they were made.
 MAX_EVENTS, MAX_DECISIONS = 1 << 16, 1 << 15
@@ -243,23 +242,18 @@ class Journal:
             if self._lives.get(slot) is not life:
                 self._close(life, "unknown")
 
-    def reported(self, report: agent_pb2.StepReport, table: RequestTable, phases: NDArray[np.uint8]) -> None:
-        """A step's report that the table has taken in, but for what it closed; `phases` before it, [slots]."""
-        for slot in np.flatnonzero(table.live & (table.phase != phases)).tolist():
-            # The end of thinking is an event of its own.
-            if (phases[slot], table.phase[slot]) != (THINK, OUTPUT):
-                self._at(slot, table, "phase")
-        for kind, slots in (("preempted", report.preempted), ("resumed", report.resumed)):
-            for slot in slots:
-                self._at(slot, table, kind)
-        for closed in report.closed:
-            if (life := self._lives.pop(closed.slot, None)) is not None:
-                self._count(life, closed.slot, table)
-                self._close(life, FINISH_NAMES.get(closed.reason, "unknown"))
+    def closed(self, closed: Iterable[agent_pb2.RequestClosed], table: RequestTable) -> None:
+        """Requests are gone from the engine; the table still has them."""
+        for request in closed:
+            if (life := self._lives.pop(request.slot, None)) is not None:
+                self._count(life, request.slot, table)
+                self._close(life, FINISH_NAMES.get(request.reason, "unknown"))
 
-    def ended(self, slot: int, reason: str, table: RequestTable) -> None:
-        """Thinking ended."""
-        self._at(slot, table, "think_end", reason)
+    def happened(self, change: Change, detail: str = "") -> None:
+        """Something happened to a request."""
+        if (life := self._lives.get(change.slot)) is not None:
+            life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
+            self._note(life, change.kind, change.phase, detail)
 
     def lost(self) -> None:
         """The stream is gone; a later one may go on with the same requests."""
@@ -269,13 +263,14 @@ class Journal:
                 self._log.over(life)
         self._lives = {}
 
-    def decided(self, made: Decision, shadow: bool, table: RequestTable, policy: Policy, revision: int) -> None:
-        """A decision was made about a request, under this policy and revision; kept where its life is."""
+    def decided(self, made: Decision, shadow: bool, seen: tuple[Seen, int], policy: Policy, revision: int) -> None:
+        """A decision was made about a request from what was seen of it, under this policy and revision; kept where its
+        life is."""
         slot = made.slot
         if slot is None or (life := self._lives.get(slot)) is None:
             return
         what = made.decision_id, made.kind, made.reason, shadow
-        signals, number = signals_of(table, slot), self._log.number()
+        signals, number = signals_of(*seen), self._log.number()
         made.logged = Logged(number, self.now, life, self._session_id, *what, revision, policy, signals)
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 
@@ -284,11 +279,6 @@ class Journal:
         made.outcome_think_tokens, made.detail = think_tokens, detail
         if self._log.settled is not None:
             self._log.settled(made)
-
-    def _at(self, slot: int, table: RequestTable, kind: str, detail: str = "") -> None:
-        if (life := self._lives.get(slot)) is not None and table.holds(slot):
-            self._count(life, slot, table)
-            self._note(life, kind, int(table.phase[slot]), detail)
 
     @staticmethod
     def _count(life: Life, slot: int, table: RequestTable) -> None:
@@ -307,24 +297,24 @@ class Journal:
             self._log.ended(life)
 
 
-def signals_of(table: RequestTable, slot: int) -> Signals:
-    """A row of the table; `signals.rpdi` of one request."""
-    width, count = table.window.shape[1], table.entropy_count.item(slot)
-    total = table.entropy_sum.item(slot)
-    ratio = table.entropy_window_sum.item(slot) / width / (total / count) if count >= width and total else math.nan
-    known = min(table.boundary_count.item(slot), table.boundary_ranks.shape[1])
-    cap = table.max_think_tokens.item(slot)
+def signals_of(seen: Seen, index: int) -> Signals:
+    """A row of the table, or a moment; `signals.rpdi` of one request."""
+    width, count = seen.window.shape[1], seen.entropy_count.item(index)
+    total = seen.entropy_sum.item(index)
+    ratio = seen.entropy_window_sum.item(index) / width / (total / count) if count >= width and total else math.nan
+    known = min(seen.boundary_count.item(index), seen.boundary_ranks.shape[1])
+    cap = seen.max_think_tokens.item(index)
     return Signals(
-        table.phase.item(slot),
-        max(0, table.think_tokens.item(slot)),
-        max(0, table.output_tokens.item(slot)),
-        table.entropy_nats.item(slot),
-        table.end_rank.item(slot),
+        seen.phase.item(index),
+        max(0, seen.think_tokens.item(index)),
+        max(0, seen.output_tokens.item(index)),
+        seen.entropy_nats.item(index),
+        seen.end_rank.item(index),
         ratio,
-        table.eat_nats.item(slot),
-        table.eat_ema_nats.item(slot),
-        table.eat_ema_variance.item(slot),
-        table.eat_count.item(slot),
-        tuple(table.boundary_ranks[slot, :known].tolist()),
+        seen.eat_nats.item(index),
+        seen.eat_ema_nats.item(index),
+        seen.eat_ema_variance.item(index),
+        seen.eat_count.item(index),
+        tuple(seen.boundary_ranks[index, :known].tolist()),
         cap if cap > NO_CAP and cap >= 0 else None,
     )

@@ -72,8 +72,8 @@ def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
 
 
 def report_interval_steps(policy: Policy) -> int:
-    """The policy's own, or what suits its rules: deadlines go by when the newest tokens came, of several sentence ends
-    in a report a rule sees the newest, and a probe is asked for once the one before is known."""
+    """The policy's own, or what suits its rules: deadlines go by when the newest tokens came, what fires at a sentence
+    end is to end thinking there, not when a report is full, and a probe is asked for once the one before is known."""
     reads = termination.reads_sentence_ends(policy) or termination.probes_within(policy, USUAL_INTERVAL_STEPS)
     every_step = policy.scheduler.strategy == "deadline" or reads
     return policy.telemetry.report_interval_steps or (1 if every_step else USUAL_INTERVAL_STEPS)

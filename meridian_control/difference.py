@@ -13,8 +13,8 @@ import numpy as np
 
 from meridian_control.endings import FINISHED
 from meridian_control.errors import MeridianError
-from meridian_control.requests import FLAG_BY_CAP, FLAG_FORCED
-from meridian_control.rerun import Fate, Place, Run, ends_in
+from meridian_control.rerun import Fate, Place, Run
+from meridian_control.rows import FLAG_BY_CAP, FLAG_FORCED
 from meridian_control.trace import FileError, read
 from meridian_control.words import reason_name
 
@@ -171,11 +171,11 @@ class Difference:
         table = session.runs[0].session.table
         for opened in report.opened:
             session.requests[opened.slot] = _Request(opened, True)
-        for slot, flags in ends_in(report):
-            request = session.requests.get(slot)
-            if request is not None and request.end is None:
-                how = CAP if flags & FLAG_BY_CAP else request.forced_by if flags & FLAG_FORCED else NATURAL
-                request.end = Place(how, int(table.think_tokens[slot]))
+        for change in table.history.changes(table) if report.steps else ():
+            request = session.requests.get(change.slot)
+            if change.kind == "think_end" and request is not None and request.end is None:
+                forced = request.forced_by if change.flags & FLAG_FORCED else NATURAL
+                request.end = Place(CAP if change.flags & FLAG_BY_CAP else forced, change.think_tokens)
         for closed in report.closed:
             if (request := session.requests.pop(closed.slot, None)) is not None:
                 self._close(session, request, closed, int(table.think_tokens[closed.slot]))

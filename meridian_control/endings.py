@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.requests import FLAG_BY_CAP, FLAG_END, FLAG_FORCED, THINK
+from meridian_control.requests import THINK
+from meridian_control.rows import FLAG_BY_CAP, FLAG_END, FLAG_FORCED
 from meridian_control.words import reason_name
 
 if TYPE_CHECKING:
-    from meridian_control.decision_log import Journal
     from meridian_control.requests import RequestTable
     from meridian_control.totals import Totals
 
@@ -27,48 +27,35 @@ LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
 
 
 class Endings:
-    def __init__(self, table: RequestTable, totals: Totals, journal: Journal | None) -> None:
-        self._table, self._totals, self._journal = table, totals, journal
+    def __init__(self, table: RequestTable, totals: Totals) -> None:
+        self._table, self._totals = table, totals
         # Lengths of the newest answers after natural ends, in tokens.
         self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
 
-    def count(self, tokens: agent_pb2.TokenColumns) -> list[int]:
-        """Count why thinking ended in tokens that the table has taken in.
+    def count(self, slot: int, flags: int, think_tokens: int) -> str:
+        """Count an end of a live request's thinking, at so many tokens of it; returns why it ended."""
+        table, forced = self._table, bool(flags & FLAG_FORCED)
+        reason = "hard_cap" if flags & FLAG_BY_CAP else self._rule(slot, think_tokens) if forced else "natural"
+        self._totals.ends[reason] += 1
+        if table.ended[slot]:
+            self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
+        table.ended[slot], table.forced[slot] = True, forced
+        return reason
 
-        Returns the slots of live requests in which it did.
-        """
+    def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
+        """Count ends in a report's rows of requests that nobody has told of."""
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
-        ended = []
         for row in np.flatnonzero(flags & FLAG_END).tolist():
-            slot = tokens.slot[row]
-            reason = self._reason(slot, int(flags[row]))
-            self._totals.ends[reason] += 1
-            if self._table.holds(slot):
-                self._ended(slot, reason, bool(flags[row] & FLAG_FORCED))
-                ended.append(slot)
-        return ended
+            if not self._table.holds(tokens.slot[row]):
+                self._totals.ends["hard_cap" if flags[row] & FLAG_BY_CAP else "natural"] += 1
 
-    def _reason(self, slot: int, flags: int) -> str:
-        if flags & FLAG_BY_CAP:
-            return "hard_cap"
-        return self._rule(slot) if flags & FLAG_FORCED and self._table.holds(slot) else "natural"
-
-    def _rule(self, slot: int) -> str:
+    def _rule(self, slot: int, think_tokens: int) -> str:
         """The rule that ended a request's thinking; what it left to the cap is counted."""
         table = self._table
         reason = reason_name(int(table.end_decided[slot]))
         if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
-            left = table.max_think_tokens[slot] - table.think_tokens[slot]
-            self._totals.below_cap[reason] += max(0, int(left))
+            self._totals.below_cap[reason] += max(0, int(table.max_think_tokens[slot]) - think_tokens)
         return reason
-
-    def _ended(self, slot: int, reason: str, forced: bool) -> None:
-        table = self._table
-        if table.ended[slot]:
-            self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
-        table.ended[slot], table.forced[slot] = True, forced
-        if self._journal is not None:
-            self._journal.ended(slot, reason, table)
 
     def count_answer(self, closed: agent_pb2.RequestClosed) -> None:
         """Count what a finished request made of its thinking; an aborted one says nothing."""

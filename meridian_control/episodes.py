@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.requests import (
-    FLAG_BOUNDARY,
-    FLAG_END,
-    FLAG_FORCED,
-    FLAG_FROM_OUTPUT,
-    FLAG_MARKER,
-    OUTPUT,
-    RANK_HISTORY,
-    TAKE_BACK_SHIFT,
-    THINK,
-)
+from meridian_control.requests import OUTPUT, RANK_HISTORY, THINK
+from meridian_control.rows import FLAG_BOUNDARY, FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.trace import FileError, read
 
 if TYPE_CHECKING:

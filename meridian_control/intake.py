@@ -1,7 +1,7 @@
 """What an agent reports, taken into the engine's request table and counted.
 
-Owns the order in which the parts of a report count. Knows nothing of what follows from it. Pure: time is passed in; one
-session at a time.
+Owns the order in which the parts of a report count: `take`, then what follows from it is decided, then `finish`. Knows
+nothing of what that is. Pure: time is passed in; one session at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.endings import FINISHED, Endings
-from meridian_control.merged import ages_ms
+from meridian_control.merged import ages_ms, step_of
 from meridian_control.requests import MAX_SLOTS, NO_CAP, THINK
 from meridian_control.signals import add_eat_sample
 from meridian_control.words import phase_name
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from meridian_control.requests import RequestTable
     from meridian_control.shadow import Comparison
     from meridian_control.totals import Totals
+
+# Fields of which each entry counts in its own step.
+ONE_BY_ONE = ("preempted", "resumed", "outcomes")
 
 
 class Intake:
@@ -42,7 +45,9 @@ class Intake:
     ) -> None:
         self._table, self._groups, self._ledger = table, groups, ledger
         self._totals, self._shadow, self._journal = totals, shadow, journal
-        self._endings = Endings(table, totals, journal)
+        self._endings = Endings(table, totals)
+        # The step of each entry of the report that is being taken in, by field.
+        self._steps: dict[str, list[int]] = {}
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
         """All live requests, told anew. Raises ValueError."""
@@ -56,27 +61,62 @@ class Intake:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
-        """A report of steps, in the order in which things happen on the engine. Raises ValueError."""
+        """A report of steps. Requests that it closes are still in the table afterwards. Raises ValueError."""
         for name in ("opened", "preempted", "resumed", "closed"):
             _check_length(name, getattr(report, name))
         table = self._table
         self._totals.reports += 1
         for opened in report.opened:
             self._open(opened, now_ms)
-        phases = table.phase.copy()
         self._add_tokens(report, now_ms)
-        ended = self._endings.count(report.tokens)
-        self._add_probes(report.probes)
-        self._note_preemptions(report)
-        for outcome in report.outcomes:
-            self._ledger.settle(outcome, report.step)
-        self._compare([*ended, *(c.slot for c in report.closed if c.reason in FINISHED and self._thinks(c.slot))])
+        self._steps = {name: step_of(report, name).tolist() for name in ONE_BY_ONE if len(getattr(report, name))}
+        if report.HasField("probes"):
+            self._add_probes(report.probes, step_of(report, "probes").tolist())
+        if self._steps or report.HasField("probes"):
+            table.history.tell_steps(step_of(report, "tokens"))
+        for slot in filter(table.holds, report.preempted):
+            table.preempted[slot] = True
+        for slot in filter(table.holds, report.resumed):
+            table.preempted[slot] = False
+        for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
+            if (slot := self._ledger.settle(outcome, report.step)) is not None:
+                table.history.probed[slot] = step
+        for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
+            table.closing[closed.slot] = True
+
+    def finish(self, report: agent_pb2.StepReport) -> None:
+        """Count what the report's requests came to, in the order in which it happened, and forget those it closes."""
+        table = self._table
+        if len(table.history.rows.slot) < len(report.tokens.slot):
+            self._endings.count_unknown(report.tokens)
+        ended = self._count_changes(report)
+        self._compare([*ended, *((c.slot, self._think_tokens(c.slot)) for c in report.closed if self._is_cut(c))])
         if self._journal is not None:
-            self._journal.reported(report, table, phases)
+            self._journal.closed(report.closed, table)
         for closed in report.closed:
             self._endings.count_answer(closed)
             table.close(closed.slot)
             self._ledger.last.pop(closed.slot, None)
+
+    def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
+        """Phases, ends of thinking and preemptions. Returns slots and thinking tokens of the ends."""
+        history, table = self._table.history, self._table
+        changes = history.changes(table)
+        for kind in ("preempted", "resumed"):
+            if slots := getattr(report, kind):
+                changes += history.at_steps(table, kind, slots, self._steps[kind])
+                changes.sort(key=lambda change: change.step)
+        ended = []
+        for change in changes:
+            slot, kind, reason = change.slot, change.kind, ""
+            if kind == "preempted":
+                self._totals.preempted[phase_name(change.phase)] += 1
+            if kind == "think_end":
+                reason = self._endings.count(slot, change.flags, change.think_tokens)
+                ended.append((slot, change.think_tokens))
+            if self._journal is not None:
+                self._journal.happened(change, reason)
+        return ended
 
     def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
         # One with tokens was opened before: an agent that has come back takes it up again.
@@ -92,39 +132,36 @@ class Intake:
         self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
         self._totals.ttot.add(self._table.ttot_ms / 1e3)
 
-    def _add_probes(self, probes: agent_pb2.ProbeColumns) -> None:
+    def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
         # Agents of the first version do not say whether the answer would be empty.
         empty_answers = probes.empty_answer or [False] * len(probes.slot)
         columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        for decision_id, slot, eat_nats, empty_answer in zip(*columns, strict=True):
+        for decision_id, slot, eat_nats, empty_answer, step in zip(*columns, steps, strict=True):
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
+                self._table.history.sample(self._table, slot, step)
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
                 self._table.empty_answer[slot] = empty_answer
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 
-    def _note_preemptions(self, report: agent_pb2.StepReport) -> None:
-        table = self._table
-        for slot in filter(table.holds, report.preempted):
-            table.preempted[slot] = True
-            self._totals.preempted[phase_name(int(table.phase[slot]))] += 1
-        for slot in filter(table.holds, report.resumed):
-            table.preempted[slot] = False
-
-    def _compare(self, ended: list[int]) -> None:
-        """Hold the rules in shadow against what became of the thinking in these slots, if any had a policy."""
-        for slot in ended if self._groups.policy is not None else ():
+    def _compare(self, ended: list[tuple[int, int]]) -> None:
+        """Hold the rules in shadow against thinking that ended, by slots and tokens, if any had a policy."""
+        for slot, think_tokens in ended if self._groups.policy is not None else ():
             cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
-            think_tokens = int(self._table.think_tokens[slot])
             for (section, reason), saved in self._shadow.ended(slot, think_tokens, self._groups.of(slot), cap).items():
                 self._totals.shadow_saved[section, reason or "any"] += saved
                 self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
 
-    def _thinks(self, slot: int) -> bool:
-        return self._table.holds(slot) and bool(self._table.phase[slot] == THINK)
+    def _think_tokens(self, slot: int) -> int:
+        return int(self._table.think_tokens[slot])
+
+    def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
+        """Whether a request finished while it thought."""
+        table, slot = self._table, closed.slot
+        return closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
 
     @property
     def _sample_ratio(self) -> float:

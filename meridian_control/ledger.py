@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meridian_control.groups import Groups
     from meridian_control.requests import RequestTable
     from meridian_control.shadow import Comparison
+    from meridian_control.termination import Seen
     from meridian_control.totals import Totals
 
 # Kinds of decision that end thinking.
@@ -65,14 +66,23 @@ class Ledger:
         self.last: dict[int, Decision] = {}
         self.made = self.step = 0
 
-    def make(self, kind: str, reason: str, slot: int | None = None, shadow: bool = False) -> int:
-        """The id of a new decision."""
+    def make(
+        self,
+        kind: str,
+        reason: str,
+        slot: int | None = None,
+        shadow: bool = False,
+        seen: tuple[Seen, int] | None = None,
+    ) -> int:
+        """The id of a new decision. seen: where its signals are, and which; as the request stands when absent."""
         self.made += 1
         info = self._table.info[slot] if slot is not None else None
         made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step)
         self.open[made.decision_id] = made
         if self._journal is not None and slot is not None:
-            self._journal.decided(made, shadow, self._table, self._groups.of(slot), self._groups.revision)
+            self._journal.decided(
+                made, shadow, seen or (self._table, slot), self._groups.of(slot), self._groups.revision
+            )
         if slot is not None and kind != "probe":
             self.last[slot] = made
         self._totals.decisions[made.counted_as] += 1
@@ -83,17 +93,26 @@ class Ledger:
         info = self._table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
-    def settle(self, report: agent_pb2.DecisionOutcome, step: int | None = None) -> None:
-        """Note an outcome, and where it came with a step, how many steps old the decision was."""
+    def settle(self, report: agent_pb2.DecisionOutcome, step: int | None = None) -> int | None:
+        """Note an outcome, and where it came with a step, how many steps old the decision was.
+
+        Returns the slot of a request that may be probed again.
+        """
         decision = self.open.pop(report.decision_id, None)
         if decision is None:
             self._totals.unknown_outcomes += 1
-            return
+            return None
         self._finish(decision, report.outcome, report.think_tokens, report.detail[:MAX_TEXT])
         if step is not None and decision.kind in AT_ONCE and report.outcome == agent_pb2.OUTCOME_APPLIED:
             self._totals.staleness_steps.add(np.array([float(step - decision.step)]))
-        if decision.kind == "probe" and decision.slot is not None and self.concerns(decision):
-            self._table.probe_open[decision.slot] = False
+        if decision.kind != "probe" or decision.slot is None or not self.concerns(decision):
+            return None
+        self._table.probe_open[decision.slot] = False
+        return decision.slot
+
+    def too_late(self, decision_id: int) -> None:
+        """The request that a decision was about is gone: nobody is told."""
+        self._finish(self.open.pop(decision_id), agent_pb2.OUTCOME_REQUEST_GONE)
 
     def check(self) -> None:
         """Raises ValueError where the agent leaves too much open."""

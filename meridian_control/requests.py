@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.rows import differs, nth, nth_from_end, rows_of
+from meridian_control.history import Before, Entropies, History, SentenceEnds
+from meridian_control.rows import (
+    FLAG_BOUNDARY,
+    FLAG_END,
+    FLAG_FROM_OUTPUT,
+    FLAG_MARKER,
+    TAKE_BACK_SHIFT,
+    differs,
+    nth,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +33,11 @@ PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2
 # What the phases of a newer agent count as here.
 UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
-# Row flags of TokenColumns.
-FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
-FLAG_BOUNDARY = 32 | 64
-
 # Sentence ends whose end-marker rank is remembered.
 RANK_HISTORY = 8
+AGES = np.arange(RANK_HISTORY)
+
+NO_ENDS = SentenceEnds(*(np.zeros(shape, np.int64) for shape in (0, (0, RANK_HISTORY), 0, (0, RANK_HISTORY))))
 
 # Slots are dense by contract; one beyond this is a broken or hostile agent.
 MAX_SLOTS = 1 << 16
@@ -67,8 +76,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "entropy_sum": (np.float64, 0.0),
     "entropy_window_sum": (np.float64, 0.0),
     "entropy_count": (np.int64, 0),
-    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known in the newest
-    # report; how many are known.
+    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known with it; how many
+    # are known.
     "at_boundary": (bool, False),
     "boundary_now": (bool, False),
     "boundary_count": (np.int64, 0),
@@ -83,6 +92,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "empty_answer": (bool, False),
     "cap_probed": (bool, False),
     "extended": (bool, False),
+    # Closed in the report that is being taken in.
+    "closing": (bool, False),
     # Decisions: what the agent was last told.
     "rank": (np.int64, UNTOLD),
     "tier": (np.uint8, 0),
@@ -129,6 +140,7 @@ class RequestTable:
     empty_answer: NDArray[np.bool_]
     cap_probed: NDArray[np.bool_]
     extended: NDArray[np.bool_]
+    closing: NDArray[np.bool_]
     rank: NDArray[np.int64]
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
@@ -144,6 +156,8 @@ class RequestTable:
         self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
         # Of the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
         self.output_itl_ms = self.ttot_ms = np.zeros(0)
+        # How requests stood within the newest report.
+        self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._resize(capacity)
 
@@ -162,6 +176,7 @@ class RequestTable:
             grown[live] = rows[live]
             setattr(self, name, grown)
         self.info += [None] * (capacity - old)
+        self.slot = np.arange(capacity)
 
     def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
         """Begin a row. Raises ValueError for a slot, a count or a text out of range."""
@@ -201,6 +216,11 @@ class RequestTable:
         for slot in self.slots():
             self.close(int(slot))
 
+    @property
+    def thinking(self) -> NDArray[np.bool_]:
+        """Live requests that think, [slots]."""
+        return self.live & (self.phase == THINK)
+
     def slots(self) -> NDArray[np.intp]:
         """Live slots, ascending."""
         return np.flatnonzero(self.live)
@@ -220,11 +240,11 @@ class RequestTable:
         """
         rows = rows_of(columns, self.live, at_ms)
         s, last = rows.s, rows.last
-        self.boundary_now[:] = False
+        before = Before(self.phase[s], self.entropy_nats[s], self.end_rank[s])
         self._intervals(rows)
-        self._boundaries(rows)
-        self._count(rows)
-        self._signals(rows)
+        ends = self._boundaries(rows)
+        counted = self._count(rows)
+        self.history = History(rows, before, ends, counted, self._signals(rows))
         self.token_ms[s], self.entropy_nats[s] = rows.at_ms[last], rows.entropy_nats[last]
         self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
         return len(rows.slot)
@@ -249,7 +269,8 @@ class RequestTable:
         self.ttot_ms = interval_ms[answer & (before == THINK_END)]
         self.newest_token[s] = kind[rows.last]
 
-    def _count(self, rows: Rows) -> None:
+    def _count(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns what each row adds to the thinking and to the output."""
         s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
         text = (flags & FLAG_MARKER) == 0
         back = flags >> TAKE_BACK_SHIFT
@@ -262,54 +283,65 @@ class RequestTable:
             self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
         self.phase[s] = np.where(flags[last] & FLAG_END, OUTPUT, phase[last])
         self.preempted[s] = False
+        return think, output
 
-    def _boundaries(self, rows: Rows) -> None:
+    def _boundaries(self, rows: Rows) -> SentenceEnds:
         """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
         thinks = rows.phase == THINK
         ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
-        known = (rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)).nonzero()[0]
-        self.at_boundary[rows.s] = ends[rows.last]
+        is_known = rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)
+        self.at_boundary[rows.s], self.boundary_now[rows.s] = ends[rows.last], is_known[rows.last]
+        known = is_known.nonzero()[0]
         if not len(known):
-            return
-        slot, rank = rows.slot[known], rows.end_rank[known]
-        np.add.at(self.boundary_count, slot, 1)
-        self.boundary_now[slot] = True
-        newer = nth_from_end(slot)
-        # Oldest first, of those that are remembered.
-        for n in range(min(int(newer.max()) + 1, RANK_HISTORY))[::-1]:
-            now = newer == n
-            ended = slot[now]
-            self.boundary_ranks[ended, 1:] = self.boundary_ranks[ended, :-1]
-            self.boundary_ranks[ended, 0] = rank[now]
+            return NO_ENDS
+        slot = rows.slot[known]
+        begins = differs(slot)
+        first = begins.nonzero()[0]
+        owner = begins.cumsum() - 1
+        before, number = self.boundary_ranks[slot[first]], np.arange(len(known))
+        # Each slot's ranks in a line, oldest first: those that are remembered, then those of the report.
+        at = number + RANK_HISTORY * (owner + 1)
+        line = np.empty(len(known) + before.size, np.int64)
+        line[at] = rows.end_rank[known]
+        line[(at[first] - 1)[:, None] - AGES] = before
+        ranks = line[at[:, None] - AGES]
+        count = self.boundary_count[slot] + (number - first[owner] + 1)
+        # The last one written is the newest.
+        self.boundary_ranks[slot], self.boundary_count[slot] = ranks, count
+        return SentenceEnds(known, ranks, count, before[owner])
 
-    def _signals(self, rows: Rows) -> None:
-        measured = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0) & np.isfinite(rows.entropy_nats)
+    def _signals(self, rows: Rows) -> Entropies:
+        text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
+        measured = (text & np.isfinite(rows.entropy_nats)).nonzero()[0]
+        slot = rows.slot[measured]
         # Doubles: what is added to the window's sum is taken out again exactly.
-        slot, entropy = rows.slot[measured], rows.entropy_nats[measured].astype(np.float64)
+        entropy = rows.entropy_nats[measured].astype(np.float64)
         number, width = nth(slot), self.window.shape[1]
-        if len(slot) and number.max() >= width:
-            slot, entropy = self._newest(slot, entropy)
-            number = nth(slot)
         count = self.entropy_count[slot] + number
         at = count % width
         # What lies in the row before it is full is of the slot's last request.
-        np.add.at(self.entropy_window_sum, slot, entropy - np.where(count < width, 0.0, self.window[slot, at]))
+        oldest = np.where(count < width, 0.0, self.window[slot, at])
+        if len(slot) and number.max() >= width:
+            # Of more than a window holds, some leave it in the report that they came in.
+            passed = (number >= width).nonzero()[0]
+            oldest[passed] = entropy[passed - width]
+        change = entropy - oldest
+        np.add.at(self.entropy_window_sum, slot, change)
         np.add.at(self.entropy_sum, slot, entropy)
         np.add.at(self.entropy_count, slot, 1)
+        # The last one written is the newest.
         self.window[slot, at] = entropy
-
-    def _newest(self, slot: NDArray[np.int64], entropy: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Of more entropies than a window holds, those that will be in it; the others are counted, and what lay in the
-        window with them."""
-        kept = nth_from_end(slot) < self.window.shape[1]
-        older = slot[~kept]
-        np.add.at(self.entropy_sum, older, entropy[~kept])
-        np.add.at(self.entropy_count, older, 1)
-        self.window[older[differs(older)]] = self.entropy_window_sum[older] = 0.0
-        return slot[kept], entropy[kept]
+        return Entropies(measured, entropy, change)
 
     def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
         for slot in self.slots():
             info = self.info[slot]
             assert info is not None
             yield int(slot), info
+
+
+def _no_history() -> History:
+    rows = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0)
+    none, nothing = np.zeros(0, np.int64), np.zeros(0)
+    before = Before(none.astype(np.uint8), nothing.astype(np.float32), none.astype(np.uint32))
+    return History(rows, before, NO_ENDS, (none, none), Entropies(none, nothing, nothing))

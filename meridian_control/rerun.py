@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
 from meridian_control import policy_forms as forms
 from meridian_control.recording import given_freezes
-from meridian_control.requests import FLAG_BOUNDARY, FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, THINK
+from meridian_control.requests import THINK
+from meridian_control.rows import FLAG_BOUNDARY, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.session import Session
 from meridian_control.words import reason_name
 
@@ -317,13 +317,6 @@ def _of(directives: agent_pb2.Directives) -> Iterator[Made]:
             text = content.SerializeToString(deterministic=True)
             slot = None if kind == "plan" else message.slot
             yield Made(kind, message.decision_id, slot, message, text)
-
-
-def ends_in(report: agent_pb2.StepReport) -> Iterator[tuple[int, int]]:
-    """Slot and flags of each end of thinking in a report."""
-    flags = np.fromiter(report.tokens.flags, np.int64, len(report.tokens.flags))
-    for row in np.flatnonzero(flags & FLAG_END).tolist():
-        yield report.tokens.slot[row], int(flags[row])
 
 
 def _time(record: fleet_pb2.TraceRecord) -> datetime:

@@ -14,14 +14,18 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Row flags of TokenColumns.
+FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
+FLAG_BOUNDARY = 32 | 64
+
 # More rows of one slot in one report come from no engine, however many steps it merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Columns [rows]; at_ms: when a row came. begins: whether a row is the first of its slot. first, last: row numbers,
-    and s: slot numbers, [slots]."""
+    """Columns [rows]; at_ms: when a row came. number: which of the report's rows it is. begins: whether it is the first
+    of its slot. first, last: row numbers, and s: slot numbers, [slots]."""
 
     slot: NDArray[np.int64]
     phase: NDArray[np.int32]
@@ -30,6 +34,7 @@ class Rows:
     end_rank: NDArray[np.uint32]
     end_logprob_nats: NDArray[np.float32]
     at_ms: NDArray[np.float64]
+    number: NDArray[np.intp]
     begins: NDArray[np.bool_]
     first: NDArray[np.intp]
     last: NDArray[np.intp]
@@ -62,7 +67,8 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     if len(first) and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
     phase, flags, entropy, end_rank, end_logprob = (column[order] for column in others)
-    return Rows(slot, phase, flags, entropy, end_rank, end_logprob, when_ms[order], begins, first, last, s=slot[first])
+    in_order = slot, phase, flags, entropy, end_rank, end_logprob, when_ms[order], order
+    return Rows(*in_order, begins, first, last, s=slot[first])
 
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
@@ -78,11 +84,6 @@ def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
     number = np.arange(len(slot))
     counts: NDArray[np.intp] = number - first[np.searchsorted(first, number, side="right") - 1]
     return counts
-
-
-def nth_from_end(slot: NDArray[np.int64]) -> NDArray[np.intp]:
-    """How many rows of the same slot come after each, in the order of slots."""
-    return nth(slot[::-1])[::-1]
 
 
 def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:

@@ -176,7 +176,7 @@ class Session:
         if not self.freezing.answered(status):
             return []
         self._decider.review = True
-        return self._respond(now)
+        return self._decide(now)
 
     def _on_settings_status(self, status: agent_pb2.SettingsStatus, now: datetime) -> Out:
         if (taken := self.delivery.answered(status)) is None:
@@ -194,7 +194,7 @@ class Session:
         self._go_on(under_way)
         self.table.shadow_decided[:] = 0
         self.shadow.applied(revision, policy)
-        return self._respond(now)
+        return self._decide(now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
         # What a freeze has put out does not go on.
@@ -204,7 +204,7 @@ class Session:
         self._go_on(under_way)
         self._ledger.forget_gone()
         self._ledger.step = snapshot.step
-        return self._respond(now)
+        return self._decide(now)
 
     def _ends_under_way(self) -> list[tuple[Decision, int]]:
         """Forces without an outcome, with the reasons of the ends that were decided with them."""
@@ -225,17 +225,34 @@ class Session:
         self.last_report, self.reported_at = report, now
         self.agent_state = report.state or self.agent_state
         self._intake.take(report, self._clock_ms(now))
-        self._decider.learn(report)
         self._ledger.step = report.step
-        return self._respond(now, awaited=len(report.probes.slot) > 0)
+        directives = self._ends_of_thinking(reported=True)
+        self._intake.finish(report)
+        self._decider.learn(report)
+        return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
 
-    def _respond(self, now: datetime, awaited: bool = False) -> Out:
+    def _decide(self, now: datetime) -> Out:
+        """What follows from the state of things, without a report."""
+        return self._respond(now, self._ends_of_thinking(reported=False))
+
+    def _ends_of_thinking(self, reported: bool) -> agent_pb2.Directives:
         self._ledger.check()
         directives = agent_pb2.Directives()
+        if (policy := self._deciding) is not None:
+            self._decider.end_thinking(policy, directives, reported)
+        return directives
+
+    @property
+    def _deciding(self) -> Policy | None:
+        """The policy to decide by; None while nothing is decided."""
         freezing = self.freezing
         freezing.void = freezing.void and bool(self.table.live.any())
-        if self.policy is not None and not (self.hello.fault or freezing.frozen or freezing.void):
-            self._decider.decide(self.policy, directives, self._clock_ms(now))
+        return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
+
+    def _respond(self, now: datetime, directives: agent_pb2.Directives, awaited: bool = False) -> Out:
+        """With the ends of thinking, all else that is decided. awaited: an answer is."""
+        if (policy := self._deciding) is not None:
+            self._decider.decide(policy, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = self._ledger.step
         # A wall clock that was set back does not silence us.

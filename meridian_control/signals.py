@@ -13,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from meridian_control.history import Moments
     from meridian_control.requests import RequestTable
 
 
@@ -34,10 +35,12 @@ def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: f
     table.eat_count[slot] += 1
 
 
-def rpdi(table: RequestTable) -> NDArray[np.float64]:
-    """Mean entropy of the last W thinking tokens over that of all of them, [slots]; NaN before W tokens."""
-    width = table.window.shape[1]
-    count = table.entropy_count
+def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:
+    """Mean entropy of the last W thinking tokens over that of all of them, [slots]; NaN before W."""
+    width, count = table.window.shape[1], table.entropy_count
+    known = table.live & (count >= width)
+    if not known.any():
+        return np.full(len(known), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = (table.entropy_window_sum / width) / (table.entropy_sum / count)
-    return np.where((count >= width) & table.live, ratio, np.nan)
+    return np.where(known, ratio, np.nan)

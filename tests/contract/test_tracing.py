@@ -11,7 +11,8 @@ from meridian.v1 import agent_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from meridian_control.decision_log import DecisionLog
-from meridian_control.requests import FLAG_END, FLAG_MARKER, OUTPUT, PROMPT, THINK
+from meridian_control.requests import OUTPUT, PROMPT, THINK
+from meridian_control.rows import FLAG_END, FLAG_MARKER
 from meridian_control.tracing import Tracing, phases
 from tests.fakes.tables import policy, tokens
 from tests.unit.test_session import CALIBRATED, EARLY, Stream, stream

@@ -13,7 +13,8 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
 from meridian_control import policy_forms as forms
-from meridian_control.requests import FLAG_END, FLAG_FORCED, FLAG_MARKER, OUTPUT, THINK
+from meridian_control.requests import OUTPUT, THINK
+from meridian_control.rows import FLAG_END, FLAG_FORCED, FLAG_MARKER
 from meridian_control.trace import TraceWriter
 from tests.fakes.agent import hello
 

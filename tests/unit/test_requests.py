@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent import phases
-from meridian_control import requests
+from meridian_control import requests, rows
 from meridian_control.requests import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable
+from meridian_control.rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
 
@@ -23,7 +24,7 @@ def opened(slot: int, **fields: object) -> agent_pb2.RequestOpened:
 
 def test_both_sides_name_the_flags_alike() -> None:
     for name in ("FLAG_MARKER", "FLAG_END", "FLAG_FROM_OUTPUT", "TAKE_BACK_SHIFT"):
-        assert getattr(requests, name) == getattr(phases, name)
+        assert getattr(rows, name) == getattr(phases, name)
 
 
 def test_opening_takes_over_what_a_snapshot_says() -> None:
@@ -164,7 +165,7 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], si
 
 @pytest.mark.parametrize("window_tokens", [1, 3, 50])
 def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) -> None:
-    rows = [(n % 3, THINK, requests.FLAG_BOUNDARY if n % 7 < 4 else 0, 0.25 * n, 1 + n) for n in range(120)]
+    rows = [(n % 3, THINK, FLAG_BOUNDARY if n % 7 < 4 else 0, 0.25 * n, 1 + n) for n in range(120)]
     whole, alone = table(*[thinking()] * 3), table(*[thinking()] * 3)
     for made in (whole, alone):
         made.set_window(window_tokens)
@@ -178,7 +179,7 @@ def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) ->
 
 def taking_in(made: RequestTable, rows: int) -> int:
     """Lines that it takes, for one report of so many boundaries of each of eight slots."""
-    columns = tokens([(slot, THINK, requests.FLAG_BOUNDARY, 0.5, 5) for _ in range(rows) for slot in range(8)])
+    columns = tokens([(slot, THINK, FLAG_BOUNDARY, 0.5, 5) for _ in range(rows) for slot in range(8)])
     return lines_run("meridian_control", lambda: made.add_tokens(columns))
 
 

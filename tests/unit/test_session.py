@@ -26,8 +26,8 @@ from meridian_control.errors import InvalidRequest
 from meridian_control.groups import ROOM
 from meridian_control.histogram import TIME_BOUNDS_S
 from meridian_control.merged import MAX_STEPS
-from meridian_control.requests import FLAG_END, FLAG_MARKER, MAX_SLOTS, MAX_TEXT, THINK
-from meridian_control.rows import MAX_ROWS_PER_SLOT
+from meridian_control.requests import MAX_SLOTS, MAX_TEXT, THINK
+from meridian_control.rows import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT
 from meridian_control.session import ACK_INTERVAL_S, Session
 from meridian_control.totals import Totals
 from meridian_control.views import engine_view, request_views

@@ -11,7 +11,8 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.episodes import Episodes, collect
-from meridian_control.requests import FLAG_BOUNDARY, OUTPUT, THINK, RequestTable
+from meridian_control.requests import OUTPUT, THINK, RequestTable
+from meridian_control.rows import FLAG_BOUNDARY
 from meridian_control.signals import rpdi
 from meridian_control.trace import FileError, TraceWriter, read
 from tests.fakes import traces
