@@ -1,0 +1,286 @@
+"""A rule sees the same history however reports are cut: single steps against every way to merge them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
+
+from meridian_agent.messages import step_report
+from meridian_agent.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
+from meridian_agent.signals import StepSignals
+from meridian_agent.tracker import RequestInfo, StepRecord
+from meridian_control.decision_log import DecisionLog, Journal
+from meridian_control.explain import compared
+from meridian_control.requests import OUTPUT, PROMPT, THINK
+from meridian_control.session import Session
+from meridian_control.shadow import Comparison
+from tests.fakes.agent import hello
+from tests.fakes.tables import policy
+from tests.unit.test_session import NOW
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from meridian_control.policy import Policy
+
+SENTENCE, END, START = FLAG_SENTENCE, FLAG_MARKER | FLAG_END, FLAG_MARKER
+Token = tuple[int, int, float, int]
+
+
+@dataclass
+class Step:
+    """What an engine did in a step: tokens by slot, each of phase, flags, entropy and rank of the end marker."""
+
+    tokens: dict[int, list[Token]] = field(default_factory=dict)
+    opened: dict[int, int] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    # By slot: EAT in nats and whether the answer would be empty; the probe asked for last is answered with it.
+    samples: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    # Slots whose probe asked for last is refused.
+    refused: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """One session that is told of steps in reports of any length; what it asks for is carried out by no one."""
+
+    def __init__(self, held: Policy, tells_steps: bool = True) -> None:
+        self.log, self.shadow, self.now, self.tells_steps = DecisionLog(), Comparison(), NOW, tells_steps
+        self.session = Session("s", hello(), NOW, Journal(self.log, "engine", "1", "s", NOW), self.shadow)
+        (response,) = self.session.on_policy(1, held)
+        status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
+        self.session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)
+        self.step, self.directives = 0, list[agent_pb2.Directives]()
+        self.probes: dict[int, int] = {}
+
+    def tell(self, steps: Sequence[Step]) -> None:
+        """One report of these steps."""
+        records = [self._record(step) for step in steps]
+        report = step_report(records)
+        if not self.tells_steps:
+            report.ClearField("merged")
+        said = self.session.on_message(agent_pb2.ConnectRequest(step=report), self.now)
+        for response in said:
+            self.directives.append(response.directives)
+            self.probes |= {probe.slot: probe.decision_id for probe in response.directives.probes}
+
+    def _record(self, step: Step) -> StepRecord:
+        self.step += 1
+        self.now += timedelta(milliseconds=10)
+        record = StepRecord(step=self.step, ended_s=self.step / 100, step_time_ms=10.0)
+        for slot, phase in step.opened.items():
+            info = RequestInfo(f"r{slot}", "m", "", "", 3, 1000, None)
+            record.opened.append((slot, info, phase, 0, 0, False, False))
+        entropies, ranks = list[float](), list[int]()
+        for slot, tokens in step.tokens.items():
+            for phase, flags, entropy, rank in tokens:
+                record.add_row(slot, phase, flags, len(entropies))
+                entropies.append(entropy)
+                ranks.append(rank)
+        columns = np.array(entropies, np.float32)
+        record.told = StepSignals(None, columns, np.array(ranks, np.int32), -columns).told()
+        for slot, (eat_nats, empty) in step.samples.items():
+            record.probes.append((self.probes.get(slot, 0), slot, 0, eat_nats, 1, 1, empty))
+        for slot in (*step.samples, *step.refused):
+            if asked := self.probes.pop(slot, 0):
+                record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
+        record.preempted, record.resumed = step.preempted, step.resumed
+        record.closed = [(slot, agent_pb2.FINISH_REASON_STOP) for slot in step.closed]
+        return record
+
+    def fired(self) -> list[tuple[Any, ...]]:
+        """Every end of thinking that was decided: whose, why, what was seen, and what was compared."""
+        made = list(self.log.decisions(lambda d: d.kind == "force", None))
+        return sorted((d.life.opened.request_id, d.reason, d.shadow, repr(d.signals), repr(compared(d))) for d in made)
+
+    def probed(self) -> list[tuple[Any, ...]]:
+        made = list(self.log.decisions(lambda d: d.kind == "probe", None))
+        return sorted((d.life.opened.request_id, d.reason, d.signals.think_tokens, repr(compared(d))) for d in made)
+
+    def lives(self) -> list[tuple[Any, ...]]:
+        """What else happened to each request, in its order."""
+        lives = [*self.log._over.values(), *self.log._live.values()]
+        kinds = ("phase", "think_end", "preempted", "resumed", "closed")
+        return sorted(
+            (life.opened.request_id, e.kind, e.phase, e.think_tokens, e.output_tokens, e.detail)
+            for life in lives
+            for e in life.in_order()
+            if not hasattr(e, "policy") and e.kind in kinds
+        )
+
+
+def cuts(steps: Sequence[Step], lengths: Iterable[int]) -> list[list[Step]]:
+    """The steps in reports of these lengths, as far as the agent would merge them."""
+    reports, wanted = list[list[Step]](), iter(lengths)
+    most = next(wanted, 1)
+    for step in steps:
+        resumed = {slot for before in (reports[-1] if reports else []) for slot in before.resumed}
+        closed = {slot for before in (reports[-1] if reports else []) for slot in before.closed}
+        may = resumed.isdisjoint(step.preempted) and closed.isdisjoint(step.opened)
+        if reports and len(reports[-1]) < most and may:
+            reports[-1].append(step)
+        else:
+            most = next(wanted, 1) if reports else most
+            reports.append([step])
+    return reports
+
+
+def told(held: Policy, reports: Iterable[Sequence[Step]]) -> Engine:
+    made = Engine(held)
+    for steps in reports:
+        made.tell(steps)
+    return made
+
+
+# Every rule by itself and all together, in force and in shadow; each fires at some places of the streams below.
+OFF = {"rpdi_threshold": 0.0, "eat_probe_interval_tokens": 1 << 20}
+RULES: dict[str, dict[str, Any]] = {
+    "rank": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [3]}]}},
+    "rank over several ends": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [4, 6]}, {"max_ranks": [9] * 4}]}},
+    "rpdi": {"entropy": {"rpdi_threshold": 1.25, "rpdi_window_tokens": 2}},
+    "rpdi, long window": {"entropy": {"rpdi_threshold": 1.1, "rpdi_window_tokens": 5}},
+    "soft close": {"scheduler": {"soft_think_tokens": 4, "soft_close_rank": 4}, "entropy": {"enabled": False}},
+    "all": {
+        "scheduler": {"soft_think_tokens": 5, "soft_close_rank": 6},
+        "entropy": {"rpdi_threshold": 1.5, "rpdi_window_tokens": 3, "rank_conditions": [{"max_ranks": [3, 8]}]},
+    },
+}
+
+
+def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
+    sections = RULES[name]
+    return policy(
+        scheduler={"min_think_tokens": floor, "max_think_tokens": 12, "shadow": shadow}
+        | sections.get("scheduler", {})
+        | scheduler,
+        entropy={"shadow": shadow, **sections["entropy"]},
+    )
+
+
+def _token(draw: st.DrawFn, slot: int, phases: dict[int, int]) -> Token:
+    """One more token, which may change the phase."""
+    before, kind = phases[slot], draw(st.integers(0, 19))
+    signals = draw(st.sampled_from([0.0, 0.125, 1.0, 2.5])), draw(st.integers(0, 10))
+    if before == THINK and kind == 0:
+        phases[slot] = OUTPUT
+        return (THINK, END, *signals)
+    if before != THINK and kind < 8:
+        phases[slot] = THINK
+        return (THINK, START, *signals)
+    phases[slot] = THINK if before == THINK else OUTPUT
+    return (phases[slot], SENTENCE * (kind % 2) * (before == THINK), *signals)
+
+
+@st.composite
+def streams(draw: st.DrawFn, slots: int = 2, drafts: int = 1) -> list[Step]:
+    """What an engine may tell: requests that think, end it by themselves, think again, wait and close."""
+    phases: dict[int, int] = {}
+    waits: set[int] = set()
+    steps = []
+    for _ in range(draw(st.integers(1, 14))):
+        step = Step()
+        for slot in range(slots):
+            if slot not in phases:
+                phases[slot] = step.opened[slot] = draw(st.sampled_from([THINK, THINK, PROMPT]))
+                waits.discard(slot)
+            elif slot in waits:
+                if draw(st.booleans()):
+                    waits.remove(slot)
+                    step.resumed.append(slot)
+                else:
+                    continue
+            elif draw(st.integers(0, 9)) == 0:
+                waits.add(slot)
+                step.preempted.append(slot)
+                continue
+            rows = [_token(draw, slot, phases) for _ in range(draw(st.integers(0, drafts)))]
+            if rows:
+                step.tokens[slot] = rows
+            if slot not in step.opened and draw(st.integers(0, 19)) == 0:
+                step.closed.append(slot)
+                del phases[slot]
+        steps.append(step)
+    return steps
+
+
+def same(held: Policy, steps: Sequence[Step], lengths: Sequence[int]) -> Engine:
+    """Told singly and in reports of these lengths: what fires, what it saw and what is counted is the same."""
+    single, merged = told(held, [[step] for step in steps]), told(held, cuts(steps, lengths))
+    assert merged.fired() == single.fired()
+    assert merged.lives() == single.lives()
+    assert [(m.section, m.reason, m.requests, m.think_tokens) for m in merged.shadow.messages() if not m.reason] == [
+        (m.section, m.reason, m.requests, m.think_tokens) for m in single.shadow.messages() if not m.reason
+    ]
+    for name in ("ends", "answers", "preempted", "below_cap"):
+        assert getattr(merged.session.totals, name) == getattr(single.session.totals, name), name
+    forces = Counter(d.counted_as for d in single.session.open_decisions.values() if d.kind == "force")
+    assert Counter(d.counted_as for d in merged.session.open_decisions.values() if d.kind == "force") <= forces
+    return single
+
+
+LENGTHS = st.lists(st.integers(1, 9), max_size=14)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@settings(deadline=None, max_examples=40)
+@given(steps=streams(drafts=3), lengths=LENGTHS, shadow=st.booleans(), floor=st.sampled_from([0, 2, 5]))
+def test_a_rule_sees_the_same_history_however_reports_are_cut(
+    rule: str, steps: list[Step], lengths: list[int], shadow: bool, floor: int
+) -> None:
+    same(with_rule(rule, shadow, floor), steps, lengths)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), shadow=st.booleans(), floor=st.sampled_from([0, 3, 6]), extension=st.sampled_from([0, 4]))
+def test_eat_fires_where_it_has_settled_and_the_floor_is_passed(
+    data: st.DataObject, shadow: bool, floor: int, extension: int
+) -> None:
+    """A sample comes in a step of its own in a report that goes on; one before and one after it is there, too."""
+    held = policy(
+        scheduler={"min_think_tokens": floor, "empty_answer_extension_tokens": extension},
+        entropy=OFF
+        | {"shadow": shadow, "eat_warmup_samples": 1, "ema_alpha": 1.0, "eat_probe_interval_tokens": 64}
+        | {"eat_ema_variance_threshold": 1.0, "eat_level_threshold_nats": 1.0, "rank_conditions": [{"max_ranks": [2]}]},
+    )
+    first = Step(opened={0: THINK, 1: THINK}, tokens={0: [(THINK, 0, 1.0, 5)], 1: [(THINK, 0, 1.0, 5)]})
+    steps = [first, *(replace(step, opened={}, closed=[]) for step in data.draw(streams(drafts=2)))]
+    steps = [replace(step, tokens={s: _goes_on(rows) for s, rows in step.tokens.items()}) for step in steps]
+    for slot in (0, 1):
+        at = data.draw(st.integers(1, len(steps) - 1))
+        steps[at].samples[slot] = data.draw(st.sampled_from([0.5, 2.0])), data.draw(st.booleans())
+    lengths = data.draw(LENGTHS)
+    # The probes are asked for in a report of its own.
+    single, merged = told(held, [[step] for step in steps]), told(held, [[first], *cuts(steps[1:], lengths)])
+    assert merged.fired() == single.fired()
+
+
+def _goes_on(rows: list[Token]) -> list[Token]:
+    return [(THINK, flags & ~END, entropy, rank) for _, flags, entropy, rank in rows]
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps=streams(), lengths=LENGTHS, gate=st.sampled_from([0, 4]), floor=st.sampled_from([0, 5]))
+def test_probes_come_due_at_the_same_tokens(steps: list[Step], lengths: list[int], gate: int, floor: int) -> None:
+    """Of requests that think on: nobody asks for a probe of one that is known to have ended, or waits."""
+    steps = [replace(step, closed=[], preempted=[], resumed=[]) for step in steps]
+    steps = [
+        replace(
+            step,
+            opened=dict.fromkeys(step.opened, THINK) if not number else {},
+            tokens={s: _goes_on(rows) for s, rows in step.tokens.items()},
+        )
+        for number, step in enumerate(steps)
+    ]
+    entropy = OFF | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 3, "eat_probe_max_rank": gate}
+    held = policy(scheduler={"min_think_tokens": floor}, entropy=entropy)
+    single, merged = told(held, [[step] for step in steps]), told(held, cuts(steps, lengths))
+    assert merged.probed() == single.probed()
