@@ -52,13 +52,13 @@ class Before(NamedTuple):
 class SentenceEnds(NamedTuple):
     """Rows that made the end marker's rank at a sentence end known, [ends], in the order of slots.
 
-    ranks: the newest RANK_HISTORY of the slot there, newest first, [ends, RANK_HISTORY]; count: how many it has had.
+    ranks: the newest RANK_HISTORY of the slot there, newest first, [ends, RANK_HISTORY]; number: how many it has had.
     before: the same of each end's slot before the report.
     """
 
     row: NDArray[np.intp]
     ranks: NDArray[np.int64]
-    count: NDArray[np.int64]
+    number: NDArray[np.int64]
     before: NDArray[np.int64]
 
 
@@ -153,7 +153,8 @@ class History:
     @kept
     def thinks(self) -> NDArray[np.bool_]:
         """Whether the request thinks after each row, [rows]."""
-        return (self.rows.phase == THINK) & ((self.rows.flags & FLAG_END) == 0)
+        thinks: NDArray[np.bool_] = (self.rows.phase == THINK) & ((self.rows.flags & FLAG_END) == 0)
+        return thinks
 
     # ---------------------------------------------------------------------------------------- running sums, [places]
 
@@ -223,7 +224,7 @@ class History:
         if len(ends.row) and (over := (flags[ends.row] & FLAG_END) != 0).any():
             ends = SentenceEnds(*(column[~over] for column in ends))
         found = self.at_rows(table, ends.row)
-        found.boundary_ranks, found.boundary_count = ends.ranks, ends.count
+        found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
         found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
         return found
 
@@ -309,7 +310,8 @@ class Moments:
     def _row_step(self) -> NDArray[np.int64]:
         """The step of the newest row; -1 before the first."""
         step = np.append(-1, self._history.step)
-        return step[np.where(self._has_row, self.place, 0)]
+        row_step: NDArray[np.int64] = step[np.where(self._has_row, self.place, 0)]
+        return row_step
 
     @kept
     def _has_row(self) -> NDArray[np.bool_]:
@@ -321,7 +323,8 @@ class Moments:
 
     @kept
     def thinking(self) -> NDArray[np.bool_]:
-        return self.phase == THINK
+        thinking: NDArray[np.bool_] = self.phase == THINK
+        return thinking
 
     @kept
     def phase(self) -> NDArray[np.uint8]:

@@ -219,7 +219,8 @@ class RequestTable:
     @property
     def thinking(self) -> NDArray[np.bool_]:
         """Live requests that think, [slots]."""
-        return self.live & (self.phase == THINK)
+        thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
+        return thinking
 
     def slots(self) -> NDArray[np.intp]:
         """Live slots, ascending."""
