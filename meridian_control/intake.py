@@ -79,8 +79,8 @@ class Intake:
         for slot in filter(table.holds, report.resumed):
             table.preempted[slot] = False
         for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
-            if (slot := self._ledger.settle(outcome, report.step)) is not None:
-                table.history.probed[slot] = step
+            if (probed := self._ledger.settle(outcome, report.step)) is not None:
+                table.history.probed[probed] = step
         for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
             table.closing[closed.slot] = True
 

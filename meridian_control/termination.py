@@ -254,7 +254,8 @@ def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
     """Thinking tokens from which on the next probe is due."""
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
     lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
-    return np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
+    since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
+    return since
 
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
