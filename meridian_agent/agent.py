@@ -47,7 +47,8 @@ class Known:
     boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is filled in
     part. tool_call: begins a tool call in this model's output, where thinking stays in the chat until the tool has
     answered. on_fault: told of a fault elsewhere than in a hook, by its cause and its text. expected_backend: what
-    should measure entropy on the workers, and why it is not the CUDA kernel.
+    should measure entropy on the workers, and why it is not the CUDA kernel. no_probes: why probes are refused; empty
+    where they are not.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Known:
     tool_call: int | None
     on_fault: Callable[[str, str], None]
     expected_backend: tuple[str, str]
+    no_probes: str = ""
 
 
 class Agent:
@@ -72,7 +74,7 @@ class Agent:
         tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
         self.queues = Queues(tracker, scheduler)
-        self.probing = Probing(tracker, directives, self.block_size, known.shares_blocks)
+        self.probing = Probing(tracker, directives, self.block_size, known.shares_blocks, known.no_probes)
         self.accounts = Accounts(tracker, directives, self.probing)
         self.masks = Masks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
         self.blocks = Blocks(directives, known.tool_call)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from meridian_agent import needs
+from meridian_agent import connectors, needs
 from meridian_agent.phases import NO_MARKERS, Markers, boundary_flag
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
+# The first minor release whose OffloadingConnector learns from a step's block copies, too, that a block is used anew.
+COPIES_TOLD = (0, 29)
 # Minor releases whose hooks were read and whose tests were run or whose sources were compared.
 SUPPORTED = ((0, 26), (0, 33))
 _INSTALLED = "_meridian_installed"
@@ -52,12 +54,15 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
+def _minor() -> tuple[int, int]:
+    parts = vllm_version().split("+")[0].split(".")
+    return int(parts[0]), int(parts[1])
+
+
 def unfit() -> str:
     """Why this vLLM cannot host the agent: its version, or every hook that it lacks; empty when it can."""
-    parts = vllm_version().split("+")[0].split(".")
-    version = (int(parts[0]), int(parts[1]))
     low, high = SUPPORTED
-    if not low <= version <= high:
+    if not low <= _minor() <= high:
         return f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}"
     lacks = needs.missing(needs.Imported(), needs.ENGINE)
     return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
@@ -120,7 +125,7 @@ def _say_absent(reason: str, chosen: type) -> type:
 
 
 def _wrap_worker(wrapper_class: Any) -> None:
-    """Attach the observer to each worker once its model is loaded.
+    """Attach the observer to each worker once its model is loaded; hide probes from its KV connector, once it has one.
 
     vLLM loads plugins inside `init_worker`; `init_device` is the first call of its own that comes after.
     """
@@ -135,9 +140,22 @@ def _wrap_worker(wrapper_class: Any) -> None:
             _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
         except Exception:
             logger.exception("meridian: this worker will not report entropy")
+        try:
+            _after(self.worker, "initialize_from_config", _hide_from_worker_connector)
+        except Exception:
+            logger.exception("meridian: this worker will tell its KV connector of probes that have ended")
         return result
 
     wrapper_class.init_device = init_device
+
+
+def _hide_from_worker_connector() -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from meridian_agent.probes import PREFIX
+
+    if has_kv_transfer_group():
+        connectors.hide_finished(get_kv_transfer_group(), PREFIX)
 
 
 def _after(owner: Any, name: str, then: Callable[[], None]) -> None:
@@ -373,6 +391,29 @@ def _look_up_unrecorded(manager: Any, prefix: str) -> None:
     manager.get_computed_blocks = get_computed_blocks
 
 
+def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
+    """Keep requests from vLLM's KV connector, by what their ids begin with; why they cannot be, or empty.
+
+    guard: trips where a step's cannot be left out after all.
+    """
+    if scheduler.connector is None:
+        return ""
+    if lacks := needs.missing(needs.Imported(), needs.CONNECTOR):
+        return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}"
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    if reason := connectors.obstacle(scheduler.connector, (KVConnectorBase_V1, SupportsHMA)):
+        return reason
+    if _minor() < COPIES_TOLD and connectors.has(scheduler.connector, "OffloadingConnector"):
+        return f"the OffloadingConnector of vLLM {vllm_version()} must know of every request that is given blocks"
+    try:
+        connectors.hide(scheduler, prefix, KVCacheBlockCopy, guard)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
     """Let some requests begin on the KV of another, a last block that is not full included; whether this engine can.
 
@@ -384,7 +425,7 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
 
     manager = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
-    one_kind = len(groups) == 1 and type(groups[0]) is FullAttentionManager and scheduler.connector is None
+    one_kind = len(groups) == 1 and type(groups[0]) is FullAttentionManager
     if not (manager.enable_caching and one_kind):
         return False
     block_size, lookup = groups[0].block_size, manager.get_computed_blocks

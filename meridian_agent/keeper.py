@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent import hooks, observe, probes
+from meridian_agent import connectors, hooks, observe, probes
 from meridian_agent.agent import Agent, Known
 from meridian_agent.credentials import Credentials
 from meridian_agent.environment import identity_of_engine, rank_of, targets
@@ -40,6 +40,8 @@ class Keeper:
         self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
         self._strips_think = False
+        # Why no probe can be hidden from the KV connector.
+        self._no_probes = ""
         self.link = Link(
             targets(),
             self.hello,
@@ -56,10 +58,16 @@ class Keeper:
         template = hooks.template_of(hooks.tokenizer_of(config), self._markers)
         self._strips_think = template.strips_think
         hooks.hide_from_cache_stats(self._scheduler.kv_cache_manager, probes.PREFIX)
+        if self._scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
+            connectors.cache_nothing(self._scheduler.kv_cache_manager, probes.PREFIX)
+        self._no_probes = hooks.hide_from_connector(self._scheduler, probes.PREFIX, self._guard)
+        if self._no_probes:
+            logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", self._no_probes)
         shares_blocks = hooks.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = hooks.boundaries(config)
+        tool_call, note = template.tool_call, self._guard.note
         expected = observe.expected_backend(self._device_type)
-        self._known = Known(self._model, boundaries, shares_blocks, template.tool_call, self._guard.note, expected)
+        self._known = Known(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
         agent = Agent(self._scheduler, self._markers, self.link, self._known)
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
@@ -135,7 +143,7 @@ class Keeper:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(self._scheduler, self._strips_think, backend != "none"),
+            capabilities=capabilities(self._scheduler, self._strips_think, backend != "none", self._no_probes),
             revision=link.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
@@ -165,14 +173,15 @@ def _markers(config: Any) -> Markers:
         return NO_MARKERS
 
 
-def capabilities(scheduler: Any, strips_think: bool, entropy: bool) -> agent_pb2.Capabilities:
-    """What this engine can honour. entropy: whether its worker measures any."""
+def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
+    """What this engine can honour. entropy: whether its worker measures any. no_probes: why probes cannot be hidden from
+    its KV connector."""
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
     return agent_pb2.Capabilities(
         token_entropy=entropy,
         force_end=True,
-        eat_probe=entropy and caching,
+        eat_probe=entropy and caching and not no_probes,
         dispatch=True,
         reclaim=caching and one_group,
         template_strips_think=strips_think,

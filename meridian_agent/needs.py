@@ -48,6 +48,7 @@ ENGINE: Table = {
         "finished_req_ids",
         "block_size",
         "connector",
+        "connector_prefix_cache_stats",
         "kv_cache_config",
         "kv_cache_manager",
         "max_num_running_reqs",
@@ -70,6 +71,10 @@ ENGINE: Table = {
         "total_num_scheduled_tokens",
         "scheduled_spec_decode_tokens",
         "pending_structured_output_tokens",
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "finished_req_ids",
+        "kv_cache_block_copies",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "get_block_ids(_)",
@@ -86,11 +91,17 @@ ENGINE: Table = {
         "usage",
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("blocks",),
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("cache_blocks(request=_, **_)", "single_type_managers"),
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": ("block_size",),
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": (),
-    "vllm.v1.core.block_pool:BlockPool": ("touch(_)", "free_blocks(_)", "get_num_free_blocks()", "blocks"),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "ref_cnt"),
+    "vllm.v1.core.block_pool:BlockPool": (
+        "touch(_)",
+        "free_blocks(_)",
+        "get_num_free_blocks()",
+        "blocks",
+        "enable_kv_cache_events",
+    ),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "is_null", "ref_cnt"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
     "vllm.v1.engine:EngineCoreOutputs": ("outputs", "finished_requests"),
     "vllm.v1.engine:EngineCoreOutput": ("request_id", "new_token_ids", "finish_reason"),
@@ -151,6 +162,24 @@ ENGINE: Table = {
         "rank",
         "vllm_config",
     ),
+}
+
+# What hiding probes from a KV connector uses; looked at where there is one. Probes are refused where it is missing.
+CONNECTOR: Table = {
+    "vllm.distributed.kv_transfer": ("get_kv_transfer_group()", "has_kv_transfer_group()"),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
+        "build_connector_meta(scheduler_output=_)",
+        "get_finished(finished_req_ids=_, **_)",
+        "get_num_new_matched_tokens(request=_, **_)",
+        "on_new_request(request=_, **_)",
+        "request_finished(request=_, **_)",
+        "update_state_after_alloc(request=_, **_)",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": ("request_finished_all_groups(request=_, **_)",),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": ("src_block_id", "dst_block_id"),
+    "vllm.v1.core.sched.output:NewRequestData": ("req_id", "block_ids"),
+    "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "new_block_ids"),
+    "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config(_)",),
 }
 
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class Probing:
     """The probes of one engine.
 
-    shares_blocks: they may begin on a block that is filled in part.
+    shares_blocks: they may begin on a block that is filled in part. never: why each is refused, if so.
     """
 
-    def __init__(self, tracker: Tracker, directives: Directives, block_size: int, shares_blocks: bool) -> None:
-        self._tracker, self._directives = tracker, directives
+    def __init__(
+        self, tracker: Tracker, directives: Directives, block_size: int, shares_blocks: bool, never: str = ""
+    ) -> None:
+        self._tracker, self._directives, self._never = tracker, directives, never
         self._block_size, self._shares_blocks = block_size, shares_blocks
         self.placed: dict[str, probes.Placed] = {}
         # Thinking requests that wait for what is decided from their probes, in the order in which they came.
@@ -54,7 +56,7 @@ class Probing:
             known = len(tr.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe) + again
-            reason = probes.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
+            reason = self._never or probes.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
                 continue

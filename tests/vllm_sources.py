@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meridian_agent.needs import ENGINE, V1_RUNNER, V2_RUNNER, missing
+from meridian_agent.needs import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +160,7 @@ def main() -> None:
 
     *options, path = sys.argv[1:]
     sources = Sources(Path(path))
-    lacking = missing(sources, {**ENGINE, **V1_RUNNER, **V2_RUNNER})
+    lacking = missing(sources, {**ENGINE, **CONNECTOR, **V1_RUNNER, **V2_RUNNER})
     print(json.dumps({"vllm": sources.version(), "missing": lacking}))
     if "--save" in options:
         build, name = results.SOURCES

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from meridian_agent import hooks
-from meridian_agent.needs import ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
+from meridian_agent.needs import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
 from tests.processes import ENGINE_ENV, ROOT, Control, wait_for
 from tests.vllm_sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALL = {**ENGINE, **V1_RUNNER, **V2_RUNNER}
+ALL = {**ENGINE, **CONNECTOR, **V1_RUNNER, **V2_RUNNER}
 
 
 class Maimed(Sources):

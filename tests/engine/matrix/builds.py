@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import ENGINE_ARGS
-from tests.processes import MARKED, MODEL, ROOT
+from tests.engine.matrix.connectors import PATH, RECORDED
+from tests.processes import MARKED, MODEL, ROOT, free_port
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -90,6 +91,26 @@ WINDOWS = {
     "load_format": "dummy",
     "num_gpu_blocks_override": 256,
 }
+def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = False, v2: bool = False) -> Build:
+    """An engine with one of vLLM's KV connectors, which writes down what it is told, and with KV cache events."""
+    config: dict[str, Any] = {"kv_connector": f"{RECORDED}{connector}", "kv_connector_module_path": PATH}
+    config |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    args: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+    if connector.startswith("Nixl"):
+        config["kv_connector_extra_config"] = {"kv_lease_duration": 2}
+    else:
+        args["disable_hybrid_kv_cache_manager"] = True
+    if connector == "MultiConnector":
+        example = {**config, "kv_connector": f"{RECORDED}ExampleConnector"}
+        nixl = {**config, "kv_connector": f"{RECORDED}NixlConnector"}
+        config["kv_connector_extra_config"] = {"connectors": [nixl, example]}
+    args["kv_transfer_config"] = config
+    env = {} if connector == "ExampleConnector" else NIXL
+    return Build(name, shown, args, env, asynchronous=asynchronous, v2=v2)
+
+
+# On one host, and on a CPU whose cores others use, too.
+NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # A cache for some 320 tokens, prompts in pieces.
 TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, **NARROW}
 BUILDS = {
@@ -138,6 +159,13 @@ BUILDS = {
         Build("priority-async", "async", PRIORITY, asynchronous=True),
         Build("windows", "async", WINDOWS, asynchronous=True),
         Build("windows-v2-async", "V2 async", WINDOWS, v2=True, asynchronous=True),
+        _connector("example", "V1", "ExampleConnector"),
+        _connector("example-async", "async", "ExampleConnector", asynchronous=True),
+        _connector("example-v2-async", "V2 async", "ExampleConnector", v2=True, asynchronous=True),
+        _connector("nixl", "V1", "NixlConnector"),
+        _connector("nixl-async", "async", "NixlConnector", asynchronous=True),
+        _connector("nixl-push", "V1", "NixlPushConnector"),
+        _connector("nixl-and-example", "V1", "MultiConnector"),
         Build("grammar", "async", GRAMMAR, asynchronous=True),
         Build("grammar-v2-async", "V2 async", GRAMMAR, v2=True, asynchronous=True),
         Build("grammar-ngram", "V1, drafts", {**GRAMMAR, "speculative_config": NGRAM}),
@@ -152,6 +180,9 @@ def prepare(build: Build) -> None:
     as it does on GPUs. Of Model Runner V2 the one kernel that does not run in Triton's interpreter, which applies token
     masks, is replaced by the same masking in torch. 0.30 gets its own kernel for accepting drafts on a CPU.
     """
+    if "VLLM_NIXL_SIDE_CHANNEL_HOST" in build.env:
+        # Each engine of a host listens for others on a port of its own.
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     if ON_GPU:
         return
     import torch

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.engine.matrix import FEATURES, Feature
-from tests.engine.matrix.features import asked, forces, groups, markers, parallel, scheduling, signals
+from tests.engine.matrix.features import asked, connectors, forces, groups, markers, parallel, scheduling, signals
 
-MODULES = (signals, forces, asked, scheduling, markers, parallel, groups)
+MODULES = (signals, forces, asked, scheduling, markers, parallel, groups, connectors)
 
 
 def all_of_them() -> dict[str, Feature]:

@@ -1,0 +1,108 @@
+"""KV connectors that write down what vLLM tells them. Each is one of vLLM's own and does what that does.
+
+vLLM imports this module by `kv_connector_module_path`, in the engine core and in each worker, and asks it for a class
+by name: `RecordedExampleConnector` is vLLM's ExampleConnector, and so on. Each call becomes a line of JSON in a file of
+the process: what was called, on which side, and every request that its arguments or its result name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = "CONNECTOR_FOLDER"
+PATH = "tests.engine.matrix.connectors"
+RECORDED = "Recorded"
+# How deep an argument is searched for requests.
+DEPTH = 8
+
+
+def folder_of(governed: bool) -> Path:
+    """Where one of the two engines of a build keeps its calls, and what its connector stores."""
+    return Path(os.environ[FOLDER]) / ("governed" if governed else "stock")
+
+
+def calls(governed: bool) -> list[dict[str, Any]]:
+    """What has been written down so far."""
+    paths = sorted(folder_of(governed).glob("calls-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def named(value: Any, depth: int = DEPTH) -> set[str]:
+    """Every request that a value names: what has a request id, and every text in a collection."""
+    if isinstance(value, str):
+        return {value}
+    if depth == 0 or callable(value):
+        return set()
+    if own := getattr(value, "request_id", None) or getattr(value, "req_id", None):
+        return {own}
+    within: list[Any] = []
+    if isinstance(value, dict):
+        within = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        within = list(value)
+    elif type(value).__module__.startswith(("vllm.v1.core.sched.output", "vllm.distributed.", "vllm.v1.outputs")):
+        within = list(vars(value).values())
+    return {found for one in within if not isinstance(one, (int, float)) for found in named(one, depth - 1)}
+
+
+@contextlib.contextmanager
+def courteous() -> Iterator[None]:
+    """NIXL's worker binds the model's thread to one core and starts a thread that polls without end: the first gets its
+    cores back, the others yield to whoever else is here."""
+    cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+    yield
+    os.sched_setaffinity(0, cores)
+    for thread in map(int, set(os.listdir("/proc/self/task")) - before):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, 10)
+            os.sched_setaffinity(thread, cores)
+
+
+@functools.cache
+def recorded(name: str) -> type:
+    """vLLM's connector of this name with every method of the interface written down."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    base: Any = KVConnectorFactory.get_connector_class_by_name(name)
+    folder = folder_of("MERIDIAN_CONTROL" in os.environ)
+
+    def note(self: Any, call: str, *told: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        line = {"role": self.role.name, "call": call, "requests": sorted(set().union(*map(named, told)))}
+        with (folder / f"calls-{os.getpid()}.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def noting(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with courteous() if method.__name__ == "register_kv_caches" else contextlib.nullcontext():
+                result = method(self, *args, **kwargs)
+            note(self, method.__name__, args, kwargs, result)
+            return result
+
+        return call
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        if hasattr(self, "_storage_path"):
+            self._storage_path = str(folder / "stored")
+
+    names = [n for of in (KVConnectorBase_V1, SupportsHMA) for n, _ in inspect.getmembers(of, inspect.isfunction)]
+    methods = {n: noting(getattr(base, n)) for n in names if not n.startswith("_") and hasattr(base, n)}
+    return type(f"{RECORDED}{name}", (base,), {**methods, "__init__": begin, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith(RECORDED):
+        raise AttributeError(name)
+    return recorded(name.removeprefix(RECORDED))
