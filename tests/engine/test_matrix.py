@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.matrix import features_of
 from tests.engine.matrix.__main__ import run
+from tests.engine.matrix.builds import BUILDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,8 @@ CHOSEN = {
     "async": ("caps", "no second end", "requests that rule", "a grammar after", "asynchronous", "aborts"),
     "ngram": ("drafts",),
     "marked-async": ("markers",),
+    "example": ("ExampleConnector",),
+    "nixl-and-example": ("MultiConnector",),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]
 
@@ -36,5 +39,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
 
 @pytest.mark.parametrize(("build", "feature"), PAIRS, ids=[f"{b}: {f}" for b, f in PAIRS])
 def test_feature(lines: Callable[[str], dict[str, dict[str, Any]]], build: str, feature: str) -> None:
+    if reason := BUILDS[build].lacks():
+        pytest.skip(reason)
     line = lines(build)[feature]
     assert line["result"] == "passed", line["detail"]

@@ -42,13 +42,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sequence that came back. logprobs: per token those asked for, by token id. cached: tokens of its prompt."""
+    """One sequence that came back. logprobs: per token those asked for, by token id. cached: tokens of its prompt. kv:
+    what a KV connector says of where its KV is."""
 
     tokens: list[int]
     finish: str
     stop: Any
     logprobs: list[dict[int, float]] | None
     cached: int = field(default=0, compare=False)
+    kv: dict[str, Any] | None = field(default=None, compare=False)
 
     def all_logprobs(self, vocabulary: int) -> np.ndarray[Any, Any]:
         """[tokens, vocabulary] in nats, where all were asked for."""
@@ -59,11 +61,11 @@ class Answer:
         return found
 
 
-def answer_of(output: Any, cached: int) -> Answer:
+def answer_of(output: Any, cached: int, kv: dict[str, Any] | None = None) -> Answer:
     """From vLLM's CompletionOutput."""
     said = output.logprobs
     logprobs = None if said is None else [{t: float(p.logprob) for t, p in row.items()} for row in said]
-    return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs, cached)
+    return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs, cached, kv)
 
 
 def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
@@ -77,4 +79,7 @@ def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
         lora_request=loras if any(loras) else None,
         priority=[ask.priority for ask in asks] if any(ask.priority for ask in asks) else None,
     )
-    return [[answer_of(o, output.num_cached_tokens or 0) for o in output.outputs] for output in outputs]
+    return [
+        [answer_of(o, output.num_cached_tokens or 0, output.kv_transfer_params) for o in output.outputs]
+        for output in outputs
+    ]

@@ -6,6 +6,7 @@ Owns the arguments and the environment of each. Imports no vLLM: a build is know
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,9 +61,16 @@ class Build:
         interpreter = INTERPRETER if self.v2 and not ON_GPU else {}
         return {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.v2)), **interpreter, **self.env}
 
+    def lacks(self) -> str:
+        """What this Python has to have for it, and how to get it; empty where it is there."""
+        if NIXL.items() <= self.env.items() and importlib.util.find_spec("nixl_cu12") is None:
+            # Without its dependencies, of which one is another build of the same for another CUDA.
+            return "NIXL is not here: pip install --no-deps nixl nixl-cu12 (70 MB)"
+        return ""
+
     def runs_here(self) -> bool:
         """Two ranks want two GPUs, which nobody has tried."""
-        return not (ON_GPU and "tensor_parallel_size" in self.args)
+        return not (ON_GPU and "tensor_parallel_size" in self.args) and not self.lacks()
 
 
 def _marked(
@@ -91,6 +99,8 @@ WINDOWS = {
     "load_format": "dummy",
     "num_gpu_blocks_override": 256,
 }
+
+
 def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = False, v2: bool = False) -> Build:
     """An engine with one of vLLM's KV connectors, which writes down what it is told, and with KV cache events."""
     config: dict[str, Any] = {"kv_connector": f"{RECORDED}{connector}", "kv_connector_module_path": PATH}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FOLDER = "CONNECTOR_FOLDER"
 PATH = "tests.engine.matrix.connectors"
 RECORDED = "Recorded"
+# What the ids of requests begin with whose blocks ExampleConnector keeps here, and the file that ends that.
+HELD, READ = "held", "read"
 # How deep an argument is searched for requests.
 DEPTH = 8
 
@@ -74,6 +76,8 @@ def recorded(name: str) -> type:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     base: Any = KVConnectorFactory.get_connector_class_by_name(name)
+    if name == "ExampleConnector":
+        base = _holding(base)
     folder = folder_of("MERIDIAN_CONTROL" in os.environ)
 
     def note(self: Any, call: str, *told: Any) -> None:
@@ -100,6 +104,24 @@ def recorded(name: str) -> type:
     names = [n for of in (KVConnectorBase_V1, SupportsHMA) for n, _ in inspect.getmembers(of, inspect.isfunction)]
     methods = {n: noting(getattr(base, n)) for n in names if not n.startswith("_") and hasattr(base, n)}
     return type(f"{RECORDED}{name}", (base,), {**methods, "__init__": begin, "__module__": __name__})
+
+
+def _holding(base: Any) -> type:
+    """The same connector, which keeps the blocks of requests named so until a file says that they were read."""
+
+    class Holding(base):  # type: ignore[misc]
+        def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
+            return (True, None) if request.request_id.startswith(HELD) else super().request_finished(request, block_ids)
+
+        def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+            held = getattr(self, "_held", set()) | {r for r in finished_req_ids if r.startswith(HELD)}
+            self._held: set[str] = set()
+            if (folder_of("MERIDIAN_CONTROL" in os.environ) / READ).exists():
+                return held, None
+            self._held = held
+            return None, None
+
+    return Holding
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import collections
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.probes import PREFIX
+from tests.data import maze
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.policies import DENSE
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from tests.engine.matrix.engine import Engine
 
+EXAMPLE = ("example", "example-async", "example-v2-async")
+NIXL = ("nixl", "nixl-async")
 # Calls that say what becomes of one request, each once for each.
 OF_ONE = ("on_new_request", "request_finished", "request_finished_all_groups")
 
@@ -27,14 +30,15 @@ def _asks(engine: Engine) -> list[Ask]:
     return [Ask(prompt, params) for prompt in prompts]
 
 
-def _told(governed: bool, since: int = 0) -> collections.Counter[str]:
-    """What a connector was asked of single requests, by method."""
-    return collections.Counter(c["call"] for c in connectors.calls(governed)[since:] if c["call"] in OF_ONE)
+def _told(governed: bool) -> collections.Counter[str]:
+    """How often a connector was told of a single request, by method."""
+    return collections.Counter(c["call"] for c in connectors.calls(governed) if c["call"] in OF_ONE)
 
 
 def _metrics(engine: Engine) -> dict[str, int]:
     """vLLM's counters of what was looked for in its prefix cache and at the connector."""
-    names = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries", "request_success")
+    names = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries")
+    names += ("external_prefix_cache_hits", "request_success")
     found = dict.fromkeys(names, 0)
     for metric in engine.llm.get_metrics():
         if (name := metric.name.removeprefix("vllm:")) in found:
@@ -54,6 +58,14 @@ def _check_events(events: Sequence[Any], sequences: Sequence[list[int]]) -> None
     assert tokens
 
 
+def _check_unnamed(engine: Engine, told: list[dict[str, Any]]) -> None:
+    """The connector was called on both sides, and no call names a probe, but the one with which Model Runner V2 hands
+    over the whole batch that it is about to compute."""
+    assert {"SCHEDULER", "WORKER"} <= {call["role"] for call in told}
+    naming = {(c["role"], c["call"]) for c in told if any(r.startswith(PREFIX) for r in c["requests"])}
+    assert naming <= ({("WORKER", "start_load_kv")} if engine.build.v2 else set()), naming
+
+
 def _check(engine: Engine) -> None:
     asks = _asks(engine)
     expected = [answer.tokens for (answer,) in engine.stock.ask(asks)]
@@ -70,12 +82,10 @@ def _check(engine: Engine) -> None:
     assert sum(len(said.probes) for said in seen) > len(asks)
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
-    told = connectors.calls(governed=True)
-    assert {"SCHEDULER", "WORKER"} <= {call["role"] for call in told}
-    naming = {(c["role"], c["call"]) for c in told if any(r.startswith(PREFIX) for r in c["requests"])}
-    assert not naming, naming
-    # Stock vLLM has answered one request more, at its start.
-    assert _told(governed=True) == _told(governed=False) - collections.Counter(_once())
+    _check_unnamed(engine, connectors.calls(governed=True))
+    # Stock vLLM has answered a request more, at its start; a connector of several tells each of them.
+    told, more = _told(governed=True), _told(governed=False)
+    assert {call: n * (len(asks) + 1) for call, n in told.items()} == {call: n * len(asks) for call, n in more.items()}
     stored = [len(list((connectors.folder_of(governed) / "stored").glob("*"))) for governed in (True, False)]
     assert stored[0] <= stored[1]
     counted = {name: value - before[name] for name, value in _metrics(engine).items()}
@@ -86,16 +96,22 @@ def _check(engine: Engine) -> None:
     _check_events(events, [[*ask.prompt, *tokens] for ask, tokens in zip(asks, runs, strict=True)])
 
 
-def _once() -> dict[str, int]:
-    return dict.fromkeys(OF_ONE, 1)
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
-@feature("ExampleConnector hears of no probe; their value, and two tokens each", "example", "example-async", "example-v2-async")
+@feature("ExampleConnector hears of no probe; their value, and two tokens each", *EXAMPLE)
 def example(engine: Engine) -> None:
     _check(engine)
 
 
-@feature("NixlConnector: the same", "nixl", "nixl-async")
+@feature("NixlConnector: the same", *NIXL)
 def nixl(engine: Engine) -> None:
     _check(engine)
 
@@ -108,3 +124,27 @@ def push(engine: Engine) -> None:
 @feature("MultiConnector of Nixl and Example: the same", "nixl-and-example")
 def multi(engine: Engine) -> None:
     _check(engine)
+
+
+@feature("KV that another engine has computed, by NixlConnector: the same", *NIXL)
+def read(engine: Engine) -> None:
+    """Prompts that no cache has are computed by the stock engine; their KV is read from there."""
+    params = {"temperature": 0.0, "max_tokens": 250}
+    asks = [Ask(engine.chat(prompt), params) for prompt in maze.prompts(4, seed=77)]
+    first = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
+    kept = [answer.kv for (answer,) in engine.stock.ask([Ask(ask.prompt, first) for ask in asks])]
+    assert all(kept)
+    engine.control.apply(DENSE)
+    reading = [
+        Ask(ask.prompt, {**params, "extra_args": {"kv_transfer_params": kv}})
+        for ask, kv in zip(asks, kept, strict=True)
+    ]
+    since, before = len(connectors.calls(governed=True)), _metrics(engine)
+    with engine.watched() as seen:
+        runs = engine.paced(reading)
+    assert _metrics(engine)["external_prefix_cache_hits"] > before["external_prefix_cache_hits"]
+    assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    for ask, tokens, said in zip(asks, runs, seen, strict=True):
+        assert said.probes
+        engine.check_probes(ask.prompt, tokens, said)
+    _check_unnamed(engine, connectors.calls(governed=True)[since:])
