@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
     from meridian_agent.link import Link
     from meridian_agent.queues import Limit
+    from meridian_agent.tracker import StepRecord
 
 logger = logging.getLogger("vllm.meridian")
 
 # Between updates further apart than this the engine was idle.
 MAX_STEP_S = 1.0
+# Between two reports of steps in which nothing was computed, while nothing else changes.
+EMPTY_REPORT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,9 @@ class Agent:
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
+        # When the newest record was sent, and what it said of the engine as a whole.
+        self._sent = -math.inf
+        self._said: tuple[Any, ...] = ()
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey settings from now on."""
@@ -319,6 +325,8 @@ class Agent:
         record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
         record.prefill_tokens = self._prefills.popleft() if self._prefills else 0
         record.step_time_ms = self._step_time_ms()
+        if not runner_output.req_ids and self._says_nothing(record, is_live):
+            return
         record.counters = self._counters()
         sent = self.tracker.take_record()
         if self.probing.held:
@@ -326,6 +334,17 @@ class Agent:
         self.link.outbox.send(sent, self.tracker.snapshot)
         if not is_live:
             self.link.outbox.wake()
+
+    def _says_nothing(self, record: StepRecord, is_live: bool) -> bool:
+        """Whether the record of a step in which nothing was computed need not be sent. vLLM makes some hundred of them
+        a second while finished requests' KV waits to be read by another engine, or KV to arrive from one."""
+        said = (record.state, record.kv_used, record.running, record.waiting)
+        now = time.monotonic()
+        known = said == self._said and record.is_empty and self.link.outbox.follows
+        if known and not (is_live and now - self._sent >= EMPTY_REPORT_S):
+            return True
+        self._sent, self._said = now, said
+        return False
 
     def _hear_worker(self, reason: str) -> None:
         """The worker says why it measures nothing, or that it can again: the next Hello promises what it can."""

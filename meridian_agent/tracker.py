@@ -200,6 +200,12 @@ class StepRecord:
         """Whether it does not wait for others of its interval: who joins the next steps may follow from it."""
         return self.urgent or bool(self.opened or self.preempted or self.resumed)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happened in the step to any request or decision."""
+        lists = (self.opened, self.slots, self.probes, self.preempted, self.resumed, self.closed, self.outcomes)
+        return not any(lists)
+
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """One generated token."""
         self.slots.append(slot)

@@ -19,7 +19,7 @@ CHOSEN = {
     "async": ("caps", "no second end", "requests that rule", "a grammar after", "asynchronous", "aborts"),
     "ngram": ("drafts",),
     "marked-async": ("markers",),
-    "example": ("ExampleConnector",),
+    "example": ("ExampleConnector", "steps of nothing"),
     "nixl-and-example": ("MultiConnector",),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]

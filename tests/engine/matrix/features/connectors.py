@@ -10,6 +10,7 @@ from tests.data import maze
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.policies import DENSE
+from tests.engine.recording import records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +105,8 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+# Steps in which nothing is computed, of which a report or two may be made.
+EMPTY_STEPS = 300
 
 
 @feature("ExampleConnector hears of no probe; their value, and two tokens each", *EXAMPLE)
@@ -148,3 +151,21 @@ def read(engine: Engine) -> None:
         assert said.probes
         engine.check_probes(ask.prompt, tokens, said)
     _check_unnamed(engine, connectors.calls(governed=True)[since:])
+
+
+@feature("steps of nothing, while blocks wait to be read, are not reported", *EXAMPLE)
+def empty(engine: Engine) -> None:
+    held = Ask(engine.prompt(), {"temperature": 0.0, "max_tokens": 5})
+    with records(engine.agent) as sent:
+        run = engine.run({connectors.HELD: held})
+        run.until()
+        at_end = len(sent)
+        assert engine.scheduler.requests
+        for _ in range(EMPTY_STEPS):
+            engine.llm.llm_engine.step()
+        assert engine.scheduler.requests
+        waiting = sent[at_end:]
+        (connectors.folder_of(governed=True) / connectors.READ).touch()
+        engine.drain()
+    assert len(waiting) <= 2, f"{len(waiting)} reports of {EMPTY_STEPS} steps"
+    assert sent[-1][0].kv_used == engine.scheduler.kv_cache_manager.usage == 0
