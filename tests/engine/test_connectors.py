@@ -96,26 +96,29 @@ def scheduler(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     return scheduler_with(request.param)
 
 
-def run(scheduler: Any, shared: int, counted: Counter[str] | None = None) -> list[Any]:
-    """The steps of a request, and a probe of it that shares so many of its tokens' blocks."""
+def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone: bool = False) -> list[Any]:
+    """The steps of a request, and a probe of it that shares so many of its tokens' blocks. alone: the request sits out
+    the probe's step."""
     parent = request("parent", shared)
     scheduler.add_request(parent)
     steps = [step(scheduler, counted)]
     probe = hooks.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER])
     scheduler.add_request(probe)
+    if alone:
+        parent.next_decode_eligible_step = scheduler.current_step + 2
     return [*steps, *(step(scheduler, counted) for _ in range(3))]
 
 
 # A block of its own, or the rest of one of the request's.
-@pytest.mark.parametrize("shared", [3 * BLOCK, 3 * BLOCK + 7])
-def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int) -> None:
+@pytest.mark.parametrize(("shared", "alone"), [(3 * BLOCK, False), (3 * BLOCK + 7, False), (3 * BLOCK + 7, True)])
+def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int, alone: bool) -> None:
     guard, counted = Guard(), Counter[str]()
     assert hooks.hide_from_connector(scheduler, PREFIX, guard) == ""
     assert hooks.share_blocks(scheduler, lambda r: ("parent", shared) if r.startswith(PREFIX) else None, guard)
-    first, second, *_ = run(scheduler, shared, counted)
+    first, second, *_ = run(scheduler, shared, counted, alone)
     assert guard.fault == ""
     assert first.num_scheduled_tokens == {"parent": shared}
-    assert second.num_scheduled_tokens == {"parent": 1, f"{PREFIX}1": 2}
+    assert second.num_scheduled_tokens == {f"{PREFIX}1": 2} | ({} if alone else {"parent": 1})
     assert [r.req_id for r in second.scheduled_new_reqs] == [f"{PREFIX}1"], "what the workers get is whole"
     calls = recorder.calls(governed=False)
     assert {r for call in calls for r in call["requests"] if r.startswith(PREFIX)} == set()
@@ -139,10 +142,13 @@ def test_a_block_that_a_probe_is_given_is_told_as_overwritten(tmp_path: Path, mo
     assert hooks.hide_from_connector(scheduler, PREFIX, Guard()) == ""
     side = scheduler.connector.connector_scheduler
     given, build = list[set[int]](), side._build_store_jobs
+
+    def notes(output: Any) -> Any:
+        given.append(set(side._current_batch_allocated_block_ids))
+        return build(output)
+
     # It is asked once all blocks of the step are known.
-    monkeypatch.setattr(
-        side, "_build_store_jobs", lambda o: given.append(set(side._current_batch_allocated_block_ids)) or build(o)
-    )
+    monkeypatch.setattr(side, "_build_store_jobs", notes)
     _, second, *_ = run(scheduler, 3 * BLOCK)
     (new,) = second.scheduled_new_reqs
     own = set(new.block_ids[0][3:])

@@ -38,9 +38,8 @@ def _told(governed: bool) -> collections.Counter[str]:
 
 def _metrics(engine: Engine) -> dict[str, int]:
     """vLLM's counters of what was looked for in its prefix cache and at the connector."""
-    names = ("prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_queries")
-    names += ("external_prefix_cache_hits", "request_success")
-    found = dict.fromkeys(names, 0)
+    cached = ("prefix_cache_queries", "prefix_cache_hits")
+    found = dict.fromkeys((*cached, *(f"external_{name}" for name in cached), "request_success"), 0)
     for metric in engine.llm.get_metrics():
         if (name := metric.name.removeprefix("vllm:")) in found:
             found[name] += int(metric.value)
