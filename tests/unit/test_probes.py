@@ -11,6 +11,7 @@ import pytest
 
 from meridian_agent import hooks
 from meridian_agent.directives import Directives, Outcome
+from meridian_agent.keeper import capabilities
 from meridian_agent.phases import Phase, PhaseState
 from meridian_agent.probes import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.probing import Probing
@@ -127,6 +128,23 @@ def test_the_probes_of_a_step_share_its_room(
         directives.probes.append((n + 1, tr, 0, 0))
     assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
+
+
+def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
+    """Also one that is asked for although the engine has said that it cannot probe."""
+    tracker = Tracker(MARKERS)
+    directives = Directives(tracker)
+    probing = Probing(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
+    directives.probes.append((1, tracked(all_token_ids=[9] * 41), 0, 0))
+    assert probing.place(FakeScheduler(10_000, 10_000), observes=True) == []
+    ((_, outcome, _, detail),) = tracker.record.outcomes
+    assert (outcome, detail) == (Outcome.REFUSED, "HiSparseConnector moves the KV of every request")
+    cache = SimpleNamespace(kv_cache_groups=[0])
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(enable_caching=True), kv_cache_config=cache, vllm_config=config
+    )
+    assert [capabilities(scheduler, False, "", why).eat_probe for why in ("", "it moves it")] == [True, False]
 
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
