@@ -2,6 +2,8 @@
 
 Every hook runs through it. A surprise trips it: what it guards steps aside, the engine goes on as stock, one log line
 and the next Hello say so. After a rest it may come back, a few times in an hour, then only by a restart of the engine.
+
+An exception's text may quote a request: it stays in this process's log. Other machines are told its type and place.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import logging
 import math
 import time
+import traceback
 from collections import Counter, deque
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -23,11 +26,31 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vllm.meridian")
 
-# Characters of a fault; it travels in every Hello, and a client's words may be in it.
+# Characters of a fault; it travels in every Hello.
 MAX_FAULT = 1000
 # Seconds of rest after the first fault of a window, the second and so on; after one more there is no coming back.
 RESTS_S = (10.0, 60.0, 300.0)
 WINDOW_S = 3600.0
+OURS = "meridian_agent."
+
+
+def type_and_place(error: BaseException) -> str:
+    """An exception as another machine may read it: its type and where it was raised, never its text.
+
+    Names the innermost frame, and the agent's innermost one where that is another.
+    """
+    at = from_agent = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", "?"))
+        if module == __name__:
+            continue
+        at = f"{module}:{line} ({frame.f_code.co_name})"
+        if module.startswith(OURS):
+            from_agent = at
+    name = type(error).__name__
+    if not at:
+        return name
+    return f"{name} at {at}" + (f", from {from_agent}" if from_agent not in ("", at) else "")
 
 
 class Guard:
@@ -39,12 +62,16 @@ class Guard:
     def __init__(
         self, off: str = "agent off, vLLM runs as stock", *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # Why nothing is run now, empty while all is well; the newest there was; how often, by the hook that failed.
+        # Why nothing is run now, empty while all is well; the newest there was. Both are told to the control plane.
         self.fault = self.last_fault = ""
+        # The newest with the exception's own text, for this process alone.
+        self.text = ""
+        # How often it came to a fault, by the hook that failed.
         self.faults: Counter[str] = Counter()
         self.on_trip: Callable[[], None] | None = None
-        # Whether what is guarded can begin anew.
-        self.may_return = True
+        # The engine starts: it has no request that a text could quote, so faults are told in full. What fails now would
+        # fail again, so there is no coming back.
+        self.starting = False
         self._off, self._clock = off, clock
         self._trips: deque[float] = deque(maxlen=len(RESTS_S) + 1)
         self._back_at = math.inf
@@ -74,10 +101,13 @@ class Guard:
         self.fault = self.last_fault = "a fault"
         try:
             name = getattr(hook, "__name__", "other").lstrip("_")
-            self.fault = self.last_fault = clean(f"{name}: {type(error).__name__}: {error}", MAX_FAULT)
+            self.fault = self.last_fault = clean(f"{name}: {type_and_place(error)}", MAX_FAULT)
+            self.text = clean(f"{name}: {type(error).__name__}: {error}", MAX_FAULT)
+            if self.starting:
+                self.fault = self.last_fault = self.text
             self.note(name)
             self._rest()
-            logger.error("meridian: %s; %s; %s", self._off, self.fault, self.outlook(), exc_info=error)
+            logger.error("meridian: %s; %s; %s", self._off, self.text, self.outlook(), exc_info=error)
             if self.on_trip is not None:
                 self.on_trip()
         except Exception:
@@ -85,7 +115,7 @@ class Guard:
                 logger.exception("meridian: could not report the fault")
 
     def note(self, cause: str, fault: str = "") -> None:
-        """Count a fault, with its text where it is one of another part's."""
+        """Count a fault, with what another part's guard tells of it."""
         self.faults[cause] += 1
         self.last_fault = clean(fault, MAX_FAULT) or self.last_fault
 
@@ -93,13 +123,13 @@ class Guard:
         now = self._clock()
         self._trips.append(now)
         recent = sum(now - trip < WINDOW_S for trip in self._trips)
-        returns = self.may_return and recent <= len(RESTS_S)
+        returns = not self.starting and recent <= len(RESTS_S)
         self._back_at = now + RESTS_S[recent - 1] if returns else math.inf
 
     def outlook(self) -> str:
         """What comes of the fault, in words."""
         if self._back_at == math.inf:
-            why = f": {len(RESTS_S) + 1} faults within {WINDOW_S / 60:.0f} minutes" if self.may_return else ""
+            why = f": {len(RESTS_S) + 1} faults within {WINDOW_S / 60:.0f} minutes" if not self.starting else ""
             return f"until the engine is started again{why}"
         return f"for {self._back_at - self._clock():.0f} s"
 
@@ -108,7 +138,7 @@ class Guard:
         return max(0.0, self._back_at - self._clock()) if self.fault else 0.0
 
     def switch_off(self, reason: str) -> None:
-        """Run nothing any more, whatever comes; not counted as a fault."""
+        """Run nothing any more, whatever comes; not counted as a fault. The reason is told to the control plane."""
         self.fault, self._back_at = clean(reason, MAX_FAULT), math.inf
 
     def come_back(self) -> bool:

@@ -74,7 +74,7 @@ class Keeper:
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
             self.link.freeze_for(math.inf)
         self.agent = agent
-        self._guard.on_trip, self._guard.may_return = self.link.step_aside, True
+        self._guard.on_trip = self.link.step_aside
         name = type(self._scheduler).__name__
         logger.info("meridian: governing %s, control plane %s", name, ", ".join(targets()))
         self.link.start()

@@ -54,9 +54,11 @@ class GovernedScheduler:
 
     def _begin(self) -> Agent:
         # What fails here would fail again, and reading a tokenizer would stall a step.
-        self._guard.may_return = False
+        self._guard.starting = True
         self._keeper = Keeper(self, self._guard)
-        return self._keeper.start()
+        agent = self._keeper.start()
+        self._guard.starting = False
+        return agent
 
     def _tell(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Run a hook of the agent's under the guard, and book its time."""

@@ -202,8 +202,8 @@ class EngineBooks:
         agent = engine.agent
         if link is None:
             return
-        fault = engine.scheduler._guard.fault
-        assert not fault or self.may_fail, f"the guard has tripped: {fault}"
+        guard = engine.scheduler._guard
+        assert not guard.fault or self.may_fail, f"the guard has tripped: {guard.text}"
         if agent is None:
             for watched in self.requests.values():
                 watched.forget()

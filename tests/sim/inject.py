@@ -44,6 +44,8 @@ GLUE = {
     "plugin.py": ("register",),
 }
 ENGINE, LINK, WORKER = "engine", "link", "worker"
+# In what the control plane is told of such a fault.
+INJECTED_AT = f" at {__name__}:"
 # Whose thread runs it, the file and number of a line.
 Line: TypeAlias = tuple[str, str, int]
 

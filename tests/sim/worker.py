@@ -22,7 +22,7 @@ from meridian_agent.guard import Guard
 from meridian_agent.observe import Observer
 from meridian_agent.signals import RESULT
 from tests.fakes.worker import asked, step, worker
-from tests.sim.inject import WORKER, Fault, Injected
+from tests.sim.inject import INJECTED_AT, WORKER, Fault, Injected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +189,7 @@ def _at_start(found: Served) -> bool:
 def _in_service(found: Served, whole: Served) -> dict[str, bool]:
     return {
         "it was not counted once": found.faults.total() == 1,
-        "the engine core was not told": any("injected" in said for said in found.told if isinstance(said, str)),
+        "the engine core was not told": any(INJECTED_AT in said for said in found.told if isinstance(said, str)),
         "it did not come back": found.told[-1] == whole.told[-1],
     }
 

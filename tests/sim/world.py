@@ -27,7 +27,7 @@ from meridian_control.freezes import Freeze, Match
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
-from tests.sim.inject import LINK, Fault, Injected
+from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
 from tests.sim.network import Network, SteppedLink
 from tests.sim.policies import draw
@@ -110,7 +110,7 @@ class Plant:
         self.link = world.network.links[known] if world.governed else None
         self.books.attach(engine, self.link)
         if world.governed:
-            assert not engine.scheduler._guard.fault, engine.scheduler._guard.fault
+            assert not engine.scheduler._guard.fault, engine.scheduler._guard.text
 
     def restart(self) -> None:
         """The process dies with its requests; nobody tells the control plane at once."""
@@ -428,10 +428,10 @@ class World:
             return
         guards = [plant.engine.scheduler._guard for plant in self.plants]
         for plant, guard in zip(self.plants, guards, strict=True):
-            assert plant.engine.agent is not None, f"{plant.name} stays without its agent: {guard.fault}"
+            assert plant.engine.agent is not None, f"{plant.name} stays without its agent: {guard.text}"
         if self.injected.raised:
             said, where = [guard.last_fault for guard in guards if guard.last_fault], self.injected.fault
-            assert all("injected" in fault for fault in said), f"something else failed: {said}"
+            assert all(INJECTED_AT in fault for fault in said), f"something else failed: {said}"
             # What fails on the link's thread is no matter of the guard's: it connects anew.
             on_link = where.line is not None and where.line[0] == LINK and not self.injected.was_early
             assert bool(said) is not on_link, f"the guard has stopped {said}"

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from tests.sim.given import Given
 
-# In faults of the agent's that the soak itself has made (harm/sitecustomize.py).
-INJECTED = "injected by the soak"
+# Faults of the agent's that the soak itself has made (harm/sitecustomize.py), as the engine's log and its Hello have
+# them.
+INJECTED, INJECTED_AT = "injected by the soak", " at sitecustomize:"
 
 
 @dataclass
@@ -102,7 +103,7 @@ class _File:
 
     def _begin(self, record: fleet_pb2.TraceRecord) -> None:
         audit, name = self._audit, record.session_id
-        if record.up.hello.fault and INJECTED not in record.up.hello.fault:
+        if record.up.hello.fault and INJECTED_AT not in record.up.hello.fault:
             audit.violations.append(f"the agent is off: {record.up.hello.fault}")
         if name in self._sessions:
             # The recording broke off and joined anew: what was between is not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from typing import Never
@@ -11,6 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent import guard as guard_module
 from meridian_agent.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
+from meridian_agent.reclaim import unreachable_blocks
 
 
 class Clock:
@@ -22,6 +24,9 @@ class Clock:
 
 def fail(text: str = "no such block") -> Never:
     raise KeyError(text)
+
+
+LINE = fail.__code__.co_firstlineno + 1
 
 
 def test_results_and_arguments_pass() -> None:
@@ -37,12 +42,13 @@ def test_the_first_failure_switches_off(caplog: pytest.LogCaptureFixture) -> Non
     trips: list[str] = []
     guard.on_trip = lambda: trips.append(guard.fault)
     assert guard.run(fail) is None
-    assert guard.fault == "fail: KeyError: 'no such block'"
+    assert guard.fault == f"fail: KeyError at {__name__}:{LINE} (fail)"
+    assert guard.text == "fail: KeyError: 'no such block'"
     assert guard.run(calls.append, 1) is None
     assert guard.run(fail, "another") is None
     assert not guard.come_back()
     assert (calls, trips) == ([], [guard.fault])
-    assert "another" not in guard.fault
+    assert "another" not in guard.text
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.ERROR, "vllm.meridian")
     assert record.exc_info is not None
@@ -57,7 +63,7 @@ def test_a_fault_within_a_fault_does_not_count() -> None:
         fail("outer")
 
     guard.run(outer)
-    assert guard.fault == "fail: KeyError: 'inner'"
+    assert guard.text == "fail: KeyError: 'inner'"
     assert dict(guard.faults) == {"fail": 1}
 
 
@@ -75,7 +81,7 @@ def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogC
     guard.run(fail)
     clock.now_s += 10 * WINDOW_S
     assert (guard.come_back(), guard.rest_s()) == (False, math.inf)
-    assert (guard.faults["fail"], guard.last_fault) == (4, "fail: KeyError: 'no such block'")
+    assert (guard.faults["fail"], guard.last_fault) == (4, f"fail: KeyError at {__name__}:{LINE} (fail)")
     assert caplog.records[-1].message.endswith("until the engine is started again: 4 faults within 60 minutes")
 
 
@@ -114,7 +120,7 @@ def test_without_memory_for_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard_module.logger, "exception", hook)
     guard = Guard()
     assert guard.run(hook) is None
-    assert guard.fault == "a fault"
+    assert guard.fault.startswith("hook: BrokenError at ")
     assert guard.rest_s() == math.inf
 
 
@@ -125,7 +131,7 @@ def test_a_callable_without_a_name() -> None:
 
     guard = Guard()
     guard.run(Hook())
-    assert guard.fault == "other: ValueError: x"
+    assert guard.text == "other: ValueError: x"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -138,7 +144,7 @@ def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> Non
     guard = Guard()
     with pytest.raises(error):
         guard.run(hook)
-    assert guard.fault == f"hook: {error.__name__}: "
+    assert guard.text == f"hook: {error.__name__}: "
 
 
 def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
@@ -149,15 +155,37 @@ def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
     assert (guard.last_fault, guard.fault) == (MAX_FAULT * "x", MAX_FAULT * "y")
 
 
-def test_a_fault_with_a_clients_words_can_be_told() -> None:
-    """A lone surrogate is no UTF-8: no Hello with it could be sent."""
+def test_a_fault_tells_no_text_of_an_exception() -> None:
+    """Neither a hook's, nor that of an exception raised within vLLM, which may quote a prompt or its tokens."""
     guard = Guard()
 
     def hook() -> None:
-        raise KeyError("r-\ud800")
+        json.loads("a prompt of somebody's")
 
     guard.run(hook)
-    assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "hook: KeyError: 'r-\\ud800'"
+    assert "prompt" not in guard.fault + guard.last_fault
+    assert guard.fault.startswith("hook: JSONDecodeError at json.decoder:")
+
+
+def test_a_fault_names_the_agents_line_beside_the_innermost() -> None:
+    guard = Guard()
+    guard.run(unreachable_blocks, [1], 0, 16, lambda _: fail())
+    place = f"KeyError at {__name__}:{LINE} (fail), from meridian_agent.reclaim:"
+    assert guard.fault.startswith(f"unreachable_blocks: {place}")
+
+
+def test_what_fails_as_the_engine_starts_is_told_in_full() -> None:
+    """There are no requests yet, and operators need the words: what is missing, and where."""
+    guard = Guard()
+    guard.starting = True
+    guard.run(fail)
+    assert guard.fault == guard.last_fault == "fail: KeyError: 'no such block'"
+    assert guard.outlook() == "until the engine is started again"
+
+
+def test_a_fault_with_a_clients_words_can_be_told() -> None:
+    """A lone surrogate is no UTF-8: no Hello with it could be sent."""
+    guard = Guard()
     guard.note("observer", "r-\ud800")
     guard.switch_off("r-\ud800")
     assert agent_pb2.Hello(fault=guard.fault, last_fault=guard.last_fault).fault == "r-?"
