@@ -1,0 +1,154 @@
+"""Neither prompts nor output leave a real engine: every byte that it sends is held against the requests' tokens and
+texts, faults and refusals included."""
+
+from __future__ import annotations
+
+import copy
+import struct
+from typing import TYPE_CHECKING, Any, Never
+
+import pytest
+from vllm import SamplingParams
+
+from meridian_agent import guard as guard_module
+from tests.data import maze
+from tests.engine import Run, prompt_ids
+from tests.engine.policies import DENSE
+from tests.engine.test_decisions import endless
+from tests.engine.test_faults import _mend_observer, _observer, rebuilt  # noqa: F401 - a fixture
+from tests.engine.test_foreign import lead
+from tests.engine.wiretap import Wiretap
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian.v1 import agent_pb2
+
+    from tests.processes import Control
+
+# Tokens in a row that count as a piece of a request; of texts, words.
+PIECE = 3
+
+
+@pytest.fixture
+def wiretap(control: Control) -> Iterator[Wiretap]:
+    tap = Wiretap(control.target)
+    yield tap
+    tap.stop()
+
+
+def strings(message: Any) -> Iterator[str]:
+    """Every text in a message, and in those within it."""
+    for field, value in message.ListFields():
+        values = value.items() if hasattr(value, "items") else value if hasattr(value, "append") else [value]
+        for one in values:
+            for part in one if isinstance(one, tuple) else (one,):
+                if isinstance(part, str):
+                    yield part
+                elif field.message_type is not None and hasattr(part, "ListFields"):
+                    yield from strings(part)
+
+
+def varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def spellings(tokens: list[int]) -> list[bytes]:
+    """How tokens in a row may lie in bytes: in decimal, packed by protobuf, as integers of either width."""
+    texts = [f"{separator}".join(map(str, tokens)).encode() for separator in (", ", ",", " ")]
+    return [*texts, b"".join(map(varint, tokens)), *(struct.pack(f"<{len(tokens)}{kind}", *tokens) for kind in "Iq")]
+
+
+def pieces(tokens: list[int]) -> Iterator[list[int]]:
+    """Runs of tokens that say something: not the same one again and again."""
+    for at in range(len(tokens) - PIECE + 1):
+        if len(set(tokens[at : at + PIECE])) == PIECE:
+            yield tokens[at : at + PIECE]
+
+
+def quoting(*said: Any) -> Any:
+    """A hook that fails, with all that a request says in the exception's text."""
+
+    def fails(*_: Any) -> Never:
+        raise KeyError(*said)
+
+    return fails
+
+
+def _break_observer(worker: Any, said: str) -> None:
+    _observer(worker).before_sampling = quoting(said)
+
+
+def cases() -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "template": {"open_think": True}} for prompt in maze.prompts(4, seed=77)]
+
+
+@pytest.mark.usefixtures("rebuilt")
+def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
+    llm: Any,
+    agent: Any,
+    scheduler: Any,
+    control: Control,
+    wiretap: Wiretap,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Probes, caps and their outcomes, an abort, a refused policy, a fault of each process with the request in its
+    text, the agent that comes back with a snapshot."""
+    monkeypatch.setattr(guard_module, "RESTS_S", (3600.0,))
+    prompts = [prompt_ids(llm, case) for case in cases()]
+    quoted = f"{prompts} {[case['prompt'] for case in cases()]}"
+    lead(agent.link, [wiretap.target])
+    control.apply({**DENSE, "scheduler": {**DENSE["scheduler"], "max_think_tokens": 60}})
+    run = Run(llm)
+    for i, case in enumerate(cases()):
+        run.add(f"r{i}", case, endless(agent, max_tokens=100) if i else copy.deepcopy(SamplingParams(max_tokens=100)))
+    run.until(lambda: len(run.tokens["r0"]) > 20)
+    run.abort("r3")
+    refused = control.set_policy({**DENSE, "model": {"maze": {"reasoning_parser": "nobody"}}})
+    run.until(lambda: refused in agent.link.refused, pause_s=0.003)
+    # A fault of the worker's, then one of the engine core's, with what it says of requests in its text.
+    llm.collective_rpc(_break_observer, args=(quoted,))
+    run.until(lambda: agent.no_entropy, pause_s=0.003)
+    llm.collective_rpc(_mend_observer)
+    agent.after_update = quoting(quoted)
+    run.until(lambda: scheduler._agent is None, pause_s=0.003)
+    assert quoted[:200] in scheduler._guard.text
+    wait_for(lambda: any(m.hello.fault for m in wiretap.messages()), 20, "a Hello with the fault")
+    # The rest is over.
+    scheduler._guard._back_at = 0.0
+    run.until(lambda: scheduler._agent is not None)
+    scheduler._agent.link.restart()
+    wait_for(lambda: wiretap.messages()[-1].HasField("step") or run.step(), 20, "reports on the next stream")
+    for i, case in enumerate(cases()):
+        run.add(f"again-{i}", case, endless(scheduler._agent, max_tokens=30))
+    run.until()
+    control.settled()
+    lead(scheduler._agent.link, [control.target])
+    sent, messages = b"".join(map(bytes, wiretap.sent)), wiretap.messages()
+    all_was_said(messages)
+    vocabulary = llm.get_tokenizer().convert_ids_to_tokens
+    for tokens in [*prompts, *run.tokens.values()]:
+        for piece in pieces(tokens):
+            found = [spelled for spelled in spellings(piece) if spelled in sent]
+            words = [separator.join(vocabulary(piece)).encode() for separator in (" ", "", "Ġ")]
+            assert [*found, *(word for word in words if word in sent)] == [], piece
+    texts = {text for message in messages for text in strings(message)}
+    said = {word for tokens in [*prompts, *run.tokens.values()] for word in vocabulary(tokens) if ">" in word}
+    assert len(said) > 50
+    assert [text for text in texts if any(word in text for word in said)] == []
+
+
+def all_was_said(messages: list[agent_pb2.ConnectRequest]) -> None:
+    """Whether the agent was brought to say each kind of thing that it says."""
+    kinds = {message.WhichOneof("message") for message in messages}
+    assert kinds >= {"hello", "snapshot", "step", "settings_status"}
+    steps = [message.step for message in messages if message.HasField("step")]
+    assert any(step.probes.slot for step in steps)
+    assert any(step.outcomes for step in steps)
+    assert any(step.closed for step in steps)
+    assert any(message.settings_status.error for message in messages)
+    hellos = [message.hello for message in messages if message.HasField("hello")]
+    assert {"observer", "fails"} <= set(hellos[-1].faults)
+    assert any("KeyError at " in hello.last_fault for hello in hellos)
+    assert any(message.snapshot.requests for message in messages)
