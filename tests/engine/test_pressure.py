@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm import SamplingParams
 
 from meridian_agent.hooks import admission_limit_name
 from tests.data import maze
@@ -264,18 +263,3 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     assert all(kept[prompt_blocks:]) != reclaimed
     assert any(kept[prompt_blocks:]) != reclaimed
     control.settled()
-
-
-def test_shared_blocks_are_left_alone(llm: Any, agent: Any, control: Control, scheduler: Any) -> None:
-    """Two requests with the same thinking share blocks; the first to finish takes none of them away."""
-    llm.llm_engine.reset_prefix_cache()
-    run = Run(llm)
-    run.add("long", opened(), endless(agent, max_tokens=200))
-    run.until(lambda: len(run.tokens["long"]) > 100)
-    text = prompt_ids(llm, opened()) + run.tokens["long"][:96]
-    llm.llm_engine.add_request("twin", {"prompt_token_ids": text}, SamplingParams(temperature=0.0, max_tokens=2))
-    run.until(lambda: "twin" in run.finished)
-    (name,) = agent.tracker.by_id
-    (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
-    assert all(cached(scheduler, blocks[: len(text) // agent.block_size]))
-    run.until()

@@ -49,8 +49,9 @@ class Build:
     env: dict[str, str] = field(default_factory=dict)
     asynchronous: bool = False
     v2: bool = False
-    # What it says is scripted: there is no stock engine beside it.
-    scripted: bool = False
+    # No feature holds it against a stock engine, so there is none beside it: what it says is scripted, or compared with
+    # what it says itself under another policy.
+    alone: bool = False
 
     def engine_args(self) -> dict[str, Any]:
         # Two engines share a GPU.
@@ -84,7 +85,7 @@ def _marked(
     """A model without weights whose markers take several tokens."""
     model = {"model": str(MARKED), "served_model_name": "marked", "reasoning_parser": "openai_gptoss"}
     args = {**model, "load_format": "dummy", **args}
-    return Build(name, shown, args, asynchronous=asynchronous, v2=v2, scripted=True)
+    return Build(name, shown, args, asynchronous=asynchronous, v2=v2, alone=True)
 
 
 RANKS, BOUND = {"tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -165,8 +166,8 @@ BUILDS = {
         _marked("marked-v2-async", "V2 async", v2=True, asynchronous=True),
         _marked("marked-ngram", "V1, drafts", speculative_config=NGRAM),
         _marked("marked-v2-ngram", "V2, drafts", v2=True, speculative_config=NGRAM),
-        Build("priority", "V1", PRIORITY),
-        Build("priority-async", "async", PRIORITY, asynchronous=True),
+        Build("priority", "V1", PRIORITY, alone=True),
+        Build("priority-async", "async", PRIORITY, asynchronous=True, alone=True),
         Build("windows", "async", WINDOWS, asynchronous=True),
         Build("windows-v2-async", "V2 async", WINDOWS, v2=True, asynchronous=True),
         _connector("example", "V1", "ExampleConnector"),

@@ -64,7 +64,7 @@ def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
     except Exception:
         failed = traceback.format_exc()[-4000:]
         # Every other stock engine has answered before.
-        reason = cannot(engine.stock) if engine.build.scripted else ""
+        reason = cannot(engine.stock) if engine.build.alone else ""
         return ("not supported", reason[-2000:]) if reason else ("failed", failed)
     return "passed", ""
 
@@ -82,12 +82,12 @@ def main() -> None:
         print("\n" + json.dumps({**said, "vllm": version_here(), "seconds": round(seconds, 1)}), flush=True)
 
     try:
-        # Both start at the same time. Beside scripted ones none is needed, unless something fails.
-        if not build.scripted:
+        # Both start at the same time. Beside those that are alone none is needed, unless something fails.
+        if not build.alone:
             stock.start()
         try:
             engine = start(build, control, stock)
-            reason = "" if build.scripted else cannot(stock)
+            reason = "" if build.alone else cannot(stock)
         except Exception:
             if not (reason := cannot(stock)):
                 raise

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
+# EAT alone decides, and a probed request waits for it: how long that takes on a busy machine is not the matter.
+HELD = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "eat_hold_ms": 10_000, "rpdi_threshold": 0.0}}
 # Of the prompts of seed 11, the one on which thinking is shortest: 97 tokens.
 SHORT = 14
 
@@ -36,11 +38,20 @@ def rules(engine: Engine) -> None:
     asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 120 if engine.slow else 400}) for i in range(6)]
     free = engine.stock.ask(asks)
     before = engine.control.settled().ends["eat"]
-    engine.control.apply(CONVERGED)
-    for (stock,), after in zip(free, engine.paced(asks), strict=True):
+    engine.control.apply(HELD)
+    with engine.watched() as seen:
+        governed = engine.paced(asks)
+    late = []
+    for (stock,), after, said in zip(free, governed, seen, strict=True):
         at = after.index(engine.end) if engine.end in after else len(after)
         assert after.count(engine.end) <= 1
         assert after[:at] == stock.tokens[:at]
+        if at < len(after) and after[at] != stock.tokens[at]:
+            _, _, measured, *_ = said.probes[-1]
+            late.append(at - measured)
+    # On the very token that was measured; a token later under asynchronous scheduling, with drafts at a step's end.
+    assert late
+    assert set(late) <= set(range(1 + engine.agent.tracker.lookahead)), late
     assert engine.control.settled().ends["eat"] > before
 
 

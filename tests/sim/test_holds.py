@@ -1,0 +1,77 @@
+"""How long a probed request waits, on the virtual clock: exactly what the policy says, and nobody waits with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from meridian_control.policy import Policy
+from tests.sim.engine import Script, Shape, words
+from tests.sim.test_sim import EVERYWHERE, NEVER, started
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEP_MS = 1.0
+# On average; so the answer is not there in the step of its probe.
+LATENCY_MS = 2.0
+# Of a clock that is a sum of steps.
+ROUNDING_MS = 1e-6
+
+
+def probed(**entropy: Any) -> Policy:
+    """Probes everywhere, and no rule ends thinking; how long they are waited for is the default."""
+    probes = {name: value for name, value in EVERYWHERE.items() if name != "eat_hold_ms"}
+    rules = {**probes, **NEVER, "shadow": False, "rpdi_threshold": 0.0, **entropy}
+    return Policy.model_validate({"entropy": rules, "scheduler": {"min_think_tokens": 0}})
+
+
+def waited_ms(policy: Policy, is_async: bool, answered: bool) -> float:
+    """From the step that a probe is in until its request is in a step again. Another request answers meanwhile, and is
+    in every step. answered: otherwise the control plane falls silent as the probe is placed."""
+    start, end, *_ = words()
+    with started(Shape(is_async=is_async, places=8, blocks=200), policy) as world:
+        (plant,) = world.plants
+        world.step_ms, world.network.latency_ms = 0.0, LATENCY_MS
+        assert plant.link is not None
+        with world.timeline.running():
+            while not plant.link.revision:
+                world.pass_time(STEP_MS / 1e3)
+            plant.open("thinks", [start], Script(1, 10_000, 40, restless=False, max_tokens=90), {})
+
+            def step() -> dict[str, int]:
+                if "answers" not in plant.engine.live:
+                    answering = Script(2, 1000, 10_000, restless=False, max_tokens=100)
+                    plant.open("answers", [start, end], answering, {})
+                world.pass_time(STEP_MS / 1e3)
+                return plant.engine.schedule[-1]
+
+            while not plant.engine.agent.probing.held:
+                step()
+                assert "thinks" in plant.engine.live, "it was never probed"
+            began_s = world.timeline.now_s
+            if not answered:
+                plant.link.stalled_until_s = math.inf
+            while "thinks" not in (scheduled := step()):
+                assert "answers" in scheduled or "answers" not in plant.engine.live
+            waited_s = world.timeline.now_s - began_s
+            plant.link.stalled_until_s = 0.0
+            plant.engine.abort("thinks")
+    return waited_s * 1e3
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "asynchronous"])
+@pytest.mark.parametrize("hold_ms", [7, 200])
+def test_a_request_waits_for_exactly_its_hold(hold_ms: int, is_async: bool) -> None:
+    """It is in the first step once that is over, and in none before."""
+    assert hold_ms < waited_ms(probed(eat_hold_ms=hold_ms), is_async, answered=False) <= hold_ms + STEP_MS + ROUNDING_MS
+
+
+def test_by_default_a_request_waits_50_ms_at_most() -> None:
+    assert 50 < waited_ms(probed(), is_async=False, answered=False) <= 50 + STEP_MS + ROUNDING_MS
+
+
+def test_an_answer_ends_the_wait() -> None:
+    assert waited_ms(probed(eat_hold_ms=200), is_async=False, answered=True) < 100
