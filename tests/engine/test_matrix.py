@@ -14,13 +14,25 @@ from tests.engine.matrix.builds import BUILDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What has found most, of the builds that differ most; a feature by how its name begins.
+# Entropy, EAT and exact ends, which are guaranteed of every runner and scheduler.
+SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps")
+# What is guaranteed, and what has found most, of the builds that differ most; a feature by how its name begins.
 CHOSEN = {
-    "async": ("caps", "no second end", "requests that rule", "a grammar after", "asynchronous", "aborts"),
-    "ngram": ("drafts",),
+    "async": (
+        *SIGNALS_AND_CAPS,
+        "entropy rules",
+        "no second end",
+        "requests that rule",
+        "a grammar after",
+        "asynchronous",
+        "aborts",
+    ),
+    "ngram": (*SIGNALS_AND_CAPS, "drafts"),
+    "v2-async": SIGNALS_AND_CAPS,
     "marked-async": ("markers",),
     "example": ("ExampleConnector", "steps of nothing"),
     "nixl-and-example": ("MultiConnector",),
+    "priority": ("priority policy",),
 }
 PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f.name.startswith(names)]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("meridian_agent", "meridian_control")
+COPIED = ("meridian_agent", "meridian_control", "kernels")
 README = ROOT / "tests" / "README.md"
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
 HEAD = "| mutation | seeds | what said so |\n|---|---|---|\n"

@@ -1,0 +1,346 @@
+"""Every guarantee of the README with the patches that break it and the test that fails under each.
+
+Pure data. A guarantee is named by how its item begins; what a mutation changes is in `Mutant`, as for the simulator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.sim.mutants import MUTANTS, Mutant
+
+GUARD, STATE, STANDING = "meridian_agent/guard.py", "meridian_agent/state.py", "meridian_agent/standing.py"
+PROBING, LINK, RING = "meridian_agent/probing.py", "meridian_agent/link.py", "meridian_agent/ring.py"
+RECLAIM, BLOCKS, MASKS = "meridian_agent/reclaim.py", "meridian_agent/blocks.py", "meridian_agent/masks.py"
+QUEUES, PLUGIN, HOOKS = "meridian_agent/queues.py", "meridian_agent/plugin.py", "meridian_agent/hooks.py"
+MESSAGES, OUTBOX, TRACKER = "meridian_agent/messages.py", "meridian_agent/outbox.py", "meridian_agent/tracker.py"
+SIGNALS, STORE, OBSERVE = "kernels/meridian_kernels/cpu.py", "meridian_control/store.py", "meridian_agent/observe.py"
+
+STOCK = "With the agent off, in shadow"
+EXACT = "Thinking ends after exactly the cap's number"
+MEASURED = "Entropy and EAT equal an offline computation"
+ANSWERS = "An answering request is not preempted"
+HELD = "What EAT decides takes effect"
+KEPT = "A live request's KV is never dropped"
+OUTCOMES = "Every decision ends in exactly one"
+DURABLE = "An acknowledged policy update outlives"
+RECOVERS = "`kill -9` of the control plane costs no request"
+NO_WAIT = "No request fails and no step waits"
+FREEZE = "A freeze"
+SETTINGS = "An engine that starts while the control plane is down"
+UNSET = "Without `MERIDIAN_CONTROL` nothing is imported"
+PRIVATE = "Neither prompts nor output"
+
+_KNOWN = {mutant.name: mutant for mutant in MUTANTS}
+
+
+class Broken(NamedTuple):
+    """test: a pytest node that passes on the product as it is, and fails under the mutation."""
+
+    guarantee: str
+    mutant: Mutant
+    test: str
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a vLLM engine is started for the test."""
+        return self.test.startswith(("tests/engine", "tests/chaos")) and "nothing_is_imported" not in self.test
+
+
+def _known(guarantee: str, name: str, test: str) -> Broken:
+    """One of the simulator's mutations."""
+    return Broken(guarantee, _KNOWN[name], test)
+
+
+def _new(guarantee: str, name: str, path: str, old: str, new: str, test: str) -> Broken:  # noqa: PLR0917
+    return Broken(guarantee, Mutant(name, path, old, new), test)
+
+
+BROKEN: tuple[Broken, ...] = (
+    _known(STOCK, "a shadowed force is applied", "tests/unit/test_directives.py::test_a_shadowed_force"),
+    _known(
+        STOCK,
+        "a shadowed plan is obeyed",
+        "tests/unit/test_directives.py::test_shadowed_and_stock_plans_are_not_obeyed",
+    ),
+    _new(
+        STOCK,
+        "a probe's token reaches clients of an engine in shadow",
+        PROBING,
+        "        restore.hide_probes([group])\n",
+        "",
+        "tests/engine/test_signals.py::test_probes_stay_invisible",
+    ),
+    _known(EXACT, "cap one token late", "tests/unit/test_directives.py::test_caps_are_exact"),
+    _new(
+        EXACT,
+        "cap one token late on an engine",
+        "meridian_agent/directives.py",
+        "            if state.phase is Phase.THINK and state.think_tokens >= limit:\n                return row",
+        "            if state.phase is Phase.THINK and state.think_tokens > limit:\n                return row",
+        "tests/engine/test_decisions.py::test_cap_is_exact",
+    ),
+    _known(
+        EXACT,
+        "a second token of an ending forgotten",
+        "tests/unit/test_directives.py::test_two_token_endings_over_draft_rows",
+    ),
+    _new(
+        MEASURED,
+        "entropy 1e-4 nats too high",
+        SIGNALS,
+        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total\n",
+        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total + 1e-4\n",
+        "tests/engine/test_signals.py::test_token_signals",
+    ),
+    _new(
+        MEASURED,
+        "entropy 1e-4 nats too high, against the reference",
+        SIGNALS,
+        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total\n",
+        "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total + 1e-4\n",
+        "tests/unit/test_kernels.py",
+    ),
+    _new(
+        MEASURED,
+        "Model Runner V2 measured after its masks",
+        OBSERVE,
+        "        if logits is not None:\n            observer.guard.run(observer.on_logits, logits)\n",
+        "        if logits is not None:\n            observer.guard.run(observer.on_logits, logits * 1.01)\n",
+        "tests/engine/test_matrix.py::test_feature[v2-async: greedy: tokens as stock's; phases, entropy and rank of "
+        "each]",
+    ),
+    _new(
+        MEASURED,
+        "drafts' rows taken for the first ones",
+        OBSERVE,
+        "            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))\n",
+        "            self._measure(state.logits, req_ids, None)\n",
+        "tests/engine/test_matrix.py::test_feature[ngram: greedy: tokens as stock's; phases, entropy and rank of each]",
+    ),
+    _new(
+        ANSWERS,
+        "running order by arrival",
+        QUEUES,
+        "            own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]\n",
+        "            own = PHASE_RANK[Phase.PROMPT]\n",
+        "tests/engine/test_pressure.py::test_answers_are_never_preempted_before_thinking",
+    ),
+    _new(
+        ANSWERS,
+        "no rank within a priority",
+        QUEUES,
+        "math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE",
+        "math.floor(request.priority)",
+        "tests/engine/test_matrix.py::test_feature[priority: priority policy: answers first between requests of equal "
+        "priority]",
+    ),
+    _new(
+        HELD,
+        "held three times as long",
+        PROBING,
+        "time.monotonic() + hold_ms / 1e3, 0",
+        "time.monotonic() + 3 * hold_ms / 1e3, 0",
+        "tests/sim/test_holds.py::test_by_default_a_request_waits_50_ms_at_most",
+    ),
+    _new(
+        HELD,
+        "held until the step of the probe only",
+        PROBING,
+        "            answered = tr.asked_in and tr.asked_in <= answered_step\n",
+        "            answered = tr.asked_in\n",
+        "tests/sim/test_holds.py::test_a_request_waits_for_exactly_its_hold",
+    ),
+    _new(
+        HELD,
+        "two tokens go by under asynchronous scheduling",
+        PROBING,
+        "            answered = tr.asked_in and tr.asked_in <= answered_step\n",
+        "            answered = tr.asked_in\n",
+        "tests/engine/test_matrix.py::test_feature[async: entropy rules end thinking]",
+    ),
+    _new(
+        HELD,
+        "the engine sleeps 200 ms as it wakes the link",
+        RING,
+        "            self._wanted = 0\n            self._bell.put(None)\n\n    def qsize",
+        "            self._wanted = 0\n            self._bell.put(None)\n"
+        '            __import__("time").sleep(0.2)\n\n    def qsize',
+        "tests/engine/test_never_waits.py::test_no_hook_waits[served]",
+    ),
+    _new(
+        KEPT,
+        "shared blocks given up",
+        RECLAIM,
+        "    return {b for b in block_ids[kept:] if reference_count(b) == 1}\n",
+        "    return set(block_ids[kept:])\n",
+        "tests/engine/test_shared_blocks.py::test_what_a_live_request_shares_is_left_alone",
+    ),
+    _new(
+        KEPT,
+        "shared blocks given up, as arithmetic",
+        RECLAIM,
+        "    return {b for b in block_ids[kept:] if reference_count(b) == 1}\n",
+        "    return set(block_ids[kept:])\n",
+        "tests/unit/test_reclaim.py",
+    ),
+    _new(
+        KEPT,
+        "the prompt's blocks given up",
+        RECLAIM,
+        "    kept = reachable_tokens // block_size\n",
+        "    kept = 0\n",
+        "tests/unit/test_reclaim.py",
+    ),
+    _known(
+        OUTCOMES,
+        "no outcome for a replaced probe",
+        "tests/unit/test_directives.py::test_of_a_requests_probes_only_the_newest_waits",
+    ),
+    _known(
+        OUTCOMES,
+        "two outcomes for a superseded force",
+        "tests/unit/test_directives.py::test_a_second_force_is_superseded_by_the_one_under_way",
+    ),
+    _known(OUTCOMES, "no outcome for a replaced plan", "tests/sim/test_sim.py::test_seeds[0]"),
+    _new(
+        DURABLE,
+        "a repeated request id stores again",
+        STORE,
+        "            if (stored := await self.answered(request_id, policy)) is not None:\n",
+        "            if (stored := await self.answered(request_id, policy)) is None and False:\n",
+        "tests/unit/test_store.py::test_a_request_id_stores_once",
+    ),
+    _new(
+        DURABLE,
+        "SQLite does not wait for the disk",
+        "meridian_control/database.py",
+        "synchronous=FULL",
+        "synchronous=OFF",
+        "tests/unit/test_store.py::test_durability_settings",
+    ),
+    _new(
+        DURABLE,
+        "an update is acknowledged and not committed",
+        STORE,
+        "                await insert_revision(connection, stored, request_id)\n",
+        "                await insert_revision(connection, stored, request_id)\n"
+        "                await connection.rollback()\n",
+        "tests/unit/test_store.py::test_kill_loses_nothing_acknowledged",
+    ),
+    _new(
+        RECOVERS,
+        "an exception of ours reaches vLLM",
+        GUARD,
+        "            self.trip(hook, error)\n            return None\n",
+        "            self.trip(hook, error)\n            raise\n",
+        "tests/unit/test_guard.py::test_the_first_failure_switches_off",
+    ),
+    _new(
+        RECOVERS,
+        "no way back from a fault",
+        GUARD,
+        "        if self.fault and self.rest_s() == 0:\n",
+        "        if False:\n",
+        "tests/unit/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
+    ),
+    _new(
+        RECOVERS,
+        "a fourth return within the hour",
+        GUARD,
+        "        returns = not self.starting and recent <= len(RESTS_S)\n",
+        "        returns, recent = not self.starting, min(recent, len(RESTS_S))\n",
+        "tests/unit/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
+    ),
+    _new(
+        RECOVERS,
+        "no snapshot on the next stream",
+        LINK,
+        "            self.outbox.snapshot_due = True\n",
+        "",
+        "tests/contract/test_stream.py::test_the_snapshot_comes_first",
+    ),
+    _new(
+        NO_WAIT,
+        "the engine waits for the link with each report",
+        OUTBOX,
+        "        self.ring.lay(record, record.presses)\n",
+        '        self.ring.lay(record, record.presses)\n        __import__("threading").Event().wait(0.2)\n',
+        "tests/engine/test_never_waits.py::test_no_hook_waits",
+    ),
+    _known(FREEZE, "forced while frozen", "tests/engine/test_fail_static.py::test_frozen_output_is_stocks"),
+    _new(
+        FREEZE,
+        "a freeze that does not end by itself",
+        STANDING,
+        "        return self._frozen_until > 0 and self.clock() < self._frozen_until\n",
+        "        return self._frozen_until > 0\n",
+        "tests/contract/test_stream.py::test_the_agent_thaws_by_itself",
+    ),
+    _new(
+        SETTINGS,
+        "nothing is read at the start",
+        STATE,
+        "        if settings.scheduler_lease_ms:\n",
+        "        return None\n        if settings.scheduler_lease_ms:\n",
+        "tests/unit/test_state.py::test_what_is_kept_comes_back",
+    ),
+    _known(
+        SETTINGS,
+        "acknowledged before it holds",
+        "tests/contract/test_stream.py::test_an_ack_waits_for_the_step_that_applies",
+    ),
+    _known(
+        SETTINGS,
+        "a refused revision sent again",
+        "tests/contract/test_stream.py::test_a_refused_revision_is_not_sent_again_on_a_new_stream",
+    ),
+    _new(
+        UNSET,
+        "hooks are imported whatever the environment says",
+        PLUGIN,
+        '    if not os.environ.get("MERIDIAN_CONTROL"):\n        return\n',
+        "    import meridian_agent.hooks\n",
+        "tests/engine/test_faults.py::test_unset_means_nothing_is_imported",
+    ),
+    _new(
+        UNSET,
+        "a vLLM that does not fit is governed",
+        HOOKS,
+        "    if not low <= version <= high:\n",
+        "    if False:\n",
+        "tests/engine/test_faults.py::test_a_vllm_that_does_not_fit_stays_stock_and_says_so",
+    ),
+    _new(
+        PRIVATE,
+        "a fault is told with its text",
+        GUARD,
+        'clean(f"{name}: {type_and_place(error)}", MAX_FAULT)',
+        'clean(f"{name}: {type(error).__name__}: {error}", MAX_FAULT)',
+        "tests/engine/test_private.py::test_neither_prompts_nor_output_leave_the_engine",
+    ),
+    _new(
+        PRIVATE,
+        "a fault is told with its text, in the simulator",
+        GUARD,
+        'clean(f"{name}: {type_and_place(error)}", MAX_FAULT)',
+        'clean(f"{name}: {type(error).__name__}: {error}", MAX_FAULT)',
+        "tests/sim/test_private.py::test_other_words_are_the_same_bytes[a fault that quotes every request]",
+    ),
+    _new(
+        PRIVATE,
+        "the last token travels with a probe's result",
+        PROBING,
+        "        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)\n",
+        "        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, tr.ref.all_token_ids[-1])\n",
+        "tests/sim/test_private.py::test_other_words_are_the_same_bytes[no fault]",
+    ),
+)
+
+
+def item_of(guarantee: str, items: list[str]) -> str:
+    """The item of the README's list that begins so. Raises ValueError where there is not exactly one."""
+    found = [item for item in items if item.startswith(guarantee)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} guarantees begin with {guarantee!r}")
+    return found[0]

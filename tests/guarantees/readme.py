@@ -1,0 +1,41 @@
+"""The list of guarantees in README.md, and the table of their mutations in tests/README.md. Runs nothing."""
+
+from __future__ import annotations
+
+from tests.guarantees.broken import BROKEN, item_of
+from tests.sim.mutations import ROOT
+
+LIST, TABLE = ROOT / "README.md", ROOT / "tests" / "README.md"
+SECTION = "## What is guaranteed\n"
+BEGIN, END = "<!-- guarantees: begin -->\n", "<!-- guarantees: end -->\n"
+HEAD = "| guarantee | broken by | test that fails | |\n|---|---|---|---|\n"
+NOT_RUN = "not run yet"
+
+
+def items() -> list[str]:
+    """The items of the README's list, each on one line."""
+    section = LIST.read_text().partition(SECTION)[2].partition("\n## ")[0]
+    return [" ".join(item.split()) for item in section.split("\n- ")[1:]]
+
+
+def rows() -> list[list[str]]:
+    """The cells of the table as it is."""
+    table = TABLE.read_text().partition(BEGIN)[2].partition(END)[0]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+
+
+def expected(results: dict[str, str]) -> str:
+    """The table with these results, by mutation."""
+    lines = []
+    for broken in BROKEN:
+        begins, name = item_of(broken.guarantee, items())[: len(broken.guarantee)], broken.mutant.name
+        result = results.get(name, NOT_RUN).replace("|", "/")
+        lines.append(f"| {begins} … | {name} | `{broken.test.removeprefix('tests/')}` | {result} |\n")
+    return f"{HEAD}{''.join(lines)}"
+
+
+def write(results: dict[str, str]) -> None:
+    """Make the table anew; what is not in `results` stays as it was."""
+    kept = {row[1]: row[3] for row in rows() if len(row) > 3}
+    before, _, rest = TABLE.read_text().partition(BEGIN)
+    TABLE.write_text(f"{before}{BEGIN}{expected(kept | results)}{END}{rest.partition(END)[2]}")

@@ -1,0 +1,29 @@
+"""Each guarantee of the README is broken on purpose by something that still fits the source, and a test is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.guarantees.broken import BROKEN, Broken, item_of
+from tests.guarantees.readme import NOT_RUN, items, rows
+from tests.sim.mutations import ROOT
+
+
+def test_every_guarantee_is_broken_once() -> None:
+    found = {item_of(broken.guarantee, items()) for broken in BROKEN}
+    assert [item for item in items() if item not in found] == []
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[broken.mutant.name for broken in BROKEN])
+def test_a_mutation_fits_the_source_and_its_test_is_there(broken: Broken) -> None:
+    assert (ROOT / broken.mutant.path).read_text().count(broken.mutant.old) == 1
+    path, _, name = broken.test.partition("::")
+    assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text() if name else (ROOT / path).exists()
+
+
+def test_the_table_is_that_of_the_mutations() -> None:
+    """With what came out the last time each was run: none passes."""
+    told = [(row[1], row[2], row[3]) for row in rows()]
+    named = [(broken.mutant.name, f"`{broken.test.removeprefix('tests/')}`") for broken in BROKEN]
+    assert [(name, test) for name, test, _ in told] == named
+    assert {result for *_, result in told} <= {"fails", NOT_RUN}
