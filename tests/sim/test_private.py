@@ -1,4 +1,4 @@
-"""Nothing that an engine sends depends on the words of its requests: the same run with other words is the same bytes."""
+"""Nothing that an engine sends depends on the words of its requests: other words, and it sends the same bytes."""
 
 from __future__ import annotations
 
