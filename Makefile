@@ -29,6 +29,11 @@ unit: $(VENV)/ready
 doctor: $(VENV)/ready
 	$(BIN)/python -m tests.needed
 
+# Every reasoning parser of the installed vLLM: what the agent finds, and whether vLLM agrees; ARGS: --save.
+.PHONY: parsers
+parsers: $(VENV)/ready
+	@$(BIN)/python -m tests.parsers $(ARGS)
+
 # Requests, faults and policies at random, 20 minutes; ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent import hooks, overrides, probes
@@ -20,7 +20,7 @@ from meridian_agent.adoption import Adoption, state_of_new
 from meridian_agent.blocks import Blocks, reuse_answers_last
 from meridian_agent.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.masks import Masks
-from meridian_agent.phases import NO_MARKERS, Markers, Phase
+from meridian_agent.phases import Markers, Phase
 from meridian_agent.probing import Probing
 from meridian_agent.queues import Queues
 from meridian_agent.signals import BACKEND, REQUEST, RESULT, Asking
@@ -108,12 +108,26 @@ class Agent:
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey settings from now on."""
-        self.tracker.markers = markers
+        was_known, self.tracker.markers = self.tracker.markers.known, markers
         self.tracker.supports_think_disable = settings.supports_think_disable
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
         self.tracker.default_cap = None if self._lapsed & CAPS else self.default_cap
         self.observe_entropy = settings.observe_entropy
+        if markers.known != was_known:
+            self._read_anew()
+
+    def _read_anew(self) -> None:
+        """Read the live requests again, over the coming steps: markers are known now, or are known no longer."""
+        if not self.tracker.markers.known:
+            self.directives.lose_markers()
+            for tr in self.tracker.by_id.values():
+                self.tracker.reread(tr, replace(tr.state, phase=Phase.UNKNOWN))
+        elif self.tracker.by_id:
+            self._adoption = self._adoption or Adoption()
+            for tr in self.tracker.by_id.values():
+                self._adoption.add(tr.ref)
+        self.link.outbox.resync()
 
     def take_arrived(self, scheduler: Any) -> None:
         """Put in force what the link brought, drop what holds no longer, then say so."""
@@ -187,7 +201,11 @@ class Agent:
 
     def _adopt_some(self, scheduler: Any, adoption: Adoption) -> None:
         for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
-            if request.sampling_params is not None and request.request_id not in self.tracker.by_id:
+            tr = self.tracker.by_id.get(request.request_id)
+            if tr is not None and tr.state.phase is Phase.UNKNOWN and self.tracker.markers.known:
+                self.tracker.reread(tr, state)
+                self.link.outbox.resync()
+            elif request.sampling_params is not None and tr is None:
                 info, waits = overrides.info_of(request, self.known.model), hooks.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:
@@ -221,7 +239,7 @@ class Agent:
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool."""
         if request.request_id in self.probing.placed:
-            self.blocks.evict(scheduler, request, request.num_prompt_tokens - len(self.tracker.markers.probe))
+            self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
         elif (tr := self.tracker.by_id.get(request.request_id)) is not None:
             self.blocks.freeing(scheduler, request, tr)
 
@@ -274,7 +292,7 @@ class Agent:
 
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
-        if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers is not NO_MARKERS:
+        if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
             setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # What is more than a token per sequence, and its drafts, is prompt.

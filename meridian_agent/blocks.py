@@ -30,6 +30,10 @@ class Blocks:
         self._directives, self._tool_call = directives, tool_call
         self.reclaimed = 0
 
+    def learn(self, tool_call: int | None) -> None:
+        """The template has been read again, with markers that were not known before."""
+        self._tool_call = tool_call
+
     def freeing(self, scheduler: Any, request: Any, tr: Tracked) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
         if not request.is_finished():

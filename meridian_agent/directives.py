@@ -59,6 +59,9 @@ ALL_BUT_CAPS = ORDER | RULES | MEMORY
 # Decisions to take in before a step, and again before its masks: more come only in a flood, while requests wait.
 STEP_DECISIONS = 1024
 
+# Why what is decided about thinking is refused on an engine without known markers.
+NOT_KNOWN = "the thinking markers are not known"
+
 # Flags by the value of meridian.v1.Placement.
 PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
 
@@ -93,6 +96,19 @@ class Directives:
             think = tr.state.think_tokens if tr is not None else 0
             self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
 
+    def lose_markers(self) -> None:
+        """Nobody knows any more where thinking ends: refuse what would end it, endings that have begun too."""
+        for tr in self._tracker.by_id.values():
+            if tr.ending is not None and (tr.cap is None or tr.cap.decision_id != tr.ending.decision_id):
+                self.report(tr.ending.decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+            tr.ending = None
+            tr.expected.clear()
+            self._close_cap(tr, Outcome.REFUSED, NOT_KNOWN)
+            tr.cap = None
+        for decision_id, tr, *_ in self.probes:
+            self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        self.probes = []
+
     def accept(self, message: agent_pb2.Directives) -> None:
         """Take in one message of the stream."""
         for force in message.forces:
@@ -107,7 +123,7 @@ class Directives:
             self._accept_plan(message.plan, message.step)
 
     def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
-        tr = self._target(probe.slot, probe.decision_id, step)
+        tr = self._thinker(probe.slot, probe.decision_id, step)
         if tr is None:
             return
         for waiting in [p for p in self.probes if p[1] is tr]:
@@ -124,8 +140,16 @@ class Directives:
             return None
         return tr
 
+    def _thinker(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+        """The same for a decision about thinking, which is refused where nobody knows what thinking is."""
+        tr = self._target(slot, decision_id, step)
+        if tr is None or tr.state.phase is not Phase.UNKNOWN:
+            return tr
+        self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        return None
+
     def _force(self, force: agent_pb2.ForceEnd, step: int) -> None:
-        tr = self._target(force.slot, force.decision_id, step)
+        tr = self._thinker(force.slot, force.decision_id, step)
         if tr is None:
             return
         if tr.state.phase is not Phase.THINK:
@@ -139,7 +163,7 @@ class Directives:
             self._tracker.due[tr] = None
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
-        tr = self._target(cap.slot, cap.decision_id, step)
+        tr = self._thinker(cap.slot, cap.decision_id, step)
         if tr is None:
             return
         self._supersede_cap(tr)
@@ -216,10 +240,10 @@ class Directives:
         """Whether nothing new is to be admitted but preempted answers; holds whatever the order is."""
         return self.plan is not None and self.plan.hold_admission
 
-    def _close_cap(self, tr: Tracked, outcome: Outcome) -> None:
+    def _close_cap(self, tr: Tracked, outcome: Outcome, detail: str = "") -> None:
         if tr.cap is not None and not tr.cap.reported:
             tr.cap.reported = True
-            self.report(tr.cap.decision_id, outcome, tr)
+            self.report(tr.cap.decision_id, outcome, tr, detail)
 
     def shadow_cap(self, tr: Tracked) -> None:
         """Report a shadowed cap at the moment it would have ended thinking."""

@@ -1,5 +1,5 @@
-"""The one module that imports vLLM: installation, and what the rest of the agent asks of vLLM's tokenizers, parsers and
-request types.
+"""What imports vLLM, with `markers` for its reasoning parsers: installation, and what the rest of the agent asks of
+vLLM's tokenizers and request types.
 
 `install` runs in every vLLM process (front end, engine core, workers); each hook acts only where it is reached. Nothing
 here touches a GPU at import.
@@ -8,7 +8,6 @@ here touches a GPU at import.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from meridian_agent import connectors, needs
-from meridian_agent.phases import NO_MARKERS, Markers, boundary_flag
+from meridian_agent.phases import boundary_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from meridian.v1 import agent_pb2
-
     from meridian_agent.guard import Guard
+    from meridian_agent.phases import Markers
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -35,15 +33,6 @@ SUPPORTED = ((0, 26), (0, 33))
 _INSTALLED = "_meridian_installed"
 # A tool call to render chat templates with.
 TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument": 1}}
-
-# Where gpt-oss begins and ends thinking, in Harmony; vLLM's parser for it names neither. The first end is what a forced
-# one writes. Messages to tools and the preambles to them (commentary) are not thinking.
-_NEXT = "<|end|><|start|>assistant"
-_ANSWERS = ("final<|message|>", "final json<|message|>", "final <|constrain|>json<|message|>", "commentary")
-HARMONY = (
-    [f"{before}<|channel|>analysis<|message|>" for before in (_NEXT, "")],
-    [f"{before}<|channel|>{answer}" for answer in _ANSWERS for before in (_NEXT, "")] + [f"{_NEXT} to"],
-)
 
 
 class Unsupported(RuntimeError):  # noqa: N818
@@ -183,89 +172,6 @@ def tokenizer_of(vllm_config: Any) -> Any:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def resolve_markers(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
-    """The thinking markers: what policy says first, then what the reasoning parser and the tokenizer say.
-
-    Raises ValueError when no end marker can be found, an id is outside the vocabulary, the parser is unknown or a text
-    cannot be encoded.
-    """
-    starts, ends = tuple(settings.think_start_token_ids), tuple(settings.think_end_token_ids)
-    vocab = vllm_config.model_config.get_vocab_size()
-    for token in (*starts, *ends):
-        if token >= vocab:
-            raise ValueError(f"think marker token id {token} is outside the vocabulary of {vocab}")
-    texts = [_tokens(vllm_config, getattr(settings, name), name) for name in ("closing_text", "eat_answer_prefix")]
-    if starts and ends:
-        return Markers((starts,), (ends,), *texts)
-    found = _markers_from_parser(vllm_config, settings.reasoning_parser)
-    return Markers((starts,) if starts else found.starts, (ends,) if ends else found.ends, *texts)
-
-
-def _tokens(vllm_config: Any, text: str, name: str) -> tuple[int, ...]:
-    if not text:
-        return ()
-    tokenizer = tokenizer_of(vllm_config)
-    if tokenizer is None:
-        raise ValueError(f"the engine has no tokenizer: {name} cannot be encoded")
-    return _ids(tokenizer, text)
-
-
-def _markers_from_parser(vllm_config: Any, parser_name: str) -> Markers:
-    from vllm.reasoning import ReasoningParserManager
-
-    name = parser_name or vllm_config.structured_outputs_config.reasoning_parser
-    tokenizer = tokenizer_of(vllm_config)
-    if tokenizer is None:
-        raise ValueError("the engine has no tokenizer: set think_start_token_ids and think_end_token_ids")
-    if not name:
-        return _encoded(tokenizer, ["<think>"], ["</think>"])
-    if name == "openai_gptoss":
-        return _encoded(tokenizer, *HARMONY)
-    try:
-        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"reasoning parser {name!r}: {error}") from error
-    if prose := _prose(parser):
-        return _encoded(tokenizer, *prose, in_prose=True)
-    start, end = (getattr(parser, f"reasoning_{which}_str", None) for which in ("start", "end"))
-    return _encoded(tokenizer, [start] if start else [], [end] if end else [])
-
-
-def _prose(parser: Any) -> tuple[list[str], list[str]] | None:
-    """The sentences that open and close thinking for a parser that looks for text; the usual one is its last."""
-    starts, ends = getattr(parser, "valid_think_starts", None), getattr(parser, "valid_response_starts", None)
-    return (list(starts), list(ends)[::-1]) if starts and ends else None
-
-
-def _encoded(tokenizer: Any, starts: list[str], ends: list[str], in_prose: bool = False) -> Markers:
-    def ids(text: str) -> list[tuple[int, ...]]:
-        return _in_running_text(tokenizer, text) if in_prose else [_ids(tokenizer, text)]
-
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    opening, closing = (tuple(dict.fromkeys(m for t in texts for m in ids(t))) for texts in (starts, ends))
-    if not closing or any(unknown is not None and unknown in s for s in closing):
-        raise ValueError("no end-of-thinking marker: start vLLM with --reasoning-parser, or set think_end_token_ids")
-    return Markers(opening, closing)
-
-
-def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _in_running_text(tokenizer: Any, text: str) -> list[tuple[int, ...]]:
-    """The ways to write a text in tokens, by itself first: a tokenizer may put the blank before it, or the line feeds
-    after it, into one token with its first or last."""
-    found = []
-    for before, after in itertools.product(("", " ", "\n"), ("", "\n", "\n\n")):
-        tokens = _ids(tokenizer, before + text + after)
-        first = max((i for i in range(len(tokens)) if text in tokenizer.decode(tokens[i:])), default=0)
-        last = next(
-            (i for i in range(first, len(tokens) + 1) if text in tokenizer.decode(tokens[first:i])), len(tokens)
-        )
-        found.append(tokens[first:last])
-    return found
-
-
 def boundaries(vllm_config: Any) -> bytes:
     """Sentence and paragraph flags of every token id, read from the tokenizer once; empty without one."""
     tokenizer = tokenizer_of(vllm_config)
@@ -294,7 +200,7 @@ def template_of(tokenizer: Any, markers: Markers) -> Template:
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return Template()
-    known = ((), ()) if markers is NO_MARKERS else (markers.starts, markers.ends)
+    known = (markers.starts, markers.ends) if markers.known else ((), ())
     start, end = (tokenizer.decode(list(m[0])) if m else "" for m in known)
     user = {"role": "user", "content": "meridianquestion"}
     said = {"role": "assistant", "content": f"{start}meridianthought{end}meridiananswer"}

@@ -9,21 +9,24 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent import connectors, hooks, observe, probes
+from meridian_agent import connectors, hooks, markers, observe, probes
 from meridian_agent.agent import Agent, Known
 from meridian_agent.credentials import Credentials
 from meridian_agent.environment import identity_of_engine, rank_of, targets
+from meridian_agent.guard import MAX_FAULT
 from meridian_agent.link import Link
-from meridian_agent.phases import NO_MARKERS, Markers
+from meridian_agent.overrides import clean
 from meridian_agent.settings import check
 from meridian_agent.state import StateFile, state_folder
 
 if TYPE_CHECKING:
     from meridian_agent.guard import Guard
+    from meridian_agent.phases import Markers
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -39,14 +42,16 @@ class Keeper:
         self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
         self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
-        self._strips_think = False
+        self._template = hooks.Template()
+        # What the newest Hello says of the markers.
+        self._told_unknown = ""
         # Why no probe can be hidden from the KV connector.
         self._no_probes = ""
         self.link = Link(
             targets(),
             self.hello,
             self.prepare,
-            self._state.keep,
+            self._took,
             credentials=Credentials.from_environment(),
             rest_s=guard.rest_s,
         )
@@ -54,9 +59,10 @@ class Keeper:
     def start(self) -> Agent:
         """The first agent. It begins with the settings of the last start, until a control plane says otherwise."""
         config = self._scheduler.vllm_config
-        self._markers = _markers(config)
-        template = hooks.template_of(hooks.tokenizer_of(config), self._markers)
-        self._strips_think = template.strips_think
+        self._markers = markers.resolve(config, agent_pb2.Settings())
+        self._template = hooks.template_of(hooks.tokenizer_of(config), self._markers)
+        self._told_unknown = self._markers.unknown
+        self._log_markers()
         hooks.hide_from_cache_stats(self._scheduler.kv_cache_manager, probes.PREFIX)
         if self._scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
             connectors.cache_nothing(self._scheduler.kv_cache_manager, probes.PREFIX)
@@ -65,7 +71,7 @@ class Keeper:
             logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", self._no_probes)
         shares_blocks = hooks.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = hooks.boundaries(config)
-        tool_call, note = template.tool_call, self._guard.note
+        tool_call, note = self._template.tool_call, self._guard.note
         expected = observe.expected_backend(self._device_type)
         self._known = Known(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
         agent = Agent(self._scheduler, self._markers, self.link, self._known)
@@ -86,12 +92,12 @@ class Keeper:
             return
         try:
             check(settings)
-            markers = self.prepare(settings)
+            found = self.prepare(settings)
         except ValueError as error:
             logger.warning("meridian: %s is ignored: %s", self._state.path, error)
             return
-        agent.put_in_force(settings, markers)
-        self.link.hold(settings, markers)
+        agent.put_in_force(settings, found)
+        self.link.hold(settings, found)
         logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
 
     def again(self, steps_under_way: int) -> Agent:
@@ -128,12 +134,34 @@ class Keeper:
         told = self.agent.backend if self.agent is not None else None
         return told or observe.expected_backend(self._device_type)
 
+    def _took(self, settings: agent_pb2.Settings) -> None:
+        """Settings have come into force. Where the markers have come to be known, or are known no longer, a new Hello
+        says so. On either thread."""
+        self._state.keep(settings)
+        if self.unknown_markers != self._told_unknown:
+            self._told_unknown = self.unknown_markers
+            self._log_markers()
+            self.link.restart()
+
+    @property
+    def unknown_markers(self) -> str:
+        """Why nothing counts as thinking on this engine; empty where its markers are known."""
+        held = self.link.held
+        return str((held[1] if held is not None else self._markers).unknown)
+
+    def _log_markers(self) -> None:
+        if self.unknown_markers:
+            logger.warning("meridian: nothing counts as thinking, the markers are not known: %s", self.unknown_markers)
+        else:
+            logger.info("meridian: the thinking markers are known")
+
     # ------------------------------------------------------------------------------------------- on the link's thread
 
     def hello(self) -> agent_pb2.Hello:
         """The first message of a stream. An idle engine whose rest is over counts as on: it comes back with whatever it
         does next."""
         config, link, guard = self._scheduler.vllm_config, self.link, self._guard
+        self._told_unknown = self.unknown_markers
         rest_s = guard.rest_s()
         backend, note = self._backend()
         hello = agent_pb2.Hello(
@@ -143,7 +171,9 @@ class Keeper:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(self._scheduler, self._strips_think, backend != "none", self._no_probes),
+            capabilities=capabilities(
+                self._scheduler, self._template.strips_think, backend != "none", self._no_probes
+            ),
             revision=link.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
@@ -151,6 +181,7 @@ class Keeper:
             refused=link.refused,
             faults=guard.faults,
             last_fault=guard.last_fault,
+            unknown_markers=clean(self._told_unknown, MAX_FAULT),
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
         )
@@ -159,18 +190,21 @@ class Keeper:
         return hello
 
     def prepare(self, settings: agent_pb2.Settings) -> Markers:
-        """The thinking markers that settings come to. Raises ValueError."""
+        """The thinking markers that settings come to, known or not. Raises ValueError for settings that name what this
+        engine cannot have."""
         if self._guard.rest_s():
             raise ValueError(f"the agent is off: {self._guard.fault}")
-        return hooks.resolve_markers(self._scheduler.vllm_config, settings)
+        found = markers.resolve(self._scheduler.vllm_config, settings)
+        if found.known and self.unknown_markers:
+            self._read_template(found)
+        return found
 
-
-def _markers(config: Any) -> Markers:
-    try:
-        return hooks.resolve_markers(config, agent_pb2.Settings())
-    except ValueError as error:
-        logger.warning("meridian: nothing counts as thinking until policy names the markers: %s", error)
-        return NO_MARKERS
+    def _read_template(self, found: Markers) -> None:
+        """What the template does with thinking cannot be told before it is known what thinking is."""
+        self._template = hooks.template_of(hooks.tokenizer_of(self._scheduler.vllm_config), found)
+        if self.agent is not None:
+            self._known = replace(self._known, tool_call=self._template.tool_call)
+            self.agent.blocks.learn(self._template.tool_call)
 
 
 def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:

@@ -58,7 +58,7 @@ class Masks:
     def _may_end(self, tr: Tracked, unknown: int = 0) -> bool:
         """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one.
         unknown: tokens that the request may have made besides those that are accounted."""
-        ending = self._tracker.markers.ending
+        ending = self._tracker.markers.ending_of(tr.state.start)
         if tr.checked != ending:
             tr.checked, tr.allowed = ending, not hooks.never_allows(tr.ref, ending)
         return tr.allowed and not hooks.not_yet_allows(tr.ref, ending, unknown)

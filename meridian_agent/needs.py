@@ -152,6 +152,14 @@ ENGINE: Table = {
     "vllm.config.model:ModelConfig": ("get_vocab_size()", "served_model_name"),
     "vllm.config.structured_outputs:StructuredOutputsConfig": ("reasoning_parser",),
     "vllm.tokenizers": ("cached_tokenizer_from_config(_)",),
+    "vllm.config.reasoning:ReasoningConfig": ("reasoning_parser", "reasoning_start_str", "reasoning_end_str"),
+    "vllm.reasoning:ReasoningParser": (
+        "__init__(_, chat_template_kwargs=_)",
+        "is_reasoning_end(_)",
+        "reasoning_start_str",
+        "reasoning_end_str",
+        "vocab",
+    ),
     "vllm.reasoning:ReasoningParserManager": ("get_reasoning_parser(_)",),
     "vllm.v1.worker.worker_base:WorkerWrapperBase": ("init_device(**_)", "worker"),
     "vllm.v1.worker.worker_base:WorkerBase": (

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """The values of meridian.v1.Phase."""
+    """The values of meridian.v1.Phase. A request is UNKNOWN while nobody knows the engine's thinking markers."""
 
+    UNKNOWN = 0
     PROMPT = 1
     THINK = 2
     OUTPUT = 3
@@ -28,7 +29,11 @@ class Event(IntEnum):
 
 
 # Every state x event. A text token in PROMPT means the model answers directly; a start marker in OUTPUT is re-entry.
+# Nothing leaves UNKNOWN but reading the request again with other markers.
 TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.UNKNOWN, Event.TEXT): Phase.UNKNOWN,
+    (Phase.UNKNOWN, Event.START): Phase.UNKNOWN,
+    (Phase.UNKNOWN, Event.END): Phase.UNKNOWN,
     (Phase.PROMPT, Event.TEXT): Phase.OUTPUT,
     (Phase.PROMPT, Event.START): Phase.THINK,
     (Phase.PROMPT, Event.END): Phase.OUTPUT,
@@ -74,13 +79,18 @@ class Markers:
 
     closing: text that a forced end writes before the marker, so that the model reads why it stops.
     answer_prefix: text that a probe appends after the marker.
-    Raises ValueError when a sequence is empty, the same sequence opens and closes, or the closing text holds one.
+    own_ends: (start, end) pairs for starts that only one of the ends closes.
+    unknown: why no marker of this engine is known; empty where they are.
+    Raises ValueError when a sequence is empty, the same sequence opens and closes, the closing text holds one, or
+    `own_ends` names one that is in neither `starts` nor `ends`.
     """
 
     starts: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, ...], ...]
     closing: tuple[int, ...] = ()
     answer_prefix: tuple[int, ...] = ()
+    own_ends: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    unknown: str = ""
     by_last: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
@@ -96,35 +106,63 @@ class Markers:
             table[marker[-1]] = (*table.get(marker[-1], ()), (marker, event))
         object.__setattr__(self, "by_last", table)
         object.__setattr__(self, "longest", max(len(m) for m, _ in named))
-        tokens = list(self.closing + self.ends[0])
-        if any(self.match(tokens[:n])[0] is not Event.TEXT for n in range(1, len(tokens))):
-            raise ValueError("the closing text holds a thinking marker")
+        if any(start not in self.starts or end not in self.ends for start, end in self.own_ends):
+            raise ValueError("own_ends names a sequence that is no thinking marker")
+        for end in {self.ends[0], *(end for _, end in self.own_ends)}:
+            tokens = list(self.closing + end)
+            if any(self.match(tokens[:n])[0] is not Event.TEXT for n in range(1, len(tokens))):
+                raise ValueError("the closing text holds a thinking marker")
+
+    @property
+    def known(self) -> bool:
+        """Whether this engine's thinking markers are known."""
+        return not self.unknown
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The marker that a forced end writes."""
+        """The marker that a forced end writes, unless the start that opened the thinking has an end of its own."""
         return self.ends[0]
 
     @property
     def probe(self) -> tuple[int, ...]:
-        """The tokens that an EAT probe appends."""
+        """The tokens that an EAT probe appends, with the same exception."""
         return self.end + self.answer_prefix
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """The tokens that a forced end writes: the closing text, which counts as thinking, and the marker."""
+        """The tokens that a forced end writes, with the same exception: the closing text, which counts as thinking, and
+        the marker."""
         return self.closing + self.end
 
-    def ending_after(self, tail: Sequence[int]) -> tuple[int, ...]:
-        """What a forced end writes after these text tokens, the newest of them last.
+    def end_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
+        """The marker that ends thinking which `start` opened; an empty start stands for any."""
+        return next((end for own, end in self.own_ends if own == start), self.end)
 
-        Where they begin an end marker, its rest: what has the model's own beginning twice reads as neither marker nor
-        text. Where they begin a start marker only, that is completed first, for the same reason.
+    def ending_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that a forced end writes into thinking which `start` opened."""
+        return self.closing + self.end_of(start)
+
+    def probe_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that an EAT probe appends to thinking which `start` opened."""
+        return self.end_of(start) + self.answer_prefix
+
+    def ending_after(self, tail: Sequence[int], start: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The tokens that a forced end writes after these text tokens, the newest last. start: opened the thinking.
+
+        Where the text begins an end marker, that is the marker's rest: what has the model's own beginning twice reads
+        as neither marker nor text. Where it begins a start marker only, that is completed first, for the same reason.
         """
-        end, start = _longest_begun(self.ends, tail), _longest_begun(self.starts, tail)
-        if end[0] and end[0] >= start[0]:
+        own = self.end_of(start)
+        end = _longest_begun((own,) if self.own_ends else self.ends, tail)
+        opening = _longest_begun(self.starts, tail)
+        if end[0] and end[0] >= opening[0]:
             return end[1]
-        return start[1] + self.ending
+        return opening[1] + self.ending_of(start)
+
+    def start_before(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The start marker that these tokens end with; empty for none."""
+        event, length = self.match(list(tokens)) if tokens else (Event.TEXT, 0)
+        return tuple(tokens[-length:]) if event is Event.START else ()
 
     def is_text(self, token: int, phase: Phase) -> bool:
         """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""
@@ -165,8 +203,12 @@ class Markers:
         return Event.TEXT, stop
 
 
-# What an engine without known markers has: nothing it generates is thinking.
-NO_MARKERS = Markers((), ((-1,),))
+def no_markers(why: str) -> Markers:
+    """The markers of an engine whose markers nobody knows: no token is one. why: for people to read."""
+    return Markers((), ((-1,),), unknown=why)
+
+
+NO_MARKERS = no_markers("no thinking markers are known")
 
 
 def _begun(marker: tuple[int, ...], tail: Sequence[int]) -> tuple[int, tuple[int, ...]]:
@@ -217,6 +259,8 @@ class PhaseState:
     tail: list[int] = field(default_factory=list)
     # Text tokens since the last marker: only these can turn out to belong to the next one.
     text_run: int = 0
+    # The start marker that opened the newest thinking; empty before any.
+    start: tuple[int, ...] = ()
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; returns the phase that token belongs to and its row flags."""
@@ -224,12 +268,12 @@ class PhaseState:
             found = markers.by_last.get(token)
             if found is None:
                 return self._text()
-            return self._marker(found[0][1], 1)
+            return self._marker(found[0][1], (token,))
         self.tail.append(token)
         if len(self.tail) > markers.longest:
             del self.tail[0]
         event, length = markers.match(self.tail)
-        return self._text() if event is Event.TEXT else self._marker(event, length)
+        return self._text() if event is Event.TEXT else self._marker(event, tuple(self.tail[-length:]))
 
     def feed_some(self, tokens: Sequence[int], at: int, markers: Markers, work: Work) -> int:
         """As `feed` for each of tokens[at:], where nobody asks for rows, until the work is done. Returns where
@@ -260,7 +304,7 @@ class PhaseState:
         self.text_run += len(tokens)
         if self.phase is Phase.THINK:
             self.think_tokens += len(tokens)
-        else:
+        elif self.phase is not Phase.UNKNOWN:
             self.phase = Phase.OUTPUT
             self.output_tokens += len(tokens)
         if markers.longest > 1:
@@ -269,22 +313,27 @@ class PhaseState:
     def ending(self, markers: Markers) -> tuple[int, ...]:
         """The tokens that a forced end writes now."""
         own = min(self.text_run, len(self.tail))
-        return markers.ending_after(self.tail[len(self.tail) - own :])
+        return markers.ending_after(self.tail[len(self.tail) - own :], self.start)
 
     def may_be_in_marker(self, markers: Markers) -> bool:
         """Whether the newest tokens begin a marker of several."""
-        return self.ending(markers) != markers.ending
+        return self.ending(markers) != markers.ending_of(self.start)
 
     def _text(self) -> tuple[Phase, int]:
         self.text_run += 1
         if self.phase is Phase.THINK:
             self.think_tokens += 1
             return Phase.THINK, 0
+        if self.phase is Phase.UNKNOWN:
+            return Phase.UNKNOWN, 0
         self.phase = Phase.OUTPUT
         self.output_tokens += 1
         return Phase.OUTPUT, 0
 
-    def _marker(self, event: Event, length: int) -> tuple[Phase, int]:
+    def _marker(self, event: Event, marker: tuple[int, ...]) -> tuple[Phase, int]:
+        length = len(marker)
+        if event is Event.START:
+            self.start = marker
         before, self.phase = self.phase, TRANSITIONS[self.phase, event]
         closes = before is Phase.THINK and self.phase is Phase.OUTPUT
         self.ends += closes
@@ -311,5 +360,7 @@ def begin_after(
 ) -> PhaseState:
     """The same where the prompt's last marker, and how many tokens follow it, are known."""
     kept = markers.longest - 1
-    phase = after_prompt(event, after, supports_think_disable)
-    return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [])
+    phase = after_prompt(event, after, supports_think_disable) if markers.known else Phase.UNKNOWN
+    stop = len(prompt) - after
+    start = markers.start_before(prompt[max(0, stop - markers.longest) : stop]) if event is Event.START else ()
+    return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [], start=start)

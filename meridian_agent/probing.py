@@ -55,7 +55,7 @@ class Probing:
             # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
             known = len(tr.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
-            cost = len(markers.probe) + again
+            cost = len(markers.probe_of(tr.state.start)) + again
             reason = self._never or probes.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
             if reason or not observes:
                 self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
@@ -73,7 +73,7 @@ class Probing:
         self._number += 1
         tr, known = placed.parent, placed.shared_tokens + 1
         tr.passed = (0, 0)
-        tokens = [*tr.ref.all_token_ids[:known], *self._tracker.markers.probe]
+        tokens = [*tr.ref.all_token_ids[:known], *self._tracker.markers.probe_of(tr.state.start)]
         probe = hooks.probe_request(tr.ref, f"{probes.PREFIX}{self._number}", tokens)
         self.placed[probe.request_id] = placed
         if hold_ms:

@@ -38,7 +38,7 @@ class Run:
         self._left = 0
 
     def begin(self, request_ids: list[str], tracked: list[Tracked]) -> None:
-        """Begin with requests that think or answer, none of them being ended."""
+        """Begin with requests that think or answer, or whose phase is not known, none of them being ended."""
         left = [tr.text_steps() for tr in tracked]
         if not left or min(left) <= 0:
             return
@@ -75,5 +75,5 @@ class Run:
                 state.think_tokens += steps
                 tr.own_boundary = self.boundaries[token] if token < known else 0
             else:
-                state.output_tokens += steps
+                state.output_tokens += steps * (state.phase is Phase.OUTPUT)
                 tr.own_boundary = 0

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from meridian_agent.signals import Told
 
 # Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
-PHASE_RANK = {Phase.OUTPUT: 0, Phase.PROMPT: 256, Phase.THINK: 544}
+# Where phases are not known all requests rank alike, so vLLM's own order holds.
+PHASE_RANK = {Phase.OUTPUT: 0, Phase.UNKNOWN: 256, Phase.PROMPT: 256, Phase.THINK: 544}
 
 
 NEVER = 1 << 62
@@ -143,7 +144,7 @@ class Tracked:
         state, cap = self.state, self.cap
         if state.phase is Phase.PROMPT or self.ending is not None:
             return 0
-        if state.phase is Phase.OUTPUT:
+        if state.phase in (Phase.OUTPUT, Phase.UNKNOWN):
             return NEVER
         shadow = cap.max_think_tokens if cap is not None and cap.shadow and not cap.reported else NEVER
         return min(self.watch_from, shadow) - state.think_tokens - 1
@@ -275,6 +276,18 @@ class Tracker:
         self.record.opened.append(opened_row(tr))
         return tr
 
+    def reread(self, tr: Tracked, state: PhaseState) -> None:
+        """Go on with a tracked request in another state: its tokens have been read with other markers."""
+        self.run.end()
+        self._count(tr.own_state.phase, -1)
+        tr.own_state = state
+        self._count(state.phase, 1)
+        tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True
+        # The cap that it began with may be one of settings that are long gone.
+        tr.default_cap = self.default_cap if tr.cap is None else None
+        tr.own_boundary, tr.passed, self.record.urgent = 0, (0, 0), True
+        self.watch_limit(tr)
+
     def _take_slot(self) -> int:
         self._next_slot += 1
         return self._next_slot - 1
@@ -379,7 +392,7 @@ class Tracker:
             if state.think_tokens >= tr.watch_from:
                 self.due[tr] = None
         else:
-            state.output_tokens += 1
+            state.output_tokens += state.phase is Phase.OUTPUT
             tr.own_boundary = 0
         self.record.add_row(tr.slot, state.phase, tr.own_boundary, row)
         return False

@@ -79,6 +79,8 @@ def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
         for noted in (engine for engine in found if engine.entropy_note):
             backend = entropy_backend_name(noted.entropy_backend)
             typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
+        for blind in (engine for engine in found if engine.unknown_markers):
+            typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
 
 
 @app.command()

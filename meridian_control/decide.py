@@ -40,6 +40,8 @@ class Decider:
 
     def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
         self._can, self._table, self._groups, self._ledger = hello.capabilities, table, groups, ledger
+        # Without them no request is known to think.
+        self._knows_markers = not hello.unknown_markers
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
         self.cost = dispatch.StepCost()
         self._share, self._hold = dispatch.Share(), False
@@ -58,7 +60,7 @@ class Decider:
         them, of requests that it closes too. They are asked about what stands now where the policy has changed.
         """
         self._reported = reported
-        if not self._can.force_end:
+        if not (self._can.force_end and self._knows_markers):
             return
         self._caps(policy, out)
         groups = list(self._groups.in_use())
@@ -74,7 +76,7 @@ class Decider:
         """Everything else that is due, once closed requests are gone."""
         groups, review = list(self._groups.in_use()), self.review
         self.review = False
-        if self._can.eat_probe:
+        if self._can.eat_probe and self._knows_markers:
             for own, among in groups:
                 self._probes(own, out, among)
         if self._can.dispatch:

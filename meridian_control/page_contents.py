@@ -127,10 +127,16 @@ def condition(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: date
         return Condition("off", f"the agent stepped aside, the engine runs as stock vLLM: {engine.fault}", "bad")
     if engine.HasField("freeze"):
         return _frozen(engine.freeze, freezes, now)
+    return _connected(engine)
+
+
+def _connected(engine: fleet_pb2.Engine) -> Condition:
     if engine.nack_error:
         return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
     if not engine.acked_revision:
         return Condition("connected", "has not taken a policy yet", "warn")
+    if engine.unknown_markers:
+        return Condition("no markers", f"nothing counts as thinking: {engine.unknown_markers}", "warn")
     return Condition(state_name(engine.agent_state) if engine.agent_state else "connected")
 
 

@@ -32,6 +32,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         fault=hello.fault,
         faults=hello.faults,
         last_fault=hello.last_fault,
+        unknown_markers=hello.unknown_markers,
         entropy_backend=hello.entropy_backend,
         entropy_note=hello.entropy_note,
         thinking=int((running & (table.phase == THINK)).sum()),

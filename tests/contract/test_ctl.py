@@ -396,6 +396,9 @@ async def test_engines(control: Control) -> None:
     assert "25%" in first
     assert "fault: tripped" in second
     assert "0/1 refused" in second
+    control.fleet.engines = [engine("c", 1, unknown_markers="started without --reasoning-parser")]
+    *_, missing = (await control("engines")).stdout.splitlines()
+    assert missing == "c does not know its thinking markers: started without --reasoning-parser"
 
 
 async def test_engines_say_what_measures_entropy(control: Control) -> None:

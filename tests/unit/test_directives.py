@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from meridian_agent.directives import (
     MAX_HOLD_MS,
     MAX_SKIP_STEPS,
     MEMORY,
+    NOT_KNOWN,
     ORDER,
     RULES,
     SOFT_CLOSE,
     Outcome,
     Tier,
 )
-from meridian_agent.phases import Markers, Phase
+from meridian_agent.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.tracker import PHASE_RANK
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 
@@ -828,3 +830,40 @@ class OneOutcome(RuleBasedStateMachine):
 
 TestOneOutcome = OneOutcome.TestCase
 TestOneOutcome.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# ------------------------------------------------------------------------------------------------ markers not known
+
+
+def test_what_ends_thinking_is_refused_while_nobody_knows_the_markers() -> None:
+    engine = FakeEngine(NO_MARKERS)
+    tr = engine.open("r", own_cap=1)
+    engine.accept(
+        message(
+            forces=[agent_pb2.ForceEnd(decision_id=1, slot=tr.slot)],
+            caps=[agent_pb2.ThinkCap(decision_id=2, slot=tr.slot, max_think_tokens=1)],
+            probes=[agent_pb2.EatProbe(decision_id=3, slot=tr.slot)],
+            tiers=[agent_pb2.TierChange(decision_id=4, slot=tr.slot, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)],
+        )
+    )
+    for _ in range(3):
+        engine.schedule()
+        assert engine.mask() == {}
+        engine.feed("r", [TEXT])
+    outcomes = {row[0]: (row[1], row[3]) for row in engine.tracker.record.outcomes}
+    assert outcomes == dict.fromkeys((1, 2, 3), (Outcome.REFUSED, NOT_KNOWN))
+    assert tr.state.phase is Phase.UNKNOWN
+
+
+def test_markers_that_are_lost_take_what_needs_them_along() -> None:
+    engine = FakeEngine()
+    tr = engine.open("r")
+    engine.accept(message(caps=[agent_pb2.ThinkCap(decision_id=1, slot=tr.slot, max_think_tokens=2)]))
+    engine.accept(message(forces=[agent_pb2.ForceEnd(decision_id=2, slot=tr.slot)]))
+    engine.accept(message(probes=[agent_pb2.EatProbe(decision_id=3, slot=tr.slot)]))
+    engine.tracker.markers = NO_MARKERS
+    engine.directives.lose_markers()
+    engine.tracker.reread(tr, replace(tr.state, phase=Phase.UNKNOWN))
+    engine.schedule()
+    assert engine.mask() == {}
+    assert {row[0]: row[1] for row in engine.tracker.record.outcomes} == dict.fromkeys((1, 2, 3), Outcome.REFUSED)

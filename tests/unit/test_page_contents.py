@@ -43,6 +43,7 @@ def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) ->
         (engine(), "ready", "", ""),
         (engine(acked_revision=0), "connected", "has not taken a policy yet", "warn"),
         (engine(state=OFF, fault="KeyError: 1"), "off", "the agent stepped aside*: KeyError: 1", "bad"),
+        (engine(unknown_markers="no parser"), "no markers", "nothing counts as thinking: no parser", "warn"),
         (engine(nack_error="no such parser"), "refuses", "revision 3: no such parser", "bad"),
         (
             engine(freeze=frozen(7, 8, until=30 * MINUTE)),

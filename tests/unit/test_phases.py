@@ -23,6 +23,7 @@ from meridian_agent.phases import (
     Markers,
     Phase,
     PhaseState,
+    Work,
     begin,
     boundary_flag,
     initial_phase,
@@ -62,7 +63,7 @@ def test_every_state_and_event(phase: Phase, event: Event) -> None:
     assert state.ends == ended
     assert (state.think_tokens, state.output_tokens) == (
         event is Event.TEXT and phase is Phase.THINK,
-        event is Event.TEXT and phase is not Phase.THINK,
+        event is Event.TEXT and phase in (Phase.PROMPT, Phase.OUTPUT),
     )
     # The row's phase: an end marker belongs to the thinking it ends, every other token to the phase after it.
     assert belongs is (Phase.THINK if ended else state.phase)
@@ -76,9 +77,8 @@ def test_the_table_says_what_the_machine_does() -> None:
 
 
 def test_values_are_those_of_the_contract() -> None:
-    assert {f"PHASE_{phase.name}": phase.value for phase in Phase} == {
-        name: value for name, value in agent_pb2.Phase.items() if value
-    }
+    named = {f"PHASE_{phase.name}": phase.value for phase in Phase if phase is not Phase.UNKNOWN}
+    assert {**named, "PHASE_UNSPECIFIED": Phase.UNKNOWN} == dict(agent_pb2.Phase.items())
 
 
 # --------------------------------------------------------------------------------------------------------- markers
@@ -96,7 +96,39 @@ def test_unusable_markers_are_refused(starts: tuple[tuple[int, ...], ...], ends:
 def test_no_markers_never_think() -> None:
     state = begin(NO_MARKERS, [1, 2, 3], True)
     feed(state, [1, 2, 3, 0], NO_MARKERS)
-    assert (state.phase, state.think_tokens, state.output_tokens) == (Phase.OUTPUT, 0, 4)
+    assert (state.phase, state.think_tokens, state.output_tokens) == (Phase.UNKNOWN, 0, 0)
+    read = begin(NO_MARKERS, [1], True)
+    read.feed_some([2, 3, 4], 0, NO_MARKERS, Work(100))
+    assert (read.phase, read.output_tokens) == (Phase.UNKNOWN, 0)
+
+
+# K2 Horizon: each effort has a start and an end of its own, and a request's parser knows those of its effort only.
+EFFORTS = Markers(((1,), (3,)), ((2,), (4,)), (7,), (8,), own_ends=(((1,), (2,)), ((3,), (4,))))
+
+
+@pytest.mark.parametrize(("start", "end"), EFFORTS.own_ends)
+def test_a_forced_end_is_that_of_the_start(start: tuple[int, ...], end: tuple[int, ...]) -> None:
+    for state in (begin(EFFORTS, [50, *start, 51], True), begin(EFFORTS, [50], True)):
+        if state.phase is not Phase.THINK:
+            feed(state, [*start, 60], EFFORTS)
+        assert state.phase is Phase.THINK
+        assert state.ending(EFFORTS) == (7, *end)
+        assert not state.may_be_in_marker(EFFORTS)
+        assert EFFORTS.probe_of(state.start) == (*end, 8)
+    assert EFFORTS.ending == (7, 2), "any, where the start is not known"
+
+
+def test_own_ends_of_several_tokens_go_on_where_one_is_begun() -> None:
+    markers = Markers(((1,), (3,)), ((5, 2), (5, 4)), own_ends=(((1,), (5, 2)), ((3,), (5, 4))))
+    for start, end in ((1, 2), (3, 4)):
+        state = begin(markers, [start], True)
+        feed(state, [60, 5], markers)
+        assert state.ending(markers) == (end,)
+
+
+def test_own_ends_are_markers() -> None:
+    with pytest.raises(ValueError, match="own_ends"):
+        Markers(((1,),), ((2,),), own_ends=(((1,), (9,)),))
 
 
 def test_a_forced_end_writes_the_first_spelling() -> None:

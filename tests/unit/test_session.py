@@ -128,6 +128,24 @@ def stream(first: Policy | None = None, **fields: Any) -> Stream:
     return made
 
 
+# ------------------------------------------------------------------------------------------------------------ markers
+
+
+def test_an_engine_without_markers_takes_the_policy_and_is_told_nothing_of_thinking() -> None:
+    """Were it told all the same, the agent would refuse it; where it knows them, the same requests get all three."""
+    dense = {**CALIBRATED, "shadow": True, "eat_probe_placement": "anywhere"}
+    chosen = policy(scheduler={"max_think_tokens": 40, **EARLY}, entropy=dense)
+    for unknown in ("", "no parser"):
+        made = stream(chosen, hello_fields={"unknown_markers": unknown})
+        made.open("a")
+        directives = made.step(20)
+        kinds = {name for name, count in made.session.totals.decisions.items() if count}
+        assert (made.session.acked_revision, made.session.nack_error) == (1, "")
+        assert bool(directives.caps) == bool(directives.probes) == (not unknown)
+        assert "plan" in kinds
+        assert engine_view(made.session, connected=True).unknown_markers == unknown
+
+
 # ----------------------------------------------------------------------------------------------------------- settings
 
 

@@ -470,6 +470,7 @@ class Hello(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     LAST_FAULT_FIELD_NUMBER: _builtins.int
     RECOVER_MS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_MARKERS_FIELD_NUMBER: _builtins.int
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -501,6 +502,10 @@ class Hello(_message.Message):
     recover_ms: _builtins.int
     """Milliseconds until an agent that is off comes back by itself; absent while it is on, and where it stays off until the
     engine is started again.
+    """
+    unknown_markers: _builtins.str
+    """Why nothing counts as thinking on this engine, and how to name its thinking markers; empty where they are known. Phases
+    are PHASE_UNSPECIFIED then, and nothing about thinking can be decided.
     """
     entropy_backend: Global___EntropyBackend.ValueType
     """What measures entropy on this engine."""
@@ -548,12 +553,13 @@ class Hello(_message.Message):
         faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         last_fault: _builtins.str = ...,
         recover_ms: _builtins.int | None = ...,
+        unknown_markers: _builtins.str = ...,
         entropy_backend: Global___EntropyBackend.ValueType = ...,
         entropy_note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015

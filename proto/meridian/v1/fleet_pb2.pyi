@@ -189,6 +189,7 @@ class Engine(_message.Message):
     FAULTS_FIELD_NUMBER: _builtins.int
     LAST_FAULT_FIELD_NUMBER: _builtins.int
     RECOVER_TIME_FIELD_NUMBER: _builtins.int
+    UNKNOWN_MARKERS_FIELD_NUMBER: _builtins.int
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
@@ -235,6 +236,10 @@ class Engine(_message.Message):
     """Id of the replica of the control plane that it is, or was last, connected to."""
     last_fault: _builtins.str
     """The newest of them; it stays when the agent has come back."""
+    unknown_markers: _builtins.str
+    """Why nothing counts as thinking on it, and how to name its thinking markers; empty where they are known. Nothing about
+    thinking is decided for it then.
+    """
     entropy_backend: _agent_pb2.EntropyBackend.ValueType
     """As in Hello."""
     entropy_note: _builtins.str
@@ -350,12 +355,13 @@ class Engine(_message.Message):
         faults: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         last_fault: _builtins.str = ...,
         recover_time: _timestamp_pb2.Timestamp | None = ...,
+        unknown_markers: _builtins.str = ...,
         entropy_backend: _agent_pb2.EntropyBackend.ValueType = ...,
         entropy_note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

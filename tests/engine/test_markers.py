@@ -1,0 +1,95 @@
+"""A real engine whose thinking markers nobody knows: it takes every policy, obeys what needs no markers, says what is
+missing, and does the rest as soon as policy names them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meridian_agent.phases import Phase
+from tests.engine import Run, chat
+from tests.engine.policies import NEUTRAL
+from tests.engine.recording import records, rows
+from tests.engine.test_decisions import ENDLESS, opened
+from tests.engine.test_fail_static import confirmed, rebuild
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.processes import Control
+
+CAP, LATER_CAP = 12, 40
+NAMED = {"model": {"maze": {"reasoning_parser": "qwen3"}}}
+
+
+@pytest.fixture
+def blind(llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
+    """The agent of an engine that was started with a parser whose markers its tokenizer cannot write."""
+    (end,) = scheduler._agent.tracker.markers.end
+    outputs = scheduler.vllm_config.structured_outputs_config
+    own, outputs.reasoning_parser = outputs.reasoning_parser, "openai_gptoss"
+    rebuild(scheduler)
+    wait_for(lambda: control.engine().unknown_markers, 30, "an engine without markers")
+    yield scheduler._agent, end
+    outputs.reasoning_parser = own
+    control.set_policy(NEUTRAL)
+    rebuild(scheduler)
+    wait_for(lambda: not control.engine().unknown_markers, 30, "the engine's own markers")
+
+
+def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
+    llm: Any, scheduler: Any, blind: tuple[Any, int], control: Control
+) -> None:
+    agent, end = blind
+    params = ENDLESS | {"logit_bias": {end: -30.0}}
+    control.apply({"scheduler": {"max_think_tokens": CAP}})
+    engine = control.engine()
+    assert not engine.nack_error
+    for said in ("--reasoning-parser openai_gptoss", "think_end_token_ids", '[model."maze"]'):
+        assert said in engine.unknown_markers
+    assert engine.unknown_markers in engines_of(control)
+
+    with records(agent) as seen:
+        (tokens,) = chat(llm, [opened()], sampling(params, max_tokens=3 * CAP))
+    assert end not in tokens
+    assert {phase for said in rows(seen).values() for phase, *_ in said} == {Phase.UNKNOWN}
+    assert not {"cap", "probe"} & set(control.settled().decisions)
+    assert not any(kind.startswith("force") for kind in control.engine().decisions)
+
+    control.freeze()
+    confirmed(control, True)
+    control.thaw()
+    confirmed(control, False)
+
+    run = Run(llm)
+    run.add("live", opened(), sampling(params, max_tokens=3 * LATER_CAP))
+    run.until(lambda: len(run.tokens["live"]) >= CAP)
+    revision = control.set_policy({**NAMED, "scheduler": {"max_think_tokens": LATER_CAP}})
+    # The engine goes on only as long as it must: settings come into force at a step.
+    run.until(lambda: agent.tracker.markers.known and agent.link.connected, pause_s=0.01)
+    run.until()
+    assert run.tokens["live"].index(end) == LATER_CAP, "a request that was live meanwhile"
+    wait_for(lambda: control.engine().acked_revision == revision, 30, "the policy that names them")
+    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello that knows them")
+
+    (tokens,) = chat(llm, [opened()], sampling(params, max_tokens=3 * LATER_CAP))
+    assert tokens.index(end) == LATER_CAP
+    assert control.settled().decisions["cap"]
+    assert control.engine().capabilities.template_strips_think
+
+
+def sampling(params: dict[str, Any], **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{**params, **more})
+
+
+def engines_of(control: Control) -> str:
+    """What `meridianctl engines` prints, on one line."""
+    program = "from meridian_control.ctl import main; main()"
+    command = [sys.executable, "-c", program, "--server", control.target, "engines"]
+    return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

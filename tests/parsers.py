@@ -1,0 +1,326 @@
+"""The table of vLLM's reasoning parsers: which markers the agent finds for each, and whether vLLM itself agrees.
+
+`python -m tests.parsers` looks at the installed vLLM; `--save` keeps the table in tests/data/parsers and rewrites the
+summary in meridian_agent/README.md. Owns tokenizers made for the purpose: no parser's own tokenizer is at hand, so each
+gets one that has the tokens it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+DATA = Path(__file__).parent / "data" / "parsers"
+README = Path(__file__).parent.parent / "meridian_agent" / "README.md"
+BEGIN, END = "<!-- parsers: made by `python -m tests.parsers --save` -->\n", "<!-- /parsers -->\n"
+EOS = "<|endoftext|>"
+
+# As in cl100k: a word takes what is before it, punctuation the blank before it and the line feeds after it.
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+# Pieces that belong together, in the order in which they join. Hunyuan's parser wants "<th" joined before "think".
+MERGES = (
+    "t h",
+    *("i n", "in k", "< th", "th ink"),
+    *("a n", "s w", "an sw", "answ e", "answe r"),
+    *("< /", "Ġ </", "> Ċ", ">Ċ Ċ", "Ċ Ċ"),
+    *("Ġ s", "Ġs o", "Ġ w", "Ġw e"),
+)
+# Hunyuan's parser compares with these ids of its own vocabulary (vllm/reasoning/hunyuan_a13b_reasoning_parser.py).
+HUNYUAN = {
+    "Ċ": 198,
+    "</": 524,
+    "think": 27963,
+    ">Ċ": 397,
+    "<": 27,
+    "answer": 9399,
+    "<th": 14023,
+    "ink": 771,
+    ">ĊĊ": 1363,
+    ">": 29,
+}
+# A checkpoint's own description of its output, which `hf` reads; two closers, as such a description may name several.
+TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"thinking": {"open": "<think>", "close": ["</think>", "<|end_think|>"]}, "content": {}},
+}
+CHANNEL_TOKEN = r"<\|\w*\|>"
+THOUGHT, ANSWER = "so we so we", " so we so"
+
+
+def tokenizer_with(added: Sequence[str], template: dict[str, Any] | None = None) -> Any:
+    """A byte-level BPE tokenizer in which these texts are tokens of their own."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [(first, second) for first, second in (merge.split(" ") for merge in MERGES)]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
+    vocabulary, free = dict(HUNYUAN), iter(range(30_000, 40_000))
+    for piece in pieces:
+        vocabulary.setdefault(piece, next(free))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (EOS, *added)])
+    own = {} if template is None else {"response_template": template}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False, **own)
+
+
+class Asked(dict[str, int]):
+    """A vocabulary that notes which texts it is asked for in vain."""
+
+    def __init__(self, known: dict[str, int]) -> None:
+        super().__init__(known)
+        self.missed: dict[str, None] = {}
+
+    def get(self, text: str, default: Any = None) -> Any:
+        # As dict's own, but for the note.
+        return super().get(text, default) if text in self else default
+
+    def __contains__(self, text: object) -> bool:
+        found = super().__contains__(text)
+        if not found:
+            self.missed[str(text)] = None
+        return found
+
+    def __missing__(self, text: str) -> int:
+        self.missed[text] = None
+        raise KeyError(text)
+
+
+def asked_for(name: str) -> list[str]:
+    """The tokens that a parser looks for, found by giving it what it has missed until it misses nothing."""
+    from meridian_agent.markers import WRITTEN, NotFound, of_parser
+
+    # What is written down for a parser, or told as a text, is not asked for: the tokens in it are its channels'.
+    written = "".join(text for texts in WRITTEN.get(name, ()) for text in texts)
+    added: dict[str, None] = dict.fromkeys(re.findall(CHANNEL_TOKEN, written))
+    while True:
+        tokenizer = made_for(name, list(added))
+        vocabulary = Asked(tokenizer.get_vocab())
+        tokenizer.get_vocab = lambda vocabulary=vocabulary: vocabulary
+        to_id = tokenizer.convert_tokens_to_ids
+        tokenizer.convert_tokens_to_ids = lambda text, to_id=to_id, vocabulary=vocabulary: (
+            vocabulary.get(text) if isinstance(text, str) else to_id(text)
+        )
+        with contextlib.suppress(NotFound):
+            told = (tokenizer.decode(end) for found in of_parser(name, tokenizer) for end in found.starts + found.ends)
+            vocabulary.missed.update(dict.fromkeys(re.findall(CHANNEL_TOKEN, "".join(told))))
+        new = [text for text in vocabulary.missed if text not in added and re.fullmatch(r"\W.*\W", text)]
+        if not new:
+            return list(added)
+        added.update(dict.fromkeys(new))
+
+
+def made_for(name: str, added: list[str]) -> Any:
+    return tokenizer_with(added, TEMPLATE if name in ("hf", "beam") else None)
+
+
+def config_of(tokenizer: Any, folder: Path, parser: str = "", model: str = "m") -> Any:
+    """As much of vLLM's configuration as finding markers reads, for an engine whose tokenizer lies in a folder."""
+    tokenizer.save_pretrained(folder)
+    # vLLM looks for it, and again after a while.
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}), encoding="utf-8")
+    model_config = SimpleNamespace(
+        model=str(folder),
+        tokenizer=str(folder),
+        tokenizer_mode="hf",
+        tokenizer_revision=None,
+        runner_type="generate",
+        skip_tokenizer_init=False,
+        trust_remote_code=False,
+        served_model_name=model,
+        hf_config=None,
+        get_vocab_size=lambda: 40_000,
+    )
+    outputs = SimpleNamespace(reasoning_parser=parser)
+    return SimpleNamespace(model_config=model_config, structured_outputs_config=outputs, reasoning_config=None)
+
+
+# ---------------------------------------------------------------------------------------------- what vLLM itself says
+
+
+def agreement(name: str, tokenizer: Any) -> str:
+    """How vLLM says that what a forced end writes ends thinking, whichever start opened it; empty where it does not."""
+    from meridian_agent.markers import asked
+
+    ways: dict[str, None] = {}
+    fresh = [parser for parser, _ in asked(name, tokenizer)]
+    for (parser, found), streaming in zip(asked(name, tokenizer), fresh, strict=True):
+        for start in found.starts[:1]:
+            agree = list(_agrees(parser, streaming, tokenizer, start, found.ends[0]))
+            if not agree:
+                return ""
+            ways.update(dict.fromkeys(agree))
+    return ", ".join(ways)
+
+
+def _agrees(parser: Any, streaming: Any, tokenizer: Any, start: tuple[int, ...], end: tuple[int, ...]) -> Iterator[str]:
+    """The ways in which vLLM says so."""
+    thought, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (THOUGHT, ANSWER))
+    thinking = [*start, *thought]
+    if (said := _streamed(streaming, tokenizer, [*thinking, *end, *answer])) is not None:
+        reasoning, content = said
+        if ANSWER.strip() in content and THOUGHT in reasoning and THOUGHT not in content:
+            yield "streaming"
+    if _says_ended(parser, thinking) is False and _says_ended(parser, [*thinking, *end]) is True:
+        yield "is_reasoning_end"
+    if _by_channel(type(parser).__name__, tokenizer.decode(start), tokenizer.decode(end)):
+        yield "channels"
+
+
+def _says_ended(parser: Any, tokens: list[int]) -> Any:
+    with contextlib.suppress(Exception):
+        return parser.is_reasoning_end(tokens)
+    return None
+
+
+def _streamed(parser: Any, tokenizer: Any, tokens: list[int]) -> tuple[str, str] | None:
+    """What clients get of these tokens, one by one, as reasoning and as content; None where a parser does not say."""
+    said = {"reasoning": "", "content": ""}
+    for at, token in enumerate(tokens):
+        before, now = tokenizer.decode(tokens[:at]), tokenizer.decode(tokens[: at + 1])
+        delta = now.removeprefix(before)
+        try:
+            message = parser.extract_reasoning_streaming(before, now, delta, tokens[:at], tokens[: at + 1], [token])
+        except NotImplementedError:
+            return None
+        for kind in said:
+            said[kind] += getattr(message, kind, None) or ""
+    return said["reasoning"], said["content"]
+
+
+def _by_channel(parser: str, start: str, end: str) -> bool:
+    """The same by the channels of vLLM's Harmony parser, which reads nothing else."""
+    if parser != "GptOssReasoningParser":
+        return False
+    from vllm.parser.harmony import _SegmentType
+
+    opened, closed = (text.rpartition("<|channel|>")[2].partition("<|message|>")[0] for text in (start, end))
+    kind = _SegmentType.from_channel_and_recipient
+    return kind(opened, None) is _SegmentType.REASONING and kind(closed, None) is _SegmentType.CONTENT
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def row(name: str, folder: Path) -> dict[str, Any]:
+    """A parser's row, by the code that resolves on an engine: its markers as text, or the reason why there are none."""
+    from meridian.v1 import agent_pb2
+
+    from meridian_agent.markers import NotFound, of_parser, resolve
+
+    tokenizer = made_for(name, asked_for(name))
+    markers = resolve(config_of(tokenizer, folder / name, name), agent_pb2.Settings())
+    if not markers.known:
+        try:
+            of_parser(name, tokenizer)
+        except NotFound as error:
+            return {"reason": str(error).removeprefix("which ")}
+        return {"reason": markers.unknown}
+    if not (agrees := agreement(name, tokenizer)):
+        return {"reason": f"vLLM does not find thinking ended by {tokenizer.decode(markers.end)!r}"}
+    found = {which: [tokenizer.decode(m) for m in getattr(markers, which)] for which in ("starts", "ends")}
+    own = {tokenizer.decode(start): tokenizer.decode(end) for start, end in markers.own_ends}
+    texts = {which: list(dict.fromkeys(texts)) for which, texts in found.items()}
+    return {
+        **texts,
+        "forced": tokenizer.decode(markers.end),
+        **({"own_ends": own} if own else {}),
+        "vllm_agrees_by": agrees,
+    }
+
+
+def table() -> dict[str, Any]:
+    """The installed vLLM's."""
+    import vllm
+    from vllm.reasoning import ReasoningParserManager
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {name: row(name, Path(folder)) for name in ReasoningParserManager.list_registered()}
+    return {"vllm": vllm.__version__.split("+")[0], "parsers": rows}
+
+
+def summary(made: dict[str, Any]) -> dict[str, Any]:
+    """How many are registered and resolved, and the reason of each that is not."""
+    named = {name: told["reason"] for name, told in made["parsers"].items() if "reason" in told}
+    count = len(made["parsers"])
+    return {"vllm": made["vllm"], "registered": count, "resolved": count - len(named), "named": named}
+
+
+def saved() -> list[dict[str, Any]]:
+    """The kept tables, oldest vLLM first."""
+    made = [json.loads(path.read_text(encoding="utf-8")) for path in DATA.glob("*.json")]
+    return sorted(made, key=lambda one: [int(part) for part in one["vllm"].split(".")])
+
+
+def section(tables: list[dict[str, Any]]) -> str:
+    """The summary for the agent's README: what holds on the newest vLLM, and where another one differs."""
+    newest = tables[-1]
+    lines = [
+        "| parser | thinking begins | a forced end writes | also an end | vLLM agrees by |",
+        "|---|---|---|---|---|",
+    ]
+    resolved = {name: told for name, told in newest["parsers"].items() if "reason" not in told}
+    for name, told in resolved.items():
+        forced = [told["forced"], *(end for end in told.get("own_ends", {}).values() if end != told["forced"])]
+        other = [end for end in told["ends"] if end.strip() not in {text.strip() for text in forced}]
+        cells = (_shown([told["starts"][-1], *told.get("own_ends", ())]), _shown(forced), _shown(other))
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {told['vllm_agrees_by']} |")
+    counts = [f"| {made['vllm']} | {len(made['parsers'])} | {_missing(made, newest)} |" for made in tables]
+    heading = ["", "| vLLM | registered | not resolved, or otherwise than on the newest |", "|---|---|---|"]
+    return "\n".join([*lines, *heading, *counts]) + "\n"
+
+
+def _shown(texts: Sequence[str]) -> str:
+    written = dict.fromkeys(text.strip(" ").replace("\n", "\\n").replace("|", "\\|") for text in texts)
+    return ", ".join(f"`{text}`" for text in written)
+
+
+def _missing(made: dict[str, Any], newest: dict[str, Any]) -> str:
+    told = []
+    for name, row in made["parsers"].items():
+        if "reason" in row:
+            told.append(f"`{name}`: {row['reason']}")
+        elif (other := newest["parsers"].get(name)) is None:
+            told.append(f"`{name}` is gone later")
+        elif any(row.get(key) != other.get(key) for key in ("starts", "ends", "forced", "own_ends")):
+            told.append(f"`{name}` from {_shown(row['starts'])} to {_shown(row['ends'])}")
+    return "; ".join(told) or "none"
+
+
+def written() -> str:
+    """What the README has between its two marks."""
+    return README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+
+
+def main() -> None:
+    made = table()
+    for name, told in made["parsers"].items():
+        print(
+            f"{name:26}",
+            told.get("reason") or f"{told['starts'][0]!r} to {told['forced']!r} ({told['vllm_agrees_by']})",
+        )
+    if "--save" in sys.argv[1:]:
+        DATA.mkdir(exist_ok=True)
+        (DATA / f"{made['vllm']}.json").write_text(
+            json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        readme = README.read_text(encoding="utf-8")
+        README.write_text(readme.replace(BEGIN + written(), BEGIN + section(saved())), encoding="utf-8")
+    print(json.dumps(summary(made)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Thinking markers over vLLM's own reasoning parsers, without an engine: each that is registered, and what else tells.
+
+Each parser gets a tokenizer that is made for it (`tests/parsers.py`); what is found is found by the code that does so
+on an engine, and vLLM itself is asked whether it agrees.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_control.policy_forms import load
+from tests import parsers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meridian_agent.phases import Markers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    return parsers.table()
+
+
+def resolve(
+    folder: Path, added: list[str], parser: str = "", configured: tuple[str, str] | None = None, **settings: Any
+) -> Markers:
+    """What an engine whose tokenizer has these tokens, and those which its parser asks for, comes to."""
+    from meridian_agent import markers
+
+    config = parsers.config_of(parsers.tokenizer_with(added), folder, parser, "a model")
+    if configured is not None:
+        config.reasoning_config = SimpleNamespace(
+            reasoning_parser=parser, reasoning_start_str=configured[0], reasoning_end_str=configured[1]
+        )
+    return markers.resolve(config, agent_pb2.Settings(**settings))
+
+
+THINK = ["<think>", "</think>"]
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def test_every_parser_is_resolved_and_vllm_agrees(table: dict[str, Any]) -> None:
+    summary = parsers.summary(table)
+    assert summary["registered"] > 0
+    assert summary["resolved"] == summary["registered"], summary["named"]
+    assert all(told["vllm_agrees_by"] for told in table["parsers"].values())
+
+
+def test_the_kept_table_is_that_of_the_installed_vllm(table: dict[str, Any]) -> None:
+    (kept,) = [one for one in parsers.saved() if one["vllm"] == table["vllm"]]
+    assert kept == table, "python -m tests.parsers --save"
+
+
+def test_the_readme_says_what_the_tables_say() -> None:
+    assert parsers.written() == parsers.section(parsers.saved())
+
+
+def test_a_check_that_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that its parser does not know is found out: Inkling's end_message ends blocks of every kind."""
+    from meridian_agent import markers
+
+    starts, _ = markers.INKLING
+    monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|end_message|>"]))
+    tokenizer = parsers.made_for("inkling", parsers.asked_for("inkling"))
+    assert parsers.agreement("inkling", tokenizer) == "streaming", "is_reasoning_end says no"
+    monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|message_model|>"]))
+    assert parsers.agreement("inkling", tokenizer) == ""
+
+
+@pytest.mark.parametrize("parser", ["olmo3", "kimi_k3", "muse_glimmer", "granite"])
+def test_markers_of_ordinary_text_are_found_however_they_are_spelled(parser: str, tmp_path: Path) -> None:
+    """A tokenizer may take the blank before a marker, or the line feed after it, into its first or last token."""
+    tokenizer = parsers.made_for(parser, parsers.asked_for(parser))
+    markers = resolve(tmp_path, parsers.asked_for(parser), parser)
+    for text in (tokenizer.decode(markers.end) + after for after in ("", "\n", "\n\n", " so")):
+        for before in ("", " ", "\n", "so "):
+            tokens = tokenizer.encode(before + text, add_special_tokens=False)
+            assert any(markers.match(tokens[:n])[0].name == "END" for n in range(1, len(tokens) + 1)), (before, text)
+
+
+# ------------------------------------------------------------------------------------------------- what else names them
+
+
+def test_without_a_parser_the_tokens_themselves_are_the_markers(tmp_path: Path) -> None:
+    markers = resolve(tmp_path, THINK)
+    assert (len(markers.starts), len(markers.ends), markers.known) == (1, 1, True)
+
+
+def test_the_texts_of_vllms_reasoning_config(tmp_path: Path) -> None:
+    """Its end may begin with a transition phrase before the parser's own end; what follows is the answer's already."""
+    tokenizer = parsers.tokenizer_with(THINK)
+    markers = resolve(tmp_path, THINK, "qwen3", ("<think>", "so we so.</think>\n\n"))
+    assert tokenizer.decode(markers.ending) == "so we so.</think>"
+    assert tokenizer.decode(markers.end) == "</think>"
+    own = resolve(tmp_path, THINK, "qwen3", ("<think>", "so.</think>"), closing_text="we")
+    assert tokenizer.decode(own.ending) == "we</think>", "policy's goes before"
+
+
+def test_a_reasoning_config_where_no_parser_tells(tmp_path: Path) -> None:
+    added = ["[[think]]", "[[/think]]"]
+    markers = resolve(tmp_path, added, "", ("[[think]]", "[[/think]]"))
+    tokenizer = parsers.tokenizer_with(added)
+    assert [tokenizer.decode(m) for m in (markers.starts[0], markers.end)] == added
+    assert not resolve(tmp_path, added, "", ("", "[[/think]]")).known
+
+
+@pytest.mark.parametrize(
+    ("parser", "began"),
+    [
+        (
+            "",
+            "vLLM was started without --reasoning-parser, and its tokenizer has no tokens <think> and </think>; name",
+        ),
+        ("deepseek_r1", "vLLM was started with --reasoning-parser deepseek_r1, which does not fit this tokenizer: "),
+        ("nobody", "vLLM was started with --reasoning-parser nobody, which this vLLM does not have: "),
+    ],
+)
+def test_what_is_missing_and_how_to_name_it(parser: str, began: str, tmp_path: Path) -> None:
+    markers = resolve(tmp_path, [], parser)
+    assert not markers.known
+    assert markers.unknown.startswith(began), markers.unknown
+    assert "reasoning_parser, or the tokens as think_start_token_ids and think_end_token_ids" in markers.unknown
+    assert '[model."a model"] of the policy' in markers.unknown
+    assert markers.unknown.endswith("or start vLLM with another one" if parser else "or start vLLM with one")
+
+
+def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
+    from meridian_agent import markers
+
+    config = parsers.config_of(parsers.tokenizer_with([]), tmp_path, "qwen3")
+    config.model_config.skip_tokenizer_init = True
+    assert "the engine has no tokenizer" in markers.resolve(config, agent_pb2.Settings()).unknown
+    named = agent_pb2.Settings(think_start_token_ids=[4], think_end_token_ids=[5])
+    assert markers.resolve(config, named).end == (5,)
+    with pytest.raises(ValueError, match="no tokenizer: closing_text"):
+        markers.resolve(config, agent_pb2.Settings(closing_text="so"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"think_end_token_ids": [1, 40_000]}, r"think_end_token_ids must be below 40000, .*; got 40000"),
+        ({"think_start_token_ids": [50_000]}, r"think_start_token_ids must be below 40000, .*; got 50000"),
+        ({"reasoning_parser": "nobody"}, r"reasoning_parser 'nobody': which this vLLM does not have: "),
+        ({"reasoning_parser": "k2_horizon"}, r"reasoning_parser 'k2_horizon': which does not fit this tokenizer: "),
+    ],
+)
+def test_what_policy_names_in_vain_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Also where the engine's own markers are known."""
+    with pytest.raises(ValueError, match=message):
+        resolve(tmp_path, THINK, "qwen3", **settings)
+
+
+def test_policy_names_half_of_them(tmp_path: Path) -> None:
+    tokenizer = parsers.tokenizer_with(THINK)
+    markers = resolve(tmp_path, THINK, "qwen3", think_end_token_ids=[198, 198])
+    assert (tokenizer.decode(markers.starts[0]), markers.ends) == ("<think>", ((198, 198),))
+
+
+def test_a_parser_for_another_vocabulary_is_told_from_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hunyuan's compares with token ids of its own, so where those are other texts nothing it reads is a marker."""
+    assert resolve(tmp_path / "own", [], "hunyuan_a13b").end == (198, 524, 27963, 397, 27, 9399, 397)
+    monkeypatch.setitem(parsers.HUNYUAN, "</", 525)
+    markers = resolve(tmp_path / "other", [], "hunyuan_a13b")
+    assert "those are other texts in this tokenizer" in markers.unknown
+
+
+# ------------------------------------------------------------------------------------------------------ deploy/models
+
+
+def test_what_is_shipped_for_families_is_a_policy_and_names_parsers_that_are_resolved(table: dict[str, Any]) -> None:
+    shipped = load(parsers.README.parents[1] / "deploy" / "models.toml")
+    assert shipped.model
+    for name, section in shipped.model.items():
+        assert "vllm_agrees_by" in table["parsers"][section.reasoning_parser], name
+        # Nothing that no source says.
+        assert section == type(section)(reasoning_parser=section.reasoning_parser), name
