@@ -154,7 +154,6 @@ ENGINE: Table = {
     "vllm.tokenizers": ("cached_tokenizer_from_config(_)",),
     "vllm.config.reasoning:ReasoningConfig": ("reasoning_parser", "reasoning_start_str", "reasoning_end_str"),
     "vllm.reasoning:ReasoningParser": (
-        "__init__(_, chat_template_kwargs=_)",
         "is_reasoning_end(_)",
         "reasoning_start_str",
         "reasoning_end_str",
