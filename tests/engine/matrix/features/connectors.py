@@ -47,7 +47,7 @@ def _metrics(engine: Engine) -> dict[str, int]:
 
 
 def _check_events(events: Sequence[Any], sequences: Sequence[list[int]]) -> None:
-    """Each block that is told stored holds what some request says, and no block is told gone twice."""
+    """Each block that is told stored holds what some request says."""
     tokens: dict[Any, list[int]] = {}
     for event in events:
         if type(event).__name__ == "BlockStored":
