@@ -171,9 +171,7 @@ class Keeper:
             num_blocks=config.cache_config.num_gpu_blocks,
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
-            capabilities=capabilities(
-                self._scheduler, self._template.strips_think, backend != "none", self._no_probes
-            ),
+            capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._no_probes),
             revision=link.revision,
             fault=guard.fault if rest_s else "",
             state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
@@ -208,8 +206,10 @@ class Keeper:
 
 
 def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
-    """What this engine can honour. entropy: whether its worker measures any. no_probes: why probes cannot be hidden from
-    its KV connector."""
+    """What this engine can honour.
+
+    entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
+    """
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
     return agent_pb2.Capabilities(

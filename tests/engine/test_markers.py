@@ -69,12 +69,13 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     run.add("live", opened(), sampling(params, max_tokens=3 * LATER_CAP))
     run.until(lambda: len(run.tokens["live"]) >= CAP)
     revision = control.set_policy({**NAMED, "scheduler": {"max_think_tokens": LATER_CAP}})
-    # The engine goes on only as long as it must: settings come into force at a step.
-    run.until(lambda: agent.tracker.markers.known and agent.link.connected, pause_s=0.01)
+    # Settings come into force at a step, and the new Hello is on its way while none is made.
+    wait_for(lambda: agent.link.arrived, 30, "the policy that names them")
+    run.until(lambda: agent.tracker.markers.known)
+    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello that knows them")
     run.until()
     assert run.tokens["live"].index(end) == LATER_CAP, "a request that was live meanwhile"
-    wait_for(lambda: control.engine().acked_revision == revision, 30, "the policy that names them")
-    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello that knows them")
+    wait_for(lambda: control.engine().acked_revision == revision, 30, "the policy to be acknowledged")
 
     (tokens,) = chat(llm, [opened()], sampling(params, max_tokens=3 * LATER_CAP))
     assert tokens.index(end) == LATER_CAP

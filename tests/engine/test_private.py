@@ -106,20 +106,26 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     run.until(lambda: len(run.tokens["r0"]) > 20)
     run.abort("r3")
     refused = control.set_policy({**DENSE, "model": {"maze": {"reasoning_parser": "nobody"}}})
-    run.until(lambda: refused in agent.link.refused, pause_s=0.003)
+    wait_for(lambda: refused in agent.link.refused, 20, "the policy to be refused")
     # A fault of the worker's, then one of the engine core's, with what it says of requests in its text.
     llm.collective_rpc(_break_observer, args=(quoted,))
-    run.until(lambda: agent.no_entropy, pause_s=0.003)
+    run.until(lambda: agent.no_entropy)
     llm.collective_rpc(_mend_observer)
     agent.after_update = quoting(quoted)
-    run.until(lambda: scheduler._agent is None, pause_s=0.003)
+    run.until(lambda: scheduler._agent is None)
     assert quoted[:200] in scheduler._guard.text
     wait_for(lambda: any(m.hello.fault for m in wiretap.messages()), 20, "a Hello with the fault")
     # The rest is over.
     scheduler._guard._back_at = 0.0
     run.until(lambda: scheduler._agent is not None)
+    hellos = sum(m.HasField("hello") for m in wiretap.messages())
     scheduler._agent.link.restart()
-    run.until(lambda: wiretap.messages()[-1].HasField("step"), pause_s=0.01)
+    again = scheduler._agent.link
+    wait_for(
+        lambda: sum(m.HasField("hello") for m in wiretap.messages()) > hellos and again.connected, 20, "the next stream"
+    )
+    run.until(lambda: wiretap.messages()[-1].HasField("step"))
+    wait_for(lambda: wiretap.messages()[-1].HasField("step"), 20, "a report on the next stream")
     assert not scheduler._guard.fault
     for i, case in enumerate(cases()):
         run.add(f"again-{i}", case, endless(scheduler._agent, max_tokens=30))

@@ -144,7 +144,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     scheduler = SimpleNamespace(
         kv_cache_manager=SimpleNamespace(enable_caching=True), kv_cache_config=cache, vllm_config=config
     )
-    assert [capabilities(scheduler, False, "", why).eat_probe for why in ("", "it moves it")] == [True, False]
+    assert [capabilities(scheduler, False, True, why).eat_probe for why in ("", "it moves it")] == [True, False]
 
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
