@@ -306,7 +306,7 @@ BROKEN: tuple[Broken, ...] = (
         UNSET,
         "a vLLM that does not fit is governed",
         HOOKS,
-        "    if not low <= version <= high:\n",
+        "    if not low <= _minor() <= high:\n",
         "    if False:\n",
         "tests/engine/test_faults.py::test_a_vllm_that_does_not_fit_stays_stock_and_says_so",
     ),
