@@ -26,8 +26,9 @@ unit: $(VENV)/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -q tests/unit
 
 # What some tests need and this machine does not have, and how to get it; installs nothing.
-doctor: $(VENV)/ready
-	$(BIN)/python -m tests.needed
+doctor:
+	@test -x $(BIN)/python || { echo "there is no environment yet: make $(VENV)/ready makes it"; exit 1; }
+	@$(BIN)/python -m tests.needed
 
 # Every reasoning parser of the installed vLLM: what the agent finds, and whether vLLM agrees; ARGS: --save.
 .PHONY: parsers

@@ -29,6 +29,7 @@ FIRST = (
     "tests/engine/test_matrix.py[ngram",
     "tests/engine/test_data_parallel.py",
     "tests/engine/test_served.py",
+    "tests/engine/test_examples.py",
     "tests/contract/test_server.py",
     "tests/engine/test_matrix.py[async",
     "tests/engine/test_matrix.py[marked-async",
@@ -37,7 +38,17 @@ FIRST = (
 
 
 # Files in tests/engine that do not use the engine that the others share.
-OF_THEIR_OWN = ("matrix", "served", "replicated", "data_parallel", "needs", "masks", "templates")
+OF_THEIR_OWN = (
+    "connectors",
+    "data_parallel",
+    "examples",
+    "masks",
+    "matrix",
+    "needs",
+    "replicated",
+    "served",
+    "templates",
+)
 
 
 def group(nodeid: str) -> str:

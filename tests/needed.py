@@ -119,13 +119,20 @@ NETWORK = Need(
     " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
     "tests/chaos",
 )
+# Without its dependencies, of which one is another build of the same for another CUDA.
+NIXL = Need(
+    "NIXL",
+    module("nixl_cu12"),
+    "pip install --no-deps nixl nixl-cu12 (70 MB)",
+    "tests/engine/test_matrix.py, builds with NixlConnector",
+)
 GPU = Need(
     "a CUDA GPU with CuPy",
     _gpu,
     "a machine with an NVIDIA GPU, then pip install -e '.[cuda12]', or '.[cuda13]'; kernels/README.md says more",
     "tests/gpu",
 )
-NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, GPU)
+NEEDS = (VLLM, TRITON, TOKENIZERS, NVRTC, COMPILER, CHROMIUM, PROMTOOL, KUSTOMIZE, NETWORK, NIXL, GPU)
 
 
 def main() -> None:

@@ -53,7 +53,10 @@ def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
     )
     import torch
     import vllm
+    import vllm.plugins
 
+    # A test before this one may have had vLLM load its plugins without a control plane, and it loads them once only.
+    vllm.plugins.plugins_loaded = False
     watch()
 
     # On shared cores several threads of one engine wait for each other at every operation.

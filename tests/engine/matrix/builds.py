@@ -6,12 +6,12 @@ Owns the arguments and the environment of each. Imports no vLLM: a build is know
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import needed
 from tests.engine import ENGINE_ARGS
 from tests.engine.matrix.connectors import PATH, RECORDED
 from tests.processes import MARKED, MODEL, ROOT, free_port
@@ -64,10 +64,7 @@ class Build:
 
     def lacks(self) -> str:
         """What this Python has to have for it, and how to get it; empty where it is there."""
-        if NIXL.items() <= self.env.items() and importlib.util.find_spec("nixl_cu12") is None:
-            # Without its dependencies, of which one is another build of the same for another CUDA.
-            return "NIXL is not here: pip install --no-deps nixl nixl-cu12 (70 MB)"
-        return ""
+        return needed.NIXL.reason if NIXL.items() <= self.env.items() and not needed.NIXL.found() else ""
 
     def runs_here(self) -> bool:
         """Two ranks want two GPUs, which nobody has tried."""
