@@ -79,8 +79,12 @@ def settled(scheduler: Any, control: Control) -> Settled:
 
 
 @pytest.fixture
-def agent(scheduler: Any, control: Control) -> Any:
+def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
     """The agent, with a neutral policy in force and nothing running."""
     assert not scheduler._guard.fault
+    # What a test that failed has left behind.
+    llm.llm_engine.abort_request(list(scheduler.requests), internal=True)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
     control.apply(NEUTRAL)
     return scheduler._agent

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
 # What an engine that is well, with budgets that follow it, leaves at 0.
 QUIET = {
+    "meridian_client_faults_total",
     "meridian_policy_nacks_total",
     "meridian_unknown_outcomes_total",
     "meridian_stream_ends_total",
