@@ -35,6 +35,12 @@ doctor:
 parsers: $(VENV)/ready
 	@$(BIN)/python -m tests.parsers $(ARGS)
 
+# vLLM's own tests of its scheduler, with the agent in front of every scheduler and without. Downloads vLLM's sources.
+# ARGS: --vllm VERSION…, --tests PATH…
+.PHONY: test-vllm
+test-vllm: $(VENV)/ready
+	$(BIN)/python -m tests.vllm_suite $(ARGS)
+
 # Requests, faults and policies at random, 20 minutes; ARGS: --seconds, --seed, --clients, --out.
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -1,0 +1,99 @@
+"""Holds what came of vLLM's tests in one run against another. Pure: knows neither pytest nor vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+# What a test's own run makes up, with what stands for it.
+_MADE_UP = (
+    (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
+    (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b|\b[0-9a-f]{16,}\b"), "<id>"),
+    (re.compile(r"(?:/[\w.@+-]+){2,}"), "<path>"),
+    (re.compile(r"(?<=:)\d{4,5}\b"), "<port>"),
+    (re.compile(r"\bGoverned(?=\w*Scheduler)|\bmeridian_agent\.scheduler\.|\bvllm\.v1\.core\.sched\.\w+\."), ""),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of one test. reason: kind and last line of its exception, or why it was not run; empty if it passed."""
+
+    outcome: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the tests: what came of each, by its id, and what the agent did."""
+
+    results: dict[str, Result] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    # The run came to its own end.
+    finished: bool = False
+
+    def outcomes(self, outcome: str) -> int:
+        return sum(result.outcome == outcome for result in self.results.values())
+
+
+def read(lines: Iterable[str]) -> Run:
+    """A run from what the plugin has written."""
+    run = Run()
+    for line in lines:
+        said: dict[str, Any] = json.loads(line)
+        if "id" in said:
+            run.results[said["id"]] = Result(said["outcome"], said["reason"])
+        elif "counts" in said:
+            run.counts, run.problems = said["counts"], said["problems"]
+        run.finished = run.finished or "finished" in said
+    return run
+
+
+def same(one: Result | None, other: Result | None) -> bool:
+    """Whether both ended alike, for the same reason but for what each run makes up."""
+    if one is None or other is None:
+        return one is other
+    return one.outcome == other.outcome and plain(one.reason) == plain(other.reason)
+
+
+def plain(reason: str) -> str:
+    """A reason without addresses, ids, paths, ports and the names of classes that have the agent in front."""
+    for pattern, stands in _MADE_UP:
+        reason = pattern.sub(stands, reason)
+    return reason
+
+
+def unsteady(stock: Run, again: Run) -> list[str]:
+    """The tests that do not end alike in two runs of stock vLLM; nothing is known of the agent by them."""
+    ids = sorted({*stock.results, *again.results})
+    return [i for i in ids if not same(stock.results.get(i), again.results.get(i))]
+
+
+def different(stock: Run, governed: Run, excluded: Sequence[str]) -> dict[str, tuple[Result | None, Result | None]]:
+    """The tests that end otherwise with the agent in front, each with both results; None where one did not run it."""
+    ids = sorted({*stock.results, *governed.results}.difference(excluded))
+    pairs = {i: (stock.results.get(i), governed.results.get(i)) for i in ids}
+    return {i: pair for i, pair in pairs.items() if not same(*pair)}
+
+
+def not_in_front(run: Run) -> list[str]:
+    """Why a run says nothing of the agent: it was not in front of every scheduler in every step. Empty if it was."""
+    counts, found = run.counts, list(run.problems)
+    if not counts.get("schedulers"):
+        found.append("no scheduler had the agent in front")
+    if not counts.get("steps") or counts["steps"] != counts.get("worked"):
+        found.append(f"the agent did its work in {counts.get('worked', 0)} of {counts.get('steps', 0)} steps")
+    return found
+
+
+def last_line(stock: Mapping[str, Run], differences: int) -> str:
+    """The result of everything as JSON: tests by what came of them in stock vLLM, summed over the versions."""
+    passed = sum(run.outcomes("passed") for run in stock.values())
+    bad = sum(r.outcome.startswith(("failed", "error")) for run in stock.values() for r in run.results.values())
+    return json.dumps({"vllm": list(stock), "passed": passed, "failed": bad, "different": differences})

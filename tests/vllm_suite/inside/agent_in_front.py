@@ -1,0 +1,227 @@
+"""A pytest plugin for vLLM's own tests: puts the agent in front of every scheduler they make and writes down what came
+of each test. Loaded with `-p agent_in_front` from this folder; imports nothing of our `tests`, for in that process the
+package of that name is vLLM's.
+
+SUITE_RESULTS names the file for the results, one JSON object a line; SUITE_ARM is `stock`, `absent` or `live`.
+SUITE_BREAK is for proving that the comparison sees something: a fault that is put into the agent on purpose.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ARM = os.environ["SUITE_ARM"]
+# How long the control plane may take to answer, in seconds; what takes longer fails the run.
+PATIENCE_S = 30.0
+# Most schedulers that are named with what was wrong with them.
+MOST_NAMED = 50
+
+
+class Results:
+    """Writes a line for each test, as soon as it is over: a process that dies leaves what it had."""
+
+    def __init__(self) -> None:
+        self._path = Path(os.environ["SUITE_RESULTS"])
+        self._reports: list[pytest.TestReport] = []
+
+    def say(self, **line: object) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        # vLLM's fixtures collect garbage after each test, and thaw what was frozen: a second each time, for what its
+        # imports have made.
+        gc.collect()
+        gc.freeze()
+        gc.unfreeze = lambda: None
+        self.say(collected=len(session.items))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.say(id=report.nodeid, outcome="not collected", reason=_reason(report))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+        if report.when == "teardown":
+            self.say(id=report.nodeid, outcome=_outcome(self._reports), reason=_first_reason(self._reports))
+            self._reports = []
+
+    def pytest_sessionfinish(self) -> None:
+        self.say(finished=True)
+
+
+def _outcome(reports: list[pytest.TestReport]) -> str:
+    for report in reports:
+        if report.failed:
+            return "failed" if report.when == "call" else f"error in {report.when}"
+    if any(hasattr(report, "wasxfail") for report in reports):
+        return "xfailed" if any(report.skipped for report in reports) else "xpassed"
+    return "skipped" if any(report.skipped for report in reports) else "passed"
+
+
+def _first_reason(reports: list[pytest.TestReport]) -> str:
+    return next((_reason(report) for report in reports if not report.passed), "")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The kind of the exception and its last line; of a skipped test, why."""
+    found: Any = report.longrepr
+    if isinstance(found, tuple):
+        return str(found[2])
+    crash = getattr(found, "reprcrash", None)
+    lines = [line for line in str(crash.message if crash else found).splitlines() if line.strip()] or [""]
+    first, last = lines[0].strip(), lines[-1].strip().removeprefix("E ").strip()
+    return last if first == last or not crash else f"{first.partition(':')[0]}: {last}"
+
+
+class InFront:
+    """Puts the agent in front of each scheduler, and counts what it does there.
+
+    Each scheduler is an engine of its own, whose stream ends with its test. With a live control plane a scheduler waits
+    for its settings when it is made, and after each step for the answer to that step's report, so that whatever was
+    decided is in the engine before its next step.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._made: list[Any] = []
+        self._number = itertools.count()
+        self.counts = {"schedulers": 0, "steps": 0, "worked": 0, "answered": 0}
+        self.problems: list[str] = []
+
+    def install(self) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from meridian_agent.scheduler import GovernedScheduler, governed
+
+        # Wherever a test has the class from, and whatever it derives from it.
+        Scheduler.__new__ = lambda chosen, *_, **__: object.__new__(governed(chosen))
+        for name in ("__init__", "schedule", "_after_schedule", "update_from_output"):
+            setattr(GovernedScheduler, name, getattr(self, f"_{name.strip('_')}")(getattr(GovernedScheduler, name)))
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            os.environ["MERIDIAN_ENGINE_ID"] = f"suite-{next(self._number)}"
+            original(scheduler, *args, **kwargs)
+            self.counts["schedulers"] += 1
+            self._made.append(scheduler)
+            if ARM == "live" and scheduler._agent is not None:
+                link = scheduler._keeper.link
+                self._wait(lambda: link.connected and link.held is not None, "no settings")
+
+        return init
+
+    def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(scheduler, *args, **kwargs)
+            self.counts["steps"] += 1
+            return output
+
+        return schedule
+
+    def _after_schedule(self, original: Callable[..., None]) -> Callable[..., None]:
+        def after_schedule(scheduler: Any, agent: Any, output: Any) -> None:
+            original(scheduler, agent, output)
+            self.counts["worked"] += 1
+
+        return after_schedule
+
+    def _update_from_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = original(scheduler, *args, **kwargs)
+            if ARM == "live" and scheduler._agent is not None:
+                link = scheduler._keeper.link
+                link.outbox.wake()
+                step = scheduler.current_step
+                if not link.idle:
+                    self._wait(lambda: _answered(link, step), f"no answer to the report of step {step}")
+                    self.counts["answered"] += 1
+            return outputs
+
+        return update_from_output
+
+    def _wait(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                self._problem(otherwise)
+                return
+            time.sleep(0.0005)
+
+    def _problem(self, text: str) -> None:
+        if len(self.problems) < MOST_NAMED:
+            self.problems.append(f"{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}: {text}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        """The engines of this test are over; an agent of theirs that has failed, or was never there, is a problem."""
+        for scheduler in self._made:
+            if fault := scheduler._guard.last_fault or scheduler._guard.fault:
+                self._problem(fault)
+            elif scheduler._agent is None:
+                self._problem("no agent")
+            if scheduler._keeper is not None:
+                scheduler._keeper.link.stop()
+        self._made.clear()
+
+    def pytest_sessionfinish(self) -> None:
+        self._results.say(counts=self.counts, problems=self.problems)
+
+
+def _answered(link: Any, step: int) -> bool:
+    waiting = (message.step for message in list(link.inbox.messages) if message is not None)
+    return not link.connected or max(link.inbox.answered_step, *waiting, 0) >= step
+
+
+def _break(how: str) -> None:
+    """Faults that the comparison must see, by their names."""
+    from meridian_agent.scheduler import GovernedScheduler
+
+    schedule, update = GovernedScheduler.schedule, GovernedScheduler.update_from_output
+
+    def reorder(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        scheduler.running.reverse()
+        return schedule(scheduler, *args, **kwargs)
+
+    def drop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(scheduler, *args, **kwargs)
+        for client in outputs.values():
+            for output in client.outputs:
+                output.new_token_ids = output.new_token_ids[:-1]
+        return outputs
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    broken = {
+        "reorder": ("schedule", reorder),
+        "drop": ("update_from_output", drop),
+        "fault": ("_before_schedule", fail),
+    }
+    name, function = broken[how]
+    setattr(GovernedScheduler, name, function)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    results = Results()
+    config.pluginmanager.register(results, "meridian-results")
+    how = os.environ.get("SUITE_BREAK", "")
+    if ARM == "stock":
+        return
+    if how and how != "not in front":
+        _break(how)
+    in_front = InFront(results)
+    if how != "not in front":
+        in_front.install()
+    config.pluginmanager.register(in_front, "meridian-in-front")

@@ -1,0 +1,69 @@
+"""Gets vLLM's source distributions, which have its tests, and an environment to run them in.
+
+Everything lies under build/, which git ignores. vLLM's Python runs from the unpacked sources, on the torch of the
+environment this runs in; its compiled kernels, which no scheduler needs, are not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from typing import TYPE_CHECKING
+
+from tests.processes import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BUILD = ROOT / "build" / "vllm-tests"
+# What pip asks of a source distribution before it keeps it, and what vLLM's conftest imports.
+PACKAGES = ("setuptools>=77.0.3,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "tblib>=3")
+
+
+def python() -> Path:
+    """The interpreter of an environment on top of this one, made when it is not there yet."""
+    folder = BUILD / "venv"
+    done = folder / "ready"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        own = next(folder.glob("lib/python*/site-packages"))
+        (own / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        # What is in the environment below does not fit these; nothing of it is used while a package is built.
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
+        subprocess.run([*pip, *PACKAGES], check=True)
+        done.touch()
+    return folder / "bin" / "python"
+
+
+def tree(version: str) -> Path:
+    """The unpacked source distribution of a vLLM, fetched with pip when it is not there yet."""
+    folder = BUILD / version / f"vllm-{version}"
+    done = BUILD / version / "ready"
+    if not done.exists():
+        with tarfile.open(_archive(version)) as archive:
+            archive.extractall(BUILD / version, filter="data")
+        _say_cpu(folder, version)
+        done.touch()
+    return folder
+
+
+def _archive(version: str) -> Path:
+    """Have pip download the archive. pip keeps none whose metadata it has not built, for which vLLM wants to know for
+    which device: none, under the version that was asked for."""
+    env = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    fetch = ["pip", "download", "--quiet", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    subprocess.run(
+        [python(), "-m", *fetch, "--dest", BUILD / version, f"vllm=={version}"], check=True, env={**os.environ, **env}
+    )
+    return BUILD / version / f"vllm-{version}.tar.gz"
+
+
+def _say_cpu(folder: Path, version: str) -> None:
+    """Have vLLM find that it is a CPU build, which it reads off its version."""
+    metadata = folder / "vllm.egg-info" / "PKG-INFO"
+    text = metadata.read_text()
+    metadata.write_text(re.sub(r"^Version: .*$", f"Version: {version}+cpu", text, count=1, flags=re.MULTILINE))
