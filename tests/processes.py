@@ -118,8 +118,9 @@ class Control:
     options: Sequence[str] = ()
     cores: set[int] | None = None
     credentials: grpc.ChannelCredentials | None = None
-    # What its command begins with, and where it listens if that is not where its clients find it.
+    # What its command begins with, what it runs, and where it listens if that is not where its clients find it.
     within: Sequence[str] = ()
+    module = "meridian_control"
     listen = ""
 
     def __init__(
@@ -149,7 +150,7 @@ class Control:
             *self.within,
             sys.executable,
             "-m",
-            "meridian_control",
+            self.module,
             "--listen",
             self.listen or self.target,
             "--metrics-listen",

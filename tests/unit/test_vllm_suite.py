@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.vllm_suite import compare
+from tests.vllm_suite import compare, sources
 from tests.vllm_suite.compare import Result, Run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ALL_STEPS = {"schedulers": 2, "steps": 5, "worked": 5}
 
@@ -80,6 +84,7 @@ def test_only_what_differs_within_stock_is_left_out() -> None:
         ({}, "no scheduler had the agent in front"),
         ({**ALL_STEPS, "schedulers": 0}, "no scheduler had the agent in front"),
         ({**ALL_STEPS, "worked": 4}, "the agent did its work in 4 of 5 steps"),
+        ({**ALL_STEPS, "connected": 1}, "1 of 2 schedulers had a control plane"),
         ({"schedulers": 1, "steps": 0, "worked": 0}, "the agent did its work in 0 of 0 steps"),
     ],
 )
@@ -96,3 +101,27 @@ def test_the_last_line_counts_stock() -> None:
     stock = run(a=PASSED, b=Result("failed", "x"), c=Result("error in setup", "y"), d=Result("skipped", "z"))
     line = json.loads(compare.last_line({"0.26.0": stock, "0.33.0": run(a=PASSED)}, 3))
     assert line == {"vllm": ["0.26.0", "0.33.0"], "passed": 2, "failed": 2, "different": 3}
+
+
+def test_files_that_make_schedulers_are_chosen(tmp_path: Path) -> None:
+    core, unit = (tmp_path / folder for folder in sources.FOLDERS)
+    files = {
+        core / "test_scheduler.py": "from .utils import create_scheduler, mock_kv",
+        core / "test_random.py": "from .test_scheduler import create_scheduler_with_priority",
+        core / "test_caches.py": "manager = KVCacheManager(config)",
+        core / "utils.py": "def create_scheduler(): ...",
+        unit / "deep" / "test_offloading.py": "def test_it(request_runner): ...",
+        unit / "test_hma.py": "from vllm.v1.core.sched.scheduler import Scheduler",
+        unit / "test_stats.py": "connector = NixlConnectorScheduler(config); scheduler_output = SchedulerOutput()",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    chosen, left_out = sources.with_schedulers(tmp_path)
+    assert [path.rpartition("/")[2] for path in chosen] == [
+        "test_random.py",
+        "test_scheduler.py",
+        "test_offloading.py",
+        "test_hma.py",
+    ]
+    assert left_out == 2

@@ -89,6 +89,8 @@ def not_in_front(run: Run) -> list[str]:
         found.append("no scheduler had the agent in front")
     if not counts.get("steps") or counts["steps"] != counts.get("worked"):
         found.append(f"the agent did its work in {counts.get('worked', 0)} of {counts.get('steps', 0)} steps")
+    if counts.get("connected", counts.get("schedulers")) != counts.get("schedulers"):
+        found.append(f"{counts['connected']} of {counts.get('schedulers', 0)} schedulers had a control plane")
     return found
 
 

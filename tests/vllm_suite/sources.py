@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUILD = ROOT / "build" / "vllm-tests"
+# Where vLLM tests its scheduler and what connects to it, and how a file that makes schedulers is told from those that
+# test caches, layouts and transfers without one: by what vLLM calls them and its helpers that make them.
+FOLDERS = ("tests/v1/core", "tests/v1/kv_connector/unit")
+MAKES_SCHEDULERS = re.compile(
+    r"\bcreate_(\w+_)?scheduler|\b(Async)?Scheduler\(|import (Async)?Scheduler\b|\brequest_runner\b"
+)
 # What pip asks of a source distribution before it keeps it, and what vLLM's conftest imports.
 PACKAGES = ("setuptools>=77.0.3,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "tblib>=3")
 
@@ -49,6 +55,13 @@ def tree(version: str) -> Path:
         _say_cpu(folder, version)
         done.touch()
     return folder
+
+
+def with_schedulers(folder: Path) -> tuple[list[str], int]:
+    """The test files of a tree that make schedulers, as paths below it, and the number of those that make none."""
+    files = sorted(file for below in FOLDERS for file in (folder / below).rglob("test_*.py"))
+    chosen = [file for file in files if MAKES_SCHEDULERS.search(file.read_text())]
+    return [str(file.relative_to(folder)) for file in chosen], len(files) - len(chosen)
 
 
 def _archive(version: str) -> Path:

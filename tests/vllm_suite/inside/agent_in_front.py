@@ -89,15 +89,17 @@ class InFront:
     """Puts the agent in front of each scheduler, and counts what it does there.
 
     Each scheduler is an engine of its own, whose stream ends with its test. With a live control plane a scheduler waits
-    for its settings when it is made, and after each step for the answer to that step's report, so that whatever was
-    decided is in the engine before its next step.
+    for its settings when it is made, and after each step for the answer to that step's report, which this control plane
+    gives to every report: whatever was decided is in the engine before its next step.
     """
 
     def __init__(self, results: Results) -> None:
         self._results = results
         self._made: list[Any] = []
         self._number = itertools.count()
-        self.counts = {"schedulers": 0, "steps": 0, "worked": 0, "answered": 0}
+        self.counts = {"schedulers": 0, "steps": 0, "worked": 0}
+        if ARM == "live":
+            self.counts |= {"connected": 0, "answered": 0}
         self.problems: list[str] = []
 
     def install(self) -> None:
@@ -118,7 +120,8 @@ class InFront:
             self._made.append(scheduler)
             if ARM == "live" and scheduler._agent is not None:
                 link = scheduler._keeper.link
-                self._wait(lambda: link.connected and link.held is not None, "no settings")
+                if self._wait(lambda: link.connected and link.held is not None, "no settings"):
+                    self.counts["connected"] += 1
 
         return init
 
@@ -144,20 +147,22 @@ class InFront:
                 link = scheduler._keeper.link
                 link.outbox.wake()
                 step = scheduler.current_step
-                if not link.idle:
-                    self._wait(lambda: _answered(link, step), f"no answer to the report of step {step}")
-                    self.counts["answered"] += 1
+                if link.connected and not link.idle:
+                    self.counts["answered"] += self._wait(
+                        lambda: _answered(link, step), f"no answer to the report of step {step}"
+                    )
             return outputs
 
         return update_from_output
 
-    def _wait(self, condition: Callable[[], bool], otherwise: str) -> None:
+    def _wait(self, condition: Callable[[], bool], otherwise: str) -> bool:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
                 self._problem(otherwise)
-                return
+                return False
             time.sleep(0.0005)
+        return True
 
     def _problem(self, text: str) -> None:
         if len(self.problems) < MOST_NAMED:
@@ -172,7 +177,10 @@ class InFront:
             elif scheduler._agent is None:
                 self._problem("no agent")
             if scheduler._keeper is not None:
-                scheduler._keeper.link.stop()
+                link = scheduler._keeper.link
+                if ARM == "live" and not (link.connected or link._stop.is_set()):
+                    self._problem("the stream has ended before its test")
+                link.stop()
         self._made.clear()
 
     def pytest_sessionfinish(self) -> None:
@@ -180,8 +188,10 @@ class InFront:
 
 
 def _answered(link: Any, step: int) -> bool:
+    """Whether the report of this step is answered. Of several with that number, as a pipeline leaves, the last."""
     waiting = (message.step for message in list(link.inbox.messages) if message is not None)
-    return not link.connected or max(link.inbox.answered_step, *waiting, 0) >= step
+    heard = link.unheard_s() == 0 and max(link.inbox.answered_step, *waiting, 0) >= step
+    return heard or not link.connected
 
 
 def _break(how: str) -> None:

@@ -1,0 +1,11 @@
+"""`meridian-control`, but each report is answered, also when nothing was decided: by itself it says so once a second.
+
+What it decides, and from what, is the same. So whoever reports can wait until everything decided has come.
+"""
+
+from meridian_control import session
+from meridian_control.__main__ import main
+
+if __name__ == "__main__":
+    session.ACK_INTERVAL_S = 0.0
+    main()
