@@ -34,6 +34,7 @@ def test_reads_what_the_plugin_writes() -> None:
     found = compare.read(json.dumps(line) for line in lines)
     assert found == Run({"a": PASSED, "b": Result("failed", "KeyError: 'x'")}, ALL_STEPS, ["a: no agent"], True)
     assert not compare.read(json.dumps(line) for line in lines[:-1]).finished
+    assert not compare.read(json.dumps(line) for line in [*lines[:-1], {"finished": False}]).finished
 
 
 @pytest.mark.parametrize(

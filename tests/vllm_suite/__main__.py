@@ -30,6 +30,8 @@ ARMS = ("stock", "stock again", "absent", "live")
 INSIDE = Path(__file__).parent / "inside"
 # Seconds that a single test may take.
 TEST_S = 120
+# Why tests fail in stock vLLM is printed for this many reasons, the most frequent ones.
+MOST_REASONS = 8
 # The default policy, but for a report of every step: tests take one step, not eight, and then look.
 POLICY = {"telemetry": {"report_interval_steps": 1}}
 
@@ -42,8 +44,10 @@ def main() -> None:
     asked = parser.parse_args()
     stock, differences, wrong = {}, 0, []
     for version in asked.vllm:
-        tests, left_out = (asked.tests, 0) if asked.tests else sources.with_schedulers(sources.tree(version))
-        print(f"{version}: {len(tests)} files; {left_out} make no scheduler and are left out", flush=True)
+        tests = asked.tests
+        if not tests:
+            tests, left_out = sources.with_schedulers(sources.tree(version))
+            print(f"{version}: {len(tests)} files; {left_out} that make no scheduler are left out", flush=True)
         runs = run_arms(version, tests, asked.broken)
         stock[version] = runs["stock"]
         different, problems = report(version, runs)
@@ -83,7 +87,8 @@ def _run(arm: str, folder: Path, where: list[str], tests: list[str], broken: str
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(own),
     }
-    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "agent_in_front", "--tb=short"]
+    # Python's own traceback: to show sources pytest parses them, which fails after a RecursionError and ends the run.
+    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "agent_in_front", "--tb=native"]
     command = [python, "-m", "pytest", "-q", *options, f"--timeout={TEST_S}", *tests]
     with _control(arm, own) as target, Path(tree).with_name(f"{name}.log").open("w") as log:
         if target:
@@ -118,6 +123,9 @@ def report(version: str, runs: dict[str, compare.Run]) -> tuple[int, list[str]]:
     wrong = [f"{arm}: pytest did not come to its end" for arm, run in runs.items() if not run.finished]
     for outcome, number in sorted(Counter(result.outcome for result in stock.results.values()).items()):
         print(f"{version} stock: {number} {outcome}")
+    failed = Counter(compare.plain(r.reason) for r in stock.results.values() if r.outcome == "failed")
+    for reason, number in failed.most_common(MOST_REASONS):
+        print(f"    {number} failed as stock: {reason}")
     for name, result in stock.results.items():
         if result.outcome == "not collected":
             print(f"{version} not run, as stock cannot: {name}: {result.reason}")

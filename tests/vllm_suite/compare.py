@@ -51,7 +51,7 @@ def read(lines: Iterable[str]) -> Run:
             run.results[said["id"]] = Result(said["outcome"], said["reason"])
         elif "counts" in said:
             run.counts, run.problems = said["counts"], said["problems"]
-        run.finished = run.finished or "finished" in said
+        run.finished = said.get("finished", run.finished)
     return run
 
 

@@ -26,8 +26,15 @@ FOLDERS = ("tests/v1/core", "tests/v1/kv_connector/unit")
 MAKES_SCHEDULERS = re.compile(
     r"\bcreate_(\w+_)?scheduler|\b(Async)?Scheduler\(|import (Async)?Scheduler\b|\brequest_runner\b"
 )
-# What pip asks of a source distribution before it keeps it, and what vLLM's conftest imports.
-PACKAGES = ("setuptools>=77.0.3,<81", "setuptools-scm>=8", "setuptools-rust>=1.9", "tblib>=3")
+# What pip asks of a source distribution before it keeps it, and what vLLM's tests import.
+PACKAGES = (
+    "setuptools>=77.0.3,<81",
+    "setuptools-scm>=8",
+    "setuptools-rust>=1.9",
+    "msgpack>=1",
+    "ray>=2.48",
+    "tblib>=3",
+)
 
 
 def python() -> Path:

@@ -57,8 +57,9 @@ class Results:
             self.say(id=report.nodeid, outcome=_outcome(self._reports), reason=_first_reason(self._reports))
             self._reports = []
 
-    def pytest_sessionfinish(self) -> None:
-        self.say(finished=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        # Neither interrupted nor ended by an error of pytest's own.
+        self.say(finished=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
 
 
 def _outcome(reports: list[pytest.TestReport]) -> str:
