@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +18,7 @@ import asyncpg  # type: ignore[import-untyped]
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.util import await_only
 
 from meridian_control import postgres
 from meridian_control.errors import StoreUnavailable
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Between two attempts to hear of changes again.
 RETRY_S = 1.0
+# How long a connection to a SQLite file waits for a lock that another connection holds.
+BUSY_TIMEOUT_S = 30.0
+WAL_RETRY_S = 0.02
 
 
 class Database:
@@ -162,8 +167,18 @@ def utc(stored: datetime) -> datetime:
 def _make_durable(connection: Any, _record: Any) -> None:
     """WAL keeps readers and writers apart; FULL syncs each commit, so an acknowledged one outlives a crash."""
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
-        cursor.execute(f"PRAGMA {pragma}")
+    cursor.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError as error:
+            # SQLite's own busy timeout does not cover the change of a new file to WAL.
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            await_only(asyncio.sleep(WAL_RETRY_S))
+    cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
 
 

@@ -242,6 +242,30 @@ async def test_replicas_that_start_at_once(address: str) -> None:
         await database.close()
 
 
+async def test_a_file_that_is_locked_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes to the new file before it is in WAL mode: opening the file waits for that process."""
+    path = tmp_path / "policy.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("CREATE TABLE anything (x)")
+        waits = asyncio.Event()
+        sleep = asyncio.sleep
+
+        async def noted(delay: float) -> None:
+            waits.set()
+            await sleep(delay)
+
+        monkeypatch.setattr("meridian_control.database.asyncio.sleep", noted)
+        opening = asyncio.create_task(Database.open(f"sqlite+aiosqlite:///{path}"))
+        waited = asyncio.create_task(waits.wait())
+        await asyncio.wait({opening, waited}, return_when=asyncio.FIRST_COMPLETED)
+        waited.cancel()
+        other.execute("COMMIT")
+        database = await opening
+    assert (await append(PolicyStore(database))).revision == 1
+    await database.close()
+
+
 # ---------------------------------------------------------------------------------------------------- hearing of it
 
 
