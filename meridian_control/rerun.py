@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import policy as schema
 from meridian_control import policy_forms as forms
+from meridian_control.merged import ages_ms, step_of
 from meridian_control.recording import given_freezes
 from meridian_control.requests import THINK
 from meridian_control.rows import FLAG_BOUNDARY, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
@@ -78,6 +80,37 @@ class Ask(NamedTuple):
     think_tokens: int
 
 
+class _Came:
+    """The steps of a recorded report in which its probes and outcomes came, and those of what replaces them.
+
+    Raises ValueError when the report's columns of merged steps do not fit it.
+    """
+
+    def __init__(self, report: agent_pb2.StepReport) -> None:
+        ages_ms(report)
+        self.last = max(report.steps, 1) - 1
+        self.recorded_probes = step_of(report, "probes").tolist()
+        self.recorded_outcomes = step_of(report, "outcomes").tolist()
+        self.probes: list[int] = []
+        self._outcomes: list[tuple[int, agent_pb2.DecisionOutcome]] = []
+
+    def add(self, step: int, outcome: agent_pb2.DecisionOutcome) -> None:
+        """Have an outcome told with the step in which it came."""
+        self._outcomes.append((step, outcome))
+
+    def tell(self, report: agent_pb2.StepReport) -> None:
+        """Put the outcomes into the report in the order of their steps, and tell the steps where it merges several."""
+        self._outcomes.sort(key=lambda came: came[0])
+        report.outcomes.extend(outcome for _, outcome in self._outcomes)
+        if not report.HasField("merged"):
+            return
+        for column, steps in (
+            (report.merged.probes, self.probes),
+            (report.merged.outcomes, [step for step, _ in self._outcomes]),
+        ):
+            column[:] = np.bincount(np.array(steps, np.int64), minlength=report.steps).tolist()
+
+
 class Run:
     """One recorded session under one policy; `policy` None stands for the recorded ones."""
 
@@ -93,7 +126,7 @@ class Run:
         self._asked: dict[int, Ask] = {}
         self._lent: dict[int, int] = {}
         # Decisions of this run alone that are carried out with the next report: id and outcome.
-        self._due: list[tuple[int, int]] = []
+        self._due: list[tuple[int, agent_pb2.Outcome.ValueType]] = []
         # The policy given last; the nonces of settings and of freezes here by the recorded ones.
         self.given = policy or schema.Policy()
         self._nonces: dict[int, int] = {}
@@ -166,26 +199,30 @@ class Run:
         """A report as the agent would have sent it to this run."""
         message = agent_pb2.ConnectRequest()
         message.CopyFrom(up)
-        report = message.step
+        report, came = message.step, _Came(up.step)
         report.ClearField("outcomes")
         report.ClearField("probes")
         for opened in report.opened:
             self._open(opened)
         self._count(report.tokens)
         for decision_id, outcome in self._due:
-            report.outcomes.add(decision_id=decision_id, outcome=outcome)
+            came.add(0, agent_pb2.DecisionOutcome(decision_id=decision_id, outcome=outcome))
         self._due = []
-        self._probes(up.step.probes, report)
-        for outcome_ in up.step.outcomes:
+        self._probes(up.step.probes, report, came)
+        for outcome_, step in zip(up.step.outcomes, came.recorded_outcomes, strict=True):
             self._lent.pop(outcome_.decision_id, None)
             if (same := self._same.pop(outcome_.decision_id, None)) is not None:
-                report.outcomes.add().CopyFrom(outcome_)
-                report.outcomes[-1].decision_id = same
+                settled = agent_pb2.DecisionOutcome()
+                settled.CopyFrom(outcome_)
+                settled.decision_id = same
+                came.add(step, settled)
         for closed in report.closed:
             self.ranks.pop(closed.slot, None)
             self.changed = True
             if (ask := self._asked.pop(closed.slot, None)) is not None:
-                report.outcomes.add(decision_id=ask.decision_id, outcome=agent_pb2.OUTCOME_REQUEST_GONE)
+                gone = agent_pb2.OUTCOME_REQUEST_GONE
+                came.add(came.last, agent_pb2.DecisionOutcome(decision_id=ask.decision_id, outcome=gone))
+        came.tell(report)
         return message
 
     def _open(self, opened: agent_pb2.RequestOpened) -> None:
@@ -204,7 +241,7 @@ class Run:
                 if flags & FLAG_BOUNDARY:
                     self._flags[slot][self._think[slot]] = flags
 
-    def _probes(self, recorded: agent_pb2.ProbeColumns, out: agent_pb2.StepReport) -> None:
+    def _probes(self, recorded: agent_pb2.ProbeColumns, out: agent_pb2.StepReport, came: _Came) -> None:
         """Recorded samples: each to the probe it belongs to, or to one that it could have been taken for."""
         for row, (recorded_id, slot) in enumerate(zip(recorded.decision_id, recorded.slot, strict=True)):
             decision_id = self._same.get(recorded_id)
@@ -213,11 +250,12 @@ class Run:
                     continue
                 decision_id = ask.decision_id
                 del self._asked[slot]
-                out.outcomes.add(
+                carried_out = agent_pb2.DecisionOutcome(
                     decision_id=decision_id,
                     outcome=agent_pb2.OUTCOME_APPLIED,
                     think_tokens=recorded.think_tokens[row],
                 )
+                came.add(came.recorded_probes[row], carried_out)
             if decision_id is None:
                 continue
             self.samples += 1
@@ -226,6 +264,7 @@ class Run:
                 if column:
                     getattr(out.probes, name).append(column[row])
             out.probes.decision_id.append(decision_id)
+            came.probes.append(came.recorded_probes[row])
 
     def _fits(self, ask: Ask, slot: int, think_tokens: int, placement: int | None) -> bool:
         if think_tokens < ask.think_tokens:

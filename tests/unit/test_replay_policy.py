@@ -313,6 +313,29 @@ def test_samples_exist_only_where_they_were_recorded(tmp_path: Path) -> None:
     assert any("EAT: samples exist only where they were recorded" in sentence for sentence in found["not_known"])
 
 
+def test_reports_that_merge_steps_tell_of_what_the_new_policy_did(tmp_path: Path) -> None:
+    """Other probes and outcomes than the recorded ones came in the steps of a report that tells each step's."""
+    records = recorded(DENSE).records
+    single = told(tmp_path, records, ACTIVE)
+    for record in records:
+        report = record.up.step
+        if record.up.WhichOneof("message") != "step" or not report.steps:
+            continue
+        # After a step that made nothing.
+        merged, report.steps = report.merged, 2
+        merged.rows.extend([0, len(report.tokens.slot)])
+        merged.step_time_ms.extend([1.0, report.step_time_ms])
+        merged.prefill_tokens.extend([0, report.prefill_tokens])
+        merged.age_ms.extend([report.step_time_ms, 0.0])
+        merged.probes.extend([0, len(report.probes.slot)])
+        for name in ("preempted", "resumed", "outcomes"):
+            getattr(merged, name).extend([0, len(getattr(report, name))])
+    twice = told(tmp_path, records, ACTIVE)
+    assert single["changed_requests"]
+    assert (twice["changed_requests"], twice["forces"]) == (single["changed_requests"], single["forces"])
+    assert twice["eat_probes"] == single["eat_probes"]
+
+
 def test_a_probe_wants_a_sample_of_its_place(tmp_path: Path) -> None:
     """Recorded at sentence ends, asked for at paragraphs: only the samples at paragraph ends are taken."""
     at_sentences = DENSE.entropy.model_copy(update={"eat_probe_placement": "sentence"})
