@@ -106,11 +106,19 @@ def test_a_dockerfile_in_hadolint(path: Path) -> None:
 def test_a_dockerfile_names_one_version_and_lets_it_be_pinned(path: Path) -> None:
     """Bases are arguments, so that they may be given with digests; vLLM's is the one that the agent's tests run on."""
     text = path.read_text()
-    bases = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    named = re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE)
+    arguments = dict(named)
+    assert len(named) == len(arguments)
     for used in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
-        assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", bases[used.strip("${}")])
+        assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", arguments[used.strip("${}")])
     if path.stem == "agent":
-        assert bases == {"BASE": "vllm/vllm-openai:v0.32.0"}
+        assert arguments["BASE"] == "vllm/vllm-openai:v0.32.0"
+    # What pip installs by name has its version from an argument too, which is said nowhere else.
+    for package in ("CUPY",) if "CUPY" in arguments else ():
+        version = arguments[f"{package}_VERSION"]
+        assert re.fullmatch(r"\d+(\.\d+)+", version)
+        assert f'"${{{package}}}==${{{package}_VERSION}}"' in text
+        assert text.count(version) == text.count(arguments[package]) == 1
 
 
 def test_hadolint_finds_what_is_wrong(tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no snapshot after a thaw",
         AGENT,
-        "            self.link.outbox.resync()\n",
-        "",
+        '            logger.info("meridian: no longer frozen")\n            self.link.outbox.resync()\n',
+        '            logger.info("meridian: no longer frozen")\n',
     ),
     Mutant(
         "a freeze that no step saw",
@@ -215,27 +215,27 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "decided while frozen",
         SESSION,
-        "        if self.policy is not None and not (self.hello.fault or freezing.frozen or freezing.void):",
-        "        if self.policy is not None and not (self.hello.fault or freezing.void):",
+        "        return None if self.hello.fault or freezing.frozen or freezing.void else self.policy",
+        "        return None if self.hello.fault or freezing.void else self.policy",
     ),
     # Caps and floors.
     Mutant(
         "rules ignore the floor",
         ENDS,
-        " = table.think_tokens >= np.maximum(scheduler.min_think_tokens, table.own_min_think_tokens)",
-        " = table.think_tokens >= 0",
+        " = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)",
+        " = seen.think_tokens >= 0",
     ),
     Mutant(
         "rules ignore a request's own floor",
         ENDS,
-        " = table.think_tokens >= np.maximum(scheduler.min_think_tokens, table.own_min_think_tokens)",
-        " = table.think_tokens >= scheduler.min_think_tokens",
+        " = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)",
+        " = seen.think_tokens >= scheduler.min_think_tokens",
     ),
     Mutant(
         "soft close ignores a request's floor",
         ENDS,
-        "(table.think_tokens >= np.maximum(policy.soft_think_tokens, table.own_min_think_tokens))",
-        "(table.think_tokens >= policy.soft_think_tokens)",
+        "(seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))",
+        "(seen.think_tokens >= policy.soft_think_tokens)",
     ),
     Mutant(
         "cap not clamped by the request's own",
