@@ -97,7 +97,8 @@ async def test_what_was_refused_is_not_kept_until_the_garbage_is_collected(tmp_p
         try:
             await flood.run(4)
             await until(lambda: not running.fleet.connections)
-            kept = [found for found in gc.get_objects() if isinstance(found, Session)]
+            # To ask an object for its class may warn, as some of torch's do.
+            kept = [found for found in gc.get_objects() if type(found) is Session]
         finally:
             gc.enable()
         assert len(kept) == 0

@@ -81,8 +81,8 @@ async def opened(folder: Path, access: Access, tls: bool = False, listen: str = 
     try:
         port = await server.start(listen, server_credentials(issued.cert, issued.key) if issued else None)
         yield Open(fleet, port, authority)
-        await server.stop(0)
     finally:
+        await server.stop(0)
         await store.database.close()
 
 

@@ -176,7 +176,7 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
     arguments = ("replay", trace, "--policy", other)
     changed = [await run(*arguments, server="") for _ in range(2)]
     assert changed[0].stdout == changed[1].stdout
-    assert changed[0].stdout.count("hard_cap at 6") == 3
+    assert changed[0].stdout.count("hard_cap at 6") == 3, changed[0].stderr
     as_toml = tomllib.loads((await run(*arguments, "-o", "toml", server="")).stdout)
     assert as_toml["forces"] == {"added": {}, "gone": {}, "moved": {"hard_cap": 3}}
 
@@ -276,6 +276,9 @@ def test_settled_decisions_are_handed_on_once() -> None:
 # ---------------------------------------------------------------------------------------------------------------- top
 
 
+RICH_VARIABLES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+
+
 class Terminal:
     """`meridianctl` in a terminal of its own."""
 
@@ -284,7 +287,9 @@ class Terminal:
         termios.tcsetwinsize(self.slave, (24, 100))
         self.before = termios.tcgetattr(self.slave)
         self.command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", *arguments]
-        self.environment = {**os.environ, "MERIDIAN_SERVER": address, "TERM": "xterm"}
+        # The terminal alone says how it is: Rich believes these variables before the terminal.
+        inherited = {name: value for name, value in os.environ.items() if name not in RICH_VARIABLES}
+        self.environment = {**inherited, "MERIDIAN_SERVER": address, "TERM": "xterm"}
         self.shown = b""
 
     async def __aenter__(self) -> Terminal:
@@ -315,6 +320,10 @@ class Terminal:
             return self.process.returncode is not None
 
         await until(ended, 30)
+        # It may have ended with more in the terminal than one read takes.
+        with suppress(BlockingIOError):
+            while more := os.read(self.master, 1 << 16):
+                self.shown += more
         assert termios.tcgetattr(self.slave) == self.before
         assert self.process.returncode is not None
         return self.process.returncode

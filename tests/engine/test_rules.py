@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -116,7 +117,9 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     before = control.settled().ends["eat"]
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 32)
     threshold = scheduler.scheduler_config.long_prefill_token_threshold
-    run, rng, numbers, totals = Run(llm), random.Random(5), itertools.count(), []
+    run, rng, numbers = Run(llm), random.Random(5), itertools.count()
+    # Tokens of each step with a probe, and of each without.
+    probed, plain = Counter[int](), Counter[int]()
     names = [f"thinks-{i}" for i in range(2)]
     for name, case in zip(names, CASES, strict=False):
         run.add(name, case, GREEDY)
@@ -131,15 +134,17 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        if any(name.startswith(PREFIX) for name in output.num_scheduled_tokens):
-            totals.append(output.total_num_scheduled_tokens)
+        has_probe = any(name.startswith(PREFIX) for name in output.num_scheduled_tokens)
+        (probed if has_probe else plain)[output.total_num_scheduled_tokens] += 1
         return output
 
     monkeypatch.setattr(scheduler, "schedule", watched)
     run.until(thought, settled=settled)
     run.until()
-    assert totals
-    assert set(totals) == {32}
+    # vLLM fills a step less where the last piece of a prompt leaves room and no block is free for the next one.
+    assert probed[32] > 0
+    assert probed.keys() - {32} <= plain.keys()
+    assert probed[32] / probed.total() >= plain[32] / plain.total()
     assert scheduler.scheduler_config.long_prefill_token_threshold == threshold
     assert control.settled().ends["eat"] > before
     for name, f in zip(names, free, strict=True):
