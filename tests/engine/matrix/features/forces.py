@@ -39,8 +39,9 @@ def rules(engine: Engine) -> None:
     free = engine.stock.ask(asks)
     before = engine.control.settled().ends["eat"]
     engine.control.apply(HELD)
+    # The engine steps as fast as it can: that a decision is not late is the hold's doing.
     with engine.watched() as seen:
-        governed = engine.paced(asks)
+        governed = engine.tokens(asks)
     late = []
     for (stock,), after, said in zip(free, governed, seen, strict=True):
         at = after.index(engine.end) if engine.end in after else len(after)
