@@ -53,8 +53,8 @@ class Step:
 class Engine:
     """One session that is told of steps in reports of any length; what it asks for is carried out by no one."""
 
-    def __init__(self, held: Policy, tells_steps: bool = True) -> None:
-        self.log, self.shadow, self.now, self.tells_steps = DecisionLog(), Comparison(), NOW, tells_steps
+    def __init__(self, held: Policy) -> None:
+        self.log, self.shadow, self.now = DecisionLog(), Comparison(), NOW
         self.session = Session("s", hello(), NOW, Journal(self.log, "engine", "1", "s", NOW), self.shadow)
         (response,) = self.session.on_policy(1, held)
         status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
@@ -66,8 +66,6 @@ class Engine:
         """One report of these steps."""
         records = [self._record(step) for step in steps]
         report = step_report(records)
-        if not self.tells_steps:
-            report.ClearField("merged")
         said = self.session.on_message(agent_pb2.ConnectRequest(step=report), self.now)
         for response in said:
             self.directives.append(response.directives)
