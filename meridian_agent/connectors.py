@@ -36,7 +36,9 @@ ANSWERS: dict[str, Any] = {
 # Methods of a worker's connector that take the ids of finished requests.
 OF_FINISHED = ("get_finished", "get_transfer_results")
 # Parameters by which a connector's method is told of requests, and the methods whose calls are known to be covered.
-_OF_REQUESTS = frozenset({"request", "requests", "request_id", "request_ids", "req_id", "req_ids", "scheduler_output"})
+_OF_REQUESTS = frozenset(
+    {"request", "requests", "request_id", "request_ids", "req_id", "req_ids", "finished_req_ids", "scheduler_output"}
+)
 _COVERED = frozenset({*ANSWERS, "build_connector_meta", *OF_FINISHED})
 # Connectors that take part in computing every request of a step, and what they do.
 TAKES_PART = {"HiSparseConnector": "moves the KV of every request of a step"}
@@ -46,8 +48,7 @@ def obstacle(connector: Any, interface: Iterable[type]) -> str:
     """Why probes cannot be kept from a connector; empty when they can. interface: vLLM's classes of its methods."""
     for owner in interface:
         for name, method in inspect.getmembers(owner, inspect.isfunction):
-            told = _OF_REQUESTS | {"finished_req_ids"}
-            if name not in _COVERED and not told.isdisjoint(inspect.signature(method).parameters):
+            if name not in _COVERED and not _OF_REQUESTS.isdisjoint(inspect.signature(method).parameters):
                 return f"the agent does not know {owner.__name__}.{name}, by which a connector is told of requests"
     return next((f"{name} {does}" for name, does in TAKES_PART.items() if has(connector, name)), "")
 
