@@ -97,8 +97,8 @@ class Agent:
         self._adoption: Adoption | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
-        # What measures on the worker and why it is not the CUDA kernel, once it said so.
-        self.backend: tuple[str, str] | None = None
+        # What measures on the worker and why it is not the CUDA kernel: what is expected, until the worker says so.
+        self.backend = known.expected_backend
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -378,8 +378,7 @@ class Agent:
 
     def _hear_backend(self, backend: tuple[str, str]) -> None:
         """The worker says what measures there: the next Hello tells it, at once where the last one had it wrong."""
-        known = self.backend or self.known.expected_backend
-        self.backend = backend
+        known, self.backend = self.backend, backend
         if backend[0] != known[0]:
             logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
             self.link.restart()

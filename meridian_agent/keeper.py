@@ -72,7 +72,7 @@ class Keeper:
         shares_blocks = hooks.share_blocks(self._scheduler, self._shared_with, self._guard)
         boundaries = hooks.boundaries(config)
         tool_call, note = self._template.tool_call, self._guard.note
-        expected = observe.expected_backend(self._device_type)
+        expected = observe.expected_backend(str(config.device_config.device_type))
         self._known = Known(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
         agent = Agent(self._scheduler, self._markers, self.link, self._known)
         self._start_from_file(agent)
@@ -110,7 +110,8 @@ class Keeper:
             agent.put_in_force(*self.link.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         agent.no_entropy = self._no_entropy
-        agent.backend = self.agent.backend if self.agent is not None else None
+        if self.agent is not None:
+            agent.backend = self.agent.backend
         self.link.come_back()
         self.agent = agent
         logger.warning("meridian: agent on again; the fault was: %s", self._guard.last_fault)
@@ -123,16 +124,11 @@ class Keeper:
     def _no_entropy(self) -> str:
         return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
 
-    @property
-    def _device_type(self) -> str:
-        return str(self._scheduler.vllm_config.device_config.device_type)
-
     def _backend(self) -> tuple[str, str]:
         """What measures entropy on this engine, as `observe.expected_backend` has it, and why it is nothing faster."""
-        if self._no_entropy:
+        if self.agent is None or self._no_entropy:
             return "none", self._no_entropy
-        told = self.agent.backend if self.agent is not None else None
-        return told or observe.expected_backend(self._device_type)
+        return self.agent.backend
 
     def _took(self, settings: agent_pb2.Settings) -> None:
         """Settings have come into force. Where the markers have come to be known, or are known no longer, a new Hello
