@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.history import Moments
+    from meridian_control.moments import Moments
     from meridian_control.requests import RequestTable
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.history import joined
+from meridian_control.moments import joined
 from meridian_control.rows import differs
 from meridian_control.signals import rpdi
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.history import Moments, Unsampled
+    from meridian_control.moments import Moments, Unsampled
     from meridian_control.policy import Policy
     from meridian_control.requests import RequestTable
     from meridian_control.sections import EntropyPolicy, SchedulerPolicy
