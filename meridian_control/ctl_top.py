@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -22,6 +22,8 @@ from meridian_control.console import connect, console
 from meridian_control.ctl_tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
+# Until gRPC is done with a call that was cancelled.
+END_S = 5.0
 # Lines that are neither requests nor engines: two headings, an empty line, the count of what is not shown.
 OTHER_LINES = 4
 
@@ -39,10 +41,20 @@ def top(
                 for state in call:
                     live.update(_view(state, terminal), refresh=True)
         except KeyboardInterrupt:
-            call.cancel()
+            pass
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.CANCELLED:
                 raise
+        finally:
+            end(call)
+
+
+def end(call: Any) -> None:
+    """Cancel a call and wait until gRPC is done with it: Python that exits before writes an error of gRPC's."""
+    over = threading.Event()
+    call.cancel()
+    if call.add_callback(over.set):
+        over.wait(END_S)
 
 
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from meridian_control.console import error_lines
 from meridian_control.ctl import app
+from meridian_control.ctl_top import end
 from meridian_control.database import Database
 from meridian_control.errors import NotFound
 from meridian_control.fields import Subject
@@ -457,6 +458,17 @@ async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
             process.kill()
         await process.wait()
     assert (process.returncode, errors) == (OK, b"")
+
+
+async def test_grpc_is_done_with_a_call_that_has_ended(control: Control) -> None:
+    def over() -> bool:
+        with grpc.insecure_channel(control.address) as channel:
+            call = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=20))
+            next(iter(call))
+            end(call)
+            return not call.add_callback(int)
+
+    assert all([await asyncio.to_thread(over) for _ in range(20)])
 
 
 async def test_wait_for_engines_that_lag(control: Control, file: Path) -> None:
