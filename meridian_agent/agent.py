@@ -295,9 +295,9 @@ class Agent:
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
             setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        # What is more than a token per sequence, and its drafts, is prompt.
+        # What is more than a token per sequence, and its drafts, is prompt. A diffusion model's step is drafts alone.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
-        self._prefills.append(prefill - sum(map(len, drafted.values())) if drafted else prefill)
+        self._prefills.append(prefill - sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items()))
         # vLLM waits for the step before this one, and breaks where there is none.
         due = self.tracker.due
         if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):

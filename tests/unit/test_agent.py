@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent import hooks
@@ -13,9 +14,6 @@ from meridian_agent.directives import CAPS, ORDER, Outcome
 from meridian_agent.link import Link
 from meridian_agent.tracker import RequestInfo
 from tests.fakes.engine import MARKERS, START
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def scheduler_of() -> Any:
@@ -81,3 +79,29 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
         agent._hear_backend(backend)
         assert (agent.backend, len(restarts)) == (backend, said)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "drafted", "prompt"),
+    [
+        ({"a": 1, "b": 30}, {}, 29),
+        ({"a": 4, "b": 30}, {"a": 3}, 29),
+        # A diffusion model scores a canvas and samples nothing after it.
+        ({"a": 4}, {"a": 4}, 0),
+        ({"a": 4, "b": 30}, {"a": 4}, 29),
+    ],
+)
+def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
+    monkeypatch: pytest.MonkeyPatch, scheduled: dict[str, int], drafted: dict[str, int], prompt: int
+) -> None:
+    link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    scheduler = scheduler_of()
+    agent = Agent(scheduler, MARKERS, link, KNOWN)
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_spec_decode_tokens={name: [7] * drafts for name, drafts in drafted.items()},
+        total_num_scheduled_tokens=sum(scheduled.values()),
+    )
+    agent.after_schedule(scheduler, output)
+    assert list(agent._prefills) == [prompt]
