@@ -466,7 +466,7 @@ async def test_grpc_is_done_with_a_call_that_has_ended(control: Control) -> None
             call = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=20))
             next(iter(call))
             end(call)
-            return not call.add_callback(int)
+            return not call.add_callback(lambda: None)
 
     assert all([await asyncio.to_thread(over) for _ in range(20)])
 
