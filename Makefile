@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Where the environment forbids to keep compiled Python, each of many processes compiles the same files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 SIDE_BY_SIDE := -n 3 --dist loadscope --no-loadscope-reorder
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
