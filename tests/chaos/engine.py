@@ -84,12 +84,14 @@ class Engine:
         self._guard: Any = getattr(scheduler, "_guard", None)
         self._report = Report()
         self._work = Work(llm) if settings.get("metered") else None
+        # Seconds between two steps.
+        self._pause_s = settings.get("pause_s", 0.0)
         self._running = False
         self._stepped_s = self._looked_s = 0.0
 
     def serve(self, connection: Connection[Any, Any]) -> None:
         while True:
-            while not self._running or connection.poll(0):
+            while not self._running or connection.poll(self._pause_s):
                 command = connection.recv()
                 if command == "stop":
                     return

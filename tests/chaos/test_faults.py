@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.chaos.driver import Engine
+from tests.chaos.driver import LOAD, Engine
 from tests.chaos.network import NoNamespacesError
 from tests.chaos.scene import FAULTS, TARGET, Fault, Scene
 from tests.needed import NETWORK
@@ -31,7 +31,9 @@ CAPPED: dict[str, Any] = {
     "entropy": {"shadow": True},
 }
 # Requests that are awaited during a fault; those of them that began after the leases were over count.
-DURING = 12
+DURING = 6
+# Between two steps: the engine shares its core with other tests.
+PAUSE_S = 0.01
 # A fault that ends no lease for good goes on for so long.
 LASTS_S = 2.5
 # Against hanging. A fault lasts until requests were served under it, so a step that waits for its end waits for ever.
@@ -115,7 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> I
     except NoNamespacesError as error:
         pytest.skip(f"{error}; {NETWORK.reason}")
     within, forks = scene.network.within("engine"), {"GRPC_ENABLE_FORK_SUPPORT": "1"}
-    engine = Engine(folder, "chaos", TARGET, within, environment=forks)
+    engine = Engine(folder, "chaos", TARGET, within, load={**LOAD, "pause_s": PAUSE_S}, environment=forks)
     try:
         engine.ready()
         engine.run()
