@@ -84,7 +84,9 @@ def main() -> None:
     try:
         # Both start at the same time. Beside those that are alone none is needed, unless something fails.
         if not build.alone:
-            stock.start()
+            from vllm import LLM  # noqa: F401
+
+            stock.start("fork")
         try:
             engine = start(build, control, stock)
             reason = "" if build.alone else cannot(stock)

@@ -6,14 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.engine.matrix.asks import Answer, Ask, generate
 from tests.engine.matrix.builds import BUILDS, prepare
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.process import BaseProcess
 
 
 # How often it has to draw the same tokens before another engine is held against it.
@@ -48,14 +48,15 @@ class Stock:
 
     def __init__(self, build_name: str) -> None:
         self._build_name = build_name
-        self._process: SpawnProcess | None = None
+        self._process: BaseProcess | None = None
 
-    def start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, self._build_name))
+    def start(self, method: Literal["fork", "spawn"] = "spawn") -> None:
+        """A fork has what this process has imported; that saves the import of vLLM, while no engine runs here yet."""
+        context: Any = multiprocessing.get_context(method)
+        self._pipe, theirs = context.Pipe()
+        self._process = process = context.Process(target=_serve, args=(theirs, self._build_name))
         control = os.environ.pop("MERIDIAN_CONTROL", "")
-        self._process.start()
+        process.start()
         os.environ["MERIDIAN_CONTROL"] = control
         theirs.close()
 
