@@ -43,7 +43,7 @@ UNRULED: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 FULL = 16
 HOUR_S = 3600.0
 # In batches as a client sends them; the first ones warm up what the engine keeps.
-SHORT, BATCH = 5_000, 500
+SHORT, BATCH = 3_000, 300
 # Of the whole engine, which has only just begun to serve; what Python holds is looked at more closely.
 MAX_GROWTH_MB = 96
 

@@ -101,7 +101,7 @@ KINDS = ["random", "peaked", "flat", "tied", "masked", "equal"]
 VOCABULARIES = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 511, 512, 513, 1023, 1024, 1031, 3001, 4096]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_shape(small: HostKernels, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
