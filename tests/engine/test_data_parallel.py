@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.engine.test_served import TOGETHER, Served, all_of
+from tests.engine.test_served import Served, all_of
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
 CAP = 10
-RANKS = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "64")
+RANKS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--num-gpu-blocks-override", "64")
 
 
 async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
     """Named after what the pod is called, with its own steps, decisions and caps; requests go to both."""
     control = Control(tmp_path)
-    served = Served(tmp_path, control.target, options=RANKS, more={**TOGETHER, "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
     def obey(revision: int) -> dict[str, fleet_pb2.Engine] | None:
         found = {engine.engine_id: engine for engine in control.engines()}

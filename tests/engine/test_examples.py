@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.data import maze
+from tests.engine.test_served import APART, TOGETHER
 from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, wait_for
 
 if TYPE_CHECKING:
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
 CAP = 12
-EXAMPLES = {"llm": "meridian", "async_llm": ""}
+# What VLLM_PLUGINS says for each, and whether engine core and worker are one process.
+EXAMPLES = {"llm": ("meridian", APART), "async_llm": ("", TOGETHER)}
 OPTIONS = ["--model", str(MODEL), "--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
 OPTIONS += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "2"]
 
 
 def start(name: str, control: Control, folder: Path) -> subprocess.Popen[str]:
     """VLLM_PLUGINS lists our plugin for one of the two, and is not set for the other."""
+    plugins, processes = EXAMPLES[name]
     env = {**os.environ, **ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": name}
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "MERIDIAN_STATE_DIR": str(folder / name)}
+    env |= {**processes, "MERIDIAN_STATE_DIR": str(folder / name)}
     env.pop("VLLM_PLUGINS", None)
-    if EXAMPLES[name]:
-        env["VLLM_PLUGINS"] = EXAMPLES[name]
+    if plugins:
+        env["VLLM_PLUGINS"] = plugins
     command = [sys.executable, str(ROOT / "deploy" / "examples" / f"{name}.py"), *OPTIONS]
     with (folder / f"{name}.err").open("w") as errors:
         pipe = subprocess.PIPE

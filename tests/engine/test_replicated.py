@@ -11,7 +11,7 @@ import grpc
 import pytest
 from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from tests.engine.test_served import ROUNDS, TOGETHER, Served, all_of
+from tests.engine.test_served import ROUNDS, Served, all_of
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
 from tests.processes import wait_for
@@ -50,7 +50,7 @@ def replicated(folder: Path, postgres: Postgres) -> Iterator[Replicated]:
 @pytest.fixture(scope="module")
 def served(replicated: Replicated) -> Iterator[Served]:
     targets = ",".join(process.target for process in replicated.processes)
-    served = Served(replicated.folder, targets, more=TOGETHER)
+    served = Served(replicated.folder, targets)
     wait_for(served.ready, 180, "vLLM to serve")
     yield served
     served.process.stop()

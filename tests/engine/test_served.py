@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tests.certificates import Issued
 
 # Enough that most of it is still to come when the first rows are seen.
-ROUNDS = 8
+ROUNDS = 5
 PROMPTS = maze.prompts(6, seed=5)
-# Core and worker are one process, as vLLM has them on a GPU; on a CPU it makes two of them otherwise.
-TOGETHER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Core and worker are one process, as vLLM has them on a GPU, or two, as it has them on a CPU.
+TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 class Served:
@@ -49,7 +49,7 @@ class Served:
         command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        env |= TOGETHER
         # Its own: another server of the same name has left settings that hold without a control plane.
         env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")
         if own is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tests.engine import ENGINE_ARGS
-from tests.engine.test_served import Served
+from tests.engine.test_served import APART, TOGETHER, Served
 from tests.processes import ENGINE_ENV, MODEL, Process, wait_for
 from tests.soak import watch
 from tests.soak.clients import Clients
@@ -53,9 +53,9 @@ class Load:
         self.rates: picture.Rates = []
         self.began = 0.0
         self._steps = 0
-        self.server = Served(out, control, options=OPTIONS, more={**ENV, **(env or {})})
+        self.server = Served(out, control, options=OPTIONS, more={**APART, **ENV, **(env or {})})
         answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
-        self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, "MERIDIAN_CONTROL": ""})
+        self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, **TOGETHER, "MERIDIAN_CONTROL": ""})
 
     async def begin(self, untouched: Callable[[], int]) -> None:
         """Wait until the server is up and stock vLLM's answers are known; then there are `clients`, and time begins."""
@@ -80,7 +80,7 @@ class Load:
     async def watch(self, others: Callable[[], dict[str, int]] = dict, more: Callable[[], str] = str) -> None:
         """Sample the processes, the `others` by role too, and show how it goes, with `more`; until cancelled."""
         roles = watch.roles(self.server.process.popen.pid)
-        assert len(roles) == 3, f"vLLM's processes are {roles}"
+        assert {watch.FRONT, watch.CORE} <= roles.keys(), f"vLLM's processes are {roles}"
         rated, shown = (0.0, 0, 0), 0.0
         while True:
             now = time.monotonic() - self.began

@@ -18,6 +18,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.trace import TraceWriter, read
 from tests.contract.test_record import stream_of
+from tests.engine.test_served import TOGETHER
 from tests.fakes.agent import FakeAgent
 from tests.processes import Control, wait_for
 from tests.soak import asks, trace, watch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-SECONDS, SEED = 15.0, 4
+SECONDS, SEED = 8.0, 4
 STOCK = [7, 8, asks.END, 20, 21]
 
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(folder: Path) -> dict[str, Any]:
-    return asyncio.run(Soak(folder, SEED, SECONDS, clients=4).run())
+    return asyncio.run(Soak(folder, SEED, SECONDS, clients=4, env=TOGETHER).run())
 
 
 @pytest.mark.engine
