@@ -98,6 +98,8 @@ class InFront:
         self._results = results
         self._made: list[Any] = []
         self._number = itertools.count()
+        # The test under way.
+        self._test = ""
         self.counts = {"schedulers": 0, "steps": 0, "worked": 0}
         if ARM == "live":
             self.counts |= {"connected": 0, "answered": 0}
@@ -142,19 +144,32 @@ class InFront:
         return after_schedule
 
     def _update_from_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = original(scheduler, *args, **kwargs)
-            if ARM == "live" and scheduler._agent is not None:
-                link = scheduler._keeper.link
-                link.outbox.wake()
-                step = scheduler.current_step
-                if link.connected and not link.idle:
-                    self.counts["answered"] += self._wait(
-                        lambda: _answered(link, step), f"no answer to the report of step {step}"
-                    )
+        def update_from_output(scheduler: Any, planned: Any, computed: Any, *args: Any, **kwargs: Any) -> Any:
+            agent = scheduler._agent
+            record = agent.tracker.record if agent is not None else None
+            outputs = original(scheduler, planned, computed, *args, **kwargs)
+            if ARM == "live" and agent is not None and agent is scheduler._agent:
+                self._hold(agent, record, computed)
             return outputs
 
         return update_from_output
+
+    def _hold(self, agent: Any, record: Any, computed: Any) -> None:
+        """Wait for the answer to a step's report.
+
+        The agent rightly reports no step that computed nothing and found all as it was, whose record goes on being
+        filled, and none before the first that began on this stream.
+        """
+        link = agent.link
+        link.outbox.wake()
+        if not link.connected:
+            self._problem("the stream has ended before its test")
+        elif agent.tracker.record is not record and link.outbox.follows:
+            self.counts["answered"] += self._wait(
+                lambda: _answered(link, record.step), f"no answer to the report of step {record.step}"
+            )
+        elif computed.req_ids and not link.inbox.new_stream_waits():
+            self._problem("no report of a step that computed something")
 
     def _wait(self, condition: Callable[[], bool], otherwise: str) -> bool:
         deadline = time.monotonic() + PATIENCE_S
@@ -167,7 +182,10 @@ class InFront:
 
     def _problem(self, text: str) -> None:
         if len(self.problems) < MOST_NAMED:
-            self.problems.append(f"{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}: {text}")
+            self.problems.append(f"{self._test}: {text}")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._test = nodeid
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
@@ -189,10 +207,9 @@ class InFront:
 
 
 def _answered(link: Any, step: int) -> bool:
-    """Whether the report of this step is answered. Of several with that number, as a pipeline leaves, the last."""
+    """Whether the report of this step is answered."""
     waiting = (message.step for message in list(link.inbox.messages) if message is not None)
-    heard = link.unheard_s() == 0 and max(link.inbox.answered_step, *waiting, 0) >= step
-    return heard or not link.connected
+    return step <= link.inbox.answered_step or any(step <= answered for answered in waiting)
 
 
 def _break(how: str) -> None:
