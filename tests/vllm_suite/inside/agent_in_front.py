@@ -98,8 +98,9 @@ class InFront:
         self._results = results
         self._made: list[Any] = []
         self._number = itertools.count()
-        # The test under way.
+        # The test under way; what vLLM itself had for the clients in the newest step.
         self._test = ""
+        self._stock_told: list[Any] = []
         self.counts = {"schedulers": 0, "steps": 0, "worked": 0}
         if ARM == "live":
             self.counts |= {"connected": 0, "answered": 0}
@@ -112,6 +113,7 @@ class InFront:
 
         # Wherever a test has the class from, and whatever it derives from it.
         Scheduler.__new__ = lambda chosen, *_, **__: object.__new__(governed(chosen))
+        Scheduler.update_from_output = self._stock_update(Scheduler.update_from_output)
         for name in ("__init__", "schedule", "_after_schedule", "update_from_output"):
             setattr(GovernedScheduler, name, getattr(self, f"_{name.strip('_')}")(getattr(GovernedScheduler, name)))
 
@@ -143,11 +145,23 @@ class InFront:
 
         return after_schedule
 
+    def _stock_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """vLLM's own, beneath the agent: its tests hardly look at what clients are told."""
+
+        def update(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = original(scheduler, *args, **kwargs)
+            self._stock_told = _told(outputs)
+            return outputs
+
+        return update
+
     def _update_from_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(scheduler: Any, planned: Any, computed: Any, *args: Any, **kwargs: Any) -> Any:
             agent = scheduler._agent
             record = agent.tracker.record if agent is not None else None
             outputs = original(scheduler, planned, computed, *args, **kwargs)
+            if _told(outputs) != self._stock_told:
+                raise AssertionError("the agent has changed what clients are told")
             if ARM == "live" and agent is not None and agent is scheduler._agent:
                 self._hold(agent, record, computed)
             return outputs
@@ -204,6 +218,12 @@ class InFront:
 
     def pytest_sessionfinish(self) -> None:
         self._results.say(counts=self.counts, problems=self.problems)
+
+
+def _told(outputs: Any) -> list[Any]:
+    """What a step has for the clients."""
+    told = [(client, output) for client, said in outputs.items() for output in said.outputs]
+    return [(client, o.request_id, list(o.new_token_ids), o.finish_reason) for client, o in told]
 
 
 def _answered(link: Any, step: int) -> bool:
