@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from deploy.dashboards import DASHBOARDS
-from meridian_control.catalogue import markdown
+from meridian_control.telemetry.catalogue import markdown
 
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decision_log import DecisionLog, Journal
-from meridian_control.session import Session
-from meridian_control.tracing import Tracing
+from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.session.session import Session
+from meridian_control.telemetry.request_traces import Tracing
 from tests.contract.test_tracing import Collector
 from tests.fakes.tables import policy
 from tests.unit.test_session import NOW, Stream

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from meridian_control.access import Access
-from meridian_control.audit import AuditLog
-from meridian_control.gate import Gate
-from meridian_control.limits import Limiter, Limits
+from meridian_control.access.audit_log import AuditLog
+from meridian_control.access.interceptor import Gate
+from meridian_control.access.rate_limits import Limiter, Limits
+from meridian_control.access.roles import Access
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from meridian_control.database import Database
+    from meridian_control.storage.database import Database
 
 
 @asynccontextmanager

@@ -10,22 +10,22 @@ import grpc
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_agent import credentials as agent
-from meridian_control.access import Access
-from meridian_control.database import Database
-from meridian_control.fleet import Fleet
-from meridian_control.policy import Policy
-from meridian_control.server import ControlServer
-from meridian_control.store import EMPTY_ETAG, PolicyStore
-from meridian_control.tls import server_credentials
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.access.roles import Access
+from meridian_control.access.server_tls import server_credentials
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.credentials import Credentials
-    from meridian_control.limits import Limits
+    from meridian_control.access.client_credentials import Credentials
+    from meridian_control.access.rate_limits import Limits
 
 # By common name; "nobody" has a certificate and no role.
 ROLES = ("viewer", "operator", "admin", "agent")

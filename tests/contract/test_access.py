@@ -18,9 +18,9 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
 from meridian_agent import credentials as agent_credentials
-from meridian_control import server as control_server
-from meridian_control.access import OPEN, RULES, Role, rule_of
-from meridian_control.credentials import Credentials
+from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.roles import OPEN, RULES, Role, rule_of
+from meridian_control.server import server as control_server
 from tests.certificates import DAY, Authority
 from tests.contract.secured import ACCESS, ROLES, Clients, Secured, securing
 from tests.fakes.agent import hello

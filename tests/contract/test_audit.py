@@ -13,13 +13,13 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from meridian_control import audit as audit_module
-from meridian_control.access import Access
-from meridian_control.audit import AuditLog, Call, Outcome, wanted
-from meridian_control.ctl import app
-from meridian_control.database import Database
-from meridian_control.gate import MAX_REQUEST_BYTES, Gate
-from meridian_control.limits import Limiter, Limits
+from meridian_control.access import audit_log as audit_module
+from meridian_control.access.audit_log import AuditLog, Call, Outcome, wanted
+from meridian_control.access.interceptor import MAX_REQUEST_BYTES, Gate
+from meridian_control.access.rate_limits import Limiter, Limits
+from meridian_control.access.roles import Access
+from meridian_control.cli.main import app
+from meridian_control.storage.database import Database
 from tests.contract.secured import Clients, Secured, securing
 from tests.fakes.agent import hello
 

@@ -18,16 +18,16 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 from typer.testing import CliRunner, Result
 
-from meridian_control.console import error_lines
-from meridian_control.ctl import app
-from meridian_control.ctl_top import end
-from meridian_control.database import Database
-from meridian_control.errors import NotFound
-from meridian_control.fields import Subject
-from meridian_control.policy import Who
-from meridian_control.policy_forms import parse_toml
-from meridian_control.policy_service import PolicyService
-from meridian_control.store import PolicyStore
+from meridian_control.cli.console import error_lines
+from meridian_control.cli.main import app
+from meridian_control.cli.top import end
+from meridian_control.common.errors import NotFound
+from meridian_control.policy.diff import Subject
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import Who
+from meridian_control.policy.store import PolicyStore
+from meridian_control.server.policy_service import PolicyService
+from meridian_control.storage.database import Database
 from tests.contract.gated import gated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -441,7 +441,7 @@ def heeds_interrupts() -> None:
 
 async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
     control.fleet.engines = [engine("engine-7", 1)]
-    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "top", "--interval-ms", "50"]
+    command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()", "top", "--interval-ms", "50"]
     environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts

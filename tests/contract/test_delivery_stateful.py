@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from meridian.v1 import agent_pb2, policy_pb2, policy_pb2_grpc
 
-from meridian_control.database import Database
-from meridian_control.fleet import Fleet
-from meridian_control.policy import Policy
-from meridian_control.server import ControlServer
-from meridian_control.store import EMPTY_ETAG, PolicyStore
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
 from tests.contract.test_replicas import leased
 from tests.contract.test_stream import utc_now
 from tests.fakes.linked import LinkedEngine, until

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from meridian.v1 import policy_pb2
 
-from meridian_control import server as control_server
-from meridian_control.access import Access
-from meridian_control.session import Session
+from meridian_control.access.roles import Access
+from meridian_control.server import server as control_server
+from meridian_control.session.session import Session
 from tests.contract.secured import Clients
 from tests.contract.test_metrics import value
 from tests.contract.test_open_access import HERE, opened

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
-from meridian_control.database import Database
-from meridian_control.errors import NotFound
-from meridian_control.freezes import Freeze, FreezeStore, Match
+from meridian_control.common.errors import NotFound
+from meridian_control.fleet.freeze_store import Freeze, FreezeStore, Match
+from meridian_control.storage.database import Database
 from tests.contract.test_ctl import FAILED, INVALID, OK, run
 from tests.contract.test_server import Process
 from tests.contract.test_stream import controlling

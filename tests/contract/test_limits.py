@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
-from meridian_control.errors import TooMany
-from meridian_control.limits import Kind, Limiter, Limits, Rate
+from meridian_control.access.rate_limits import Kind, Limiter, Limits, Rate
+from meridian_control.common.errors import TooMany
 from tests.contract.secured import Clients, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
@@ -61,7 +61,7 @@ def test_places() -> None:
 
 
 def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meridian_control.limits.REMEMBERED", 10)
+    monkeypatch.setattr("meridian_control.access.rate_limits.REMEMBERED", 10)
     clock = Clock()
     limiter = Limiter(Limits(calls_per_s=1.0, burst=1), clock)
     limiter.place(Kind.CALL, "a").close()
@@ -148,7 +148,7 @@ async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> N
 
 
 async def test_who_says_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meridian_control.server.HELLO_S", 0.05)
+    monkeypatch.setattr("meridian_control.server.server.HELLO_S", 0.05)
     async with securing(tmp_path) as secured, secured.channel("agent") as channel:
         call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from meridian_control.catalogue import CATALOGUE
-from meridian_control.metrics import of_limit
-from meridian_control.rollout import Reading
+from meridian_control.rollout.transitions import Reading
+from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.test_rollout import ALL, CANARY, starting
 from tests.contract.test_server import Process
 from tests.fakes.linked import LinkedEngine, until
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from meridian_control.catalogue import Entry
+    from meridian_control.telemetry.catalogue import Entry
 
 OURS = ("meridian_", "grpc_")
 

@@ -17,17 +17,17 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
 
-from meridian_control import server as control_server
-from meridian_control.access import Access, Role, rule_of
-from meridian_control.credentials import Credentials
-from meridian_control.database import Database
-from meridian_control.fleet import Fleet
-from meridian_control.peers import Peers
-from meridian_control.replicas import Replica, own_host
-from meridian_control.server import ControlServer
-from meridian_control.store import PolicyStore
-from meridian_control.tls import server_credentials
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.roles import Access, Role, rule_of
+from meridian_control.access.server_tls import server_credentials
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.cluster.membership import Replica, own_host
+from meridian_control.cluster.peers import Peers
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.store import PolicyStore
+from meridian_control.server import server as control_server
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
 from tests.certificates import Authority
 from tests.contract.secured import Clients, utc_now
 from tests.fakes.agent import hello

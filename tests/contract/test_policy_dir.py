@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.database import Database
-from meridian_control.errors import PolicyError
-from meridian_control.policy import Policy
-from meridian_control.policy_dir import AUTHOR, PolicyDirectory
-from meridian_control.policy_forms import parse_toml
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.common.errors import PolicyError
+from meridian_control.policy.directory import AUTHOR, PolicyDirectory
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.storage.database import Database
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:

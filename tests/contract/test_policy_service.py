@@ -15,13 +15,13 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
-from meridian_control.database import Database
-from meridian_control.errors import MAX_MESSAGE_CHARS, NotFound
-from meridian_control.fields import Subject
-from meridian_control.policy import Policy, Who
-from meridian_control.policy_forms import parse_toml, to_proto
-from meridian_control.policy_service import PolicyService
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.common.errors import MAX_MESSAGE_CHARS, NotFound
+from meridian_control.policy.diff import Subject
+from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.server.policy_service import PolicyService
+from meridian_control.storage.database import Database
 from tests.contract.gated import gated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

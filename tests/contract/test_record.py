@@ -16,11 +16,11 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
-from meridian_control import policy_forms as forms
-from meridian_control import recording
-from meridian_control.episodes import collect
-from meridian_control.session import Session
-from meridian_control.trace import read
+from meridian_control.fleet import recording
+from meridian_control.offline.episodes import collect
+from meridian_control.offline.trace_file import read
+from meridian_control.policy import formats as forms
+from meridian_control.session.session import Session
 from tests.contract.test_ctl import FakeFleet, heeds_interrupts, run
 from tests.contract.test_stream import Control, bad_slot, call_to, controlling, failure
 from tests.fakes import traces
@@ -257,7 +257,7 @@ async def test_record_for_a_while(control: Control, tmp_path: Path) -> None:
 
 async def test_record_until_interrupted(control: Control, tmp_path: Path) -> None:
     out = tmp_path / "a.trace"
-    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", "record", str(out)]
+    command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()", "record", str(out)]
     environment = {**os.environ, "MERIDIAN_SERVER": control.target}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts

@@ -13,15 +13,15 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control import policy_dir
-from meridian_control.database import Database
-from meridian_control.fleet import Fleet
-from meridian_control.policy_forms import parse_toml, to_proto
-from meridian_control.rollout_driver import Rollouts
-from meridian_control.rollout_store import RolloutStore
-from meridian_control.server import ControlServer
-from meridian_control.store import PolicyStore
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy import directory as policy_dir
+from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.policy.store import PolicyStore
+from meridian_control.rollout.driver import Rollouts
+from meridian_control.rollout.store import RolloutStore
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
 from tests.contract.test_ctl import FAILED, INVALID, OK, run
 from tests.contract.test_server import Process
 from tests.fakes.agent import hello

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
-from meridian_control import server as control_server
-from meridian_control.paging import MAX_PAGE_SIZE, page
+from meridian_control.common.paging import MAX_PAGE_SIZE, page
+from meridian_control.server import server as control_server
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 
-from meridian_control.errors import StoreUnavailable
-from meridian_control.freezes import Match
-from meridian_control.rollout import By
-from meridian_control.rollout_driver import STORE_S, Rollouts
-from meridian_control.rollout_plan import Plan
-from meridian_control.rollout_store import RolloutStore
-from meridian_control.status_page import FILES, MAX_VIEWERS, StatusPage
-from meridian_control.store import PolicyStore
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet.freeze_store import Match
+from meridian_control.policy.store import PolicyStore
+from meridian_control.rollout.driver import STORE_S, Rollouts
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.store import RolloutStore
+from meridian_control.rollout.transitions import By
+from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
 from tests.contract.test_stream import Control, controlling, utc_now
 from tests.contract.test_why import one_life
 from tests.fakes.linked import LinkedEngine, until

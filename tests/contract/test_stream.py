@@ -18,14 +18,14 @@ from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from meridian_agent.messages import decisions_in
 from meridian_agent.outbox import RING_RECORDS
 from meridian_agent.tracker import StepRecord
-from meridian_control import fleet
-from meridian_control.database import Database
-from meridian_control.errors import StoreUnavailable
-from meridian_control.fleet import QUEUE_MESSAGES, Fleet
-from meridian_control.requests import MAX_SLOTS
-from meridian_control.server import ControlServer
-from meridian_control.store import PolicyStore, StoredRevision
-from meridian_control.whole_fleet import WholeFleet
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.decisions.request_table import MAX_SLOTS
+from meridian_control.fleet import fleet
+from meridian_control.fleet.fleet import QUEUE_MESSAGES, Fleet
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 
 def utc_now() -> datetime:

@@ -19,9 +19,9 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.phases import FLAG_SENTENCE
-from meridian_control import decision_file as files
-from meridian_control import policy_forms as forms
-from meridian_control.decision_log import DecisionLog, Logged
+from meridian_control.decision_log import jsonl_file as files
+from meridian_control.decision_log.log import DecisionLog, Logged
+from meridian_control.policy import formats as forms
 from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, heeds_interrupts, run
 from tests.contract.test_ctl import Control as FakeControl
 from tests.contract.test_ctl import control as fake_control  # noqa: F401 - a fixture
@@ -286,7 +286,7 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         termios.tcsetwinsize(self.slave, (24, 100))
         self.before = termios.tcgetattr(self.slave)
-        self.command = [sys.executable, "-c", "from meridian_control.ctl import main; main()", *arguments]
+        self.command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()", *arguments]
         # The terminal alone says how it is: Rich believes these variables before the terminal.
         inherited = {name: value for name, value in os.environ.items() if name not in RICH_VARIABLES}
         self.environment = {**inherited, "MERIDIAN_SERVER": address, "TERM": "xterm"}
@@ -380,7 +380,7 @@ async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:
     ],
 )
 async def test_completion(words: str, expected: set[str]) -> None:
-    command = [sys.executable, "-c", "from meridian_control.ctl import main; main()"]
+    command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()"]
     environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)

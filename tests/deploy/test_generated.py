@@ -13,7 +13,7 @@ import yaml
 
 from deploy.dashboards import DASHBOARDS
 from deploy.generate import ADDONS, HERE, RULES, generated
-from meridian_control.catalogue import CATALOGUE
+from meridian_control.telemetry.catalogue import CATALOGUE
 from tests.needed import PROMTOOL
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from deploy.generate import ADDONS, HERE
-from meridian_control.access import Identities
-from meridian_control.options import parser
+from meridian_control.access.roles import Identities
+from meridian_control.app.flags import parser
 from tests.needed import KUSTOMIZE
 
 if TYPE_CHECKING:

@@ -91,6 +91,6 @@ def sampling(params: dict[str, Any], **more: Any) -> Any:
 
 def engines_of(control: Control) -> str:
     """What `meridianctl engines` prints, on one line."""
-    program = "from meridian_control.ctl import main; main()"
+    program = "from meridian_control.cli.main import main; main()"
     command = [sys.executable, "-c", program, "--server", control.target, "engines"]
     return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

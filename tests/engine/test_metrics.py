@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
-from meridian_control.catalogue import AGENTS, CATALOGUE, ENGINES
+from meridian_control.telemetry.catalogue import AGENTS, CATALOGUE, ENGINES
 from tests.engine import cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.policy import Policy
-from meridian_control.requests import OUTPUT, THINK, RequestTable
+from meridian_control.decisions.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

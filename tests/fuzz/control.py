@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control import policy as schema
-from meridian_control import policy_forms as forms
-from meridian_control.dispatch import WARM_STEPS
-from meridian_control.errors import MeridianError, PolicyError
-from meridian_control.fleet import Fleet
-from meridian_control.ledger import MAX_OPEN_DECISIONS
-from meridian_control.requests import MAX_SLOTS
+from meridian_control.common.errors import MeridianError, PolicyError
+from meridian_control.decisions.dispatch import WARM_STEPS
+from meridian_control.decisions.request_table import MAX_SLOTS
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+from meridian_control.session.decision_ledger import MAX_OPEN_DECISIONS
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored
@@ -26,7 +26,7 @@ from tests.sim.policies import draw
 if TYPE_CHECKING:
     import random
 
-    from meridian_control.fleet import Connection
+    from meridian_control.fleet.fleet import Connection
 
     Case = list[fleet_pb2.TraceRecord]
 

@@ -16,10 +16,11 @@ from google.protobuf.message import DecodeError
 from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_agent import overrides
-from meridian_control import contexts, trace
-from meridian_control import policy_forms as forms
-from meridian_control.errors import PolicyError
-from meridian_control.policy import Policy, Who
+from meridian_control.cli import contexts
+from meridian_control.common.errors import PolicyError
+from meridian_control.offline import trace_file as trace
+from meridian_control.policy import formats as forms
+from meridian_control.policy.model import Policy, Who
 from tests.fuzz.hostile import DOUBLES, LONG, TEXTS, Hostile
 from tests.sim.policies import draw
 

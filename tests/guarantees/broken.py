@@ -13,7 +13,11 @@ GUARD, STATE, STANDING = "meridian_agent/guard.py", "meridian_agent/state.py", "
 PROBING, RING, RECLAIM = "meridian_agent/probing.py", "meridian_agent/ring.py", "meridian_agent/reclaim.py"
 QUEUES, PLUGIN, HOOKS = "meridian_agent/queues.py", "meridian_agent/plugin.py", "meridian_agent/hooks.py"
 OUTBOX, DIRECTIVES = "meridian_agent/outbox.py", "meridian_agent/directives.py"
-SIGNALS, STORE, OBSERVE = "kernels/meridian_kernels/cpu.py", "meridian_control/store.py", "meridian_agent/observe.py"
+SIGNALS, STORE, OBSERVE = (
+    "kernels/meridian_kernels/cpu.py",
+    "meridian_control/policy/store.py",
+    "meridian_agent/observe.py",
+)
 
 STOCK = "With the agent off, in shadow"
 EXACT = "Thinking ends after exactly the cap's number"
@@ -213,7 +217,7 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         DURABLE,
         "SQLite does not wait for the disk",
-        "meridian_control/database.py",
+        "meridian_control/storage/database.py",
         "synchronous=FULL",
         "synchronous=OFF",
         "tests/unit/test_store.py::test_durability_settings",

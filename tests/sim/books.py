@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
     from meridian_agent.link import Arrived
-    from meridian_control.session import Session
+    from meridian_control.session.session import Session
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants
     from tests.sim.network import SteppedLink

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.store import StoredRevision
+from meridian_control.policy.store import StoredRevision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 EPOCH = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 

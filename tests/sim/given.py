@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.delivery import model_of
+from meridian_control.session.settings_delivery import model_of
 
 if TYPE_CHECKING:
-    from meridian_control.policy import Policy
-    from meridian_control.session import Session
+    from meridian_control.policy.model import Policy
+    from meridian_control.session.session import Session
 
 
 class Given:

@@ -14,12 +14,12 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.directives import Outcome
 from meridian_agent.phases import FLAG_END, FLAG_FORCED
-from meridian_control.policy import Who
+from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
 if TYPE_CHECKING:
-    from meridian_control.policy import Policy
-    from meridian_control.session import Session
+    from meridian_control.policy.model import Policy
+    from meridian_control.session.session import Session
 
 ENTROPY_RULES = (agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI)
 GAUGES = ("round_trip_ms",)

@@ -13,9 +13,9 @@ QUEUES, PROBING, MASKS = "meridian_agent/queues.py", "meridian_agent/probing.py"
 ACCOUNTS, BLOCKS = "meridian_agent/accounts.py", "meridian_agent/blocks.py"
 OUTBOX = "meridian_agent/outbox.py"
 TRACKER, MESSAGES, SHARE = "meridian_agent/tracker.py", "meridian_agent/messages.py", "meridian_agent/dispatch.py"
-SESSION, ENDS = "meridian_control/session.py", "meridian_control/termination.py"
-FLEET, TABLE = "meridian_control/fleet.py", "meridian_control/requests.py"
-INTAKE, DELIVERY = "meridian_control/intake.py", "meridian_control/delivery.py"
+SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
+FLEET, TABLE = "meridian_control/fleet/fleet.py", "meridian_control/decisions/request_table.py"
+INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
 
 
 class Mutant(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent import link as link_module
 from meridian_agent.link import Link
 from meridian_agent.ring import Ring
-from meridian_control.errors import MeridianError
-from meridian_control.fleet import Fleet
+from meridian_control.common.errors import MeridianError
+from meridian_control.fleet.fleet import Fleet
 
 if TYPE_CHECKING:
     import random
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.fleet import Connection
-    from meridian_control.freezes import Freeze
-    from meridian_control.store import StoredRevision
+    from meridian_control.fleet.fleet import Connection
+    from meridian_control.fleet.freeze_store import Freeze
+    from meridian_control.policy.store import StoredRevision
     from tests.sim.clock import Timeline
     from tests.sim.invariants import Invariants
 

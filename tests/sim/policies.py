@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from meridian_control.policy import PER_REQUEST, Policy
-from meridian_control.sections import INT32_MAX, EntropyPolicy, FallbackPolicy, SchedulerPolicy
+from meridian_control.policy.model import PER_REQUEST, Policy
+from meridian_control.policy.schema import INT32_MAX, EntropyPolicy, FallbackPolicy, SchedulerPolicy
 
 if TYPE_CHECKING:
     import random
 
     from pydantic.fields import FieldInfo
 
-    from meridian_control.sections import Section
+    from meridian_control.policy.schema import Section
 
 LARGEST = 1e308
 # Values at which something happens within a few hundred tokens.

@@ -9,9 +9,9 @@ from collections import deque
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from meridian_control import policy_forms as forms
-from meridian_control.recording import given_freezes
-from meridian_control.session import Session
+from meridian_control.fleet.recording import given_freezes
+from meridian_control.policy import formats as forms
+from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
     from datetime import datetime

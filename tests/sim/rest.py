@@ -13,7 +13,7 @@ from meridian_agent.tracker import StepRecord
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.session import Session
+    from meridian_control.session.session import Session
     from tests.sim.engine import Engine
     from tests.sim.network import SteppedLink
 

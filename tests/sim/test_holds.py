@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from meridian_control.policy import Policy
+from meridian_control.policy.model import Policy
 from tests.sim.engine import Script, Shape, words
 from tests.sim.test_sim import EVERYWHERE, NEVER, started
 

@@ -21,9 +21,9 @@ from meridian_agent import outbox as outbox_module
 from meridian_agent import probing as probing_module
 from meridian_agent import scheduler as scheduler_module
 from meridian_agent.guard import Guard
-from meridian_control import dispatch
-from meridian_control import fleet as fleet_module
-from meridian_control.freezes import Freeze, Match
+from meridian_control.decisions import dispatch
+from meridian_control.fleet import fleet as fleet_module
+from meridian_control.fleet.freeze_store import Freeze, Match
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 # Small enough that rings and queues fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.policy_forms import to_proto
+from meridian_control.policy.formats import to_proto
 from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
 from tests.sim.policies import draw
 

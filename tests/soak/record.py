@@ -33,7 +33,7 @@ class Recording:
 
     def _begin(self) -> Process:
         self._files.append(self._out / f"{len(self._files)}.trace")
-        meridianctl = [sys.executable, "-c", "from meridian_control.ctl import main; main()"]
+        meridianctl = [sys.executable, "-c", "from meridian_control.cli.main import main; main()"]
         command = [*meridianctl, "--server", self._control.target, "record", str(self._files[-1])]
         return Process(command, self._out / "record.log")
 

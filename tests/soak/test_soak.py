@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.trace import TraceWriter, read
+from meridian_control.offline.trace_file import TraceWriter, read
 from tests.contract.test_record import stream_of
 from tests.engine.test_served import TOGETHER
 from tests.fakes.agent import FakeAgent

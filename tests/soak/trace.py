@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from meridian_agent.directives import Outcome
 from meridian_agent.phases import Phase
-from meridian_control import policy_forms as forms
-from meridian_control.trace import FileError, read
+from meridian_control.offline.trace_file import FileError, read
+from meridian_control.policy import formats as forms
 from tests.sim.invariants import Invariants
 from tests.sim.recorded import Replayed
 

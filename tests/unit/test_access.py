@@ -12,10 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from meridian_control.access import Access, Principal, Role, on_this_host
-from meridian_control.errors import PermissionDenied, Unauthenticated
-from meridian_control.reloaded import Reloaded
-from meridian_control.tokens import Tokens
+from meridian_control.access.bearer_tokens import Tokens
+from meridian_control.access.reloading_file import Reloaded
+from meridian_control.access.roles import Access, Principal, Role, on_this_host
+from meridian_control.common.errors import PermissionDenied, Unauthenticated
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,26 +11,38 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from meridian_control import calibration, frontier, sections
-from meridian_control import policy as schema
-from meridian_control import policy_forms as forms
-from meridian_control.calibration import Calibration, Goal, calibrate, first_half
-from meridian_control.ctl import app
-from meridian_control.episodes import collect
-from meridian_control.evidence import Area, harmful_bound
-from meridian_control.labels import Judge, from_labels, from_probes
-from meridian_control.replay import CAP, EAT_GATED, EAT_PARAGRAPH, EAT_SENTENCE, EAT_SETTLED, RANK, Replay, Rule, either
-from meridian_control.requests import RequestTable
-from meridian_control.sections import RankCondition
-from meridian_control.signals import add_eat_sample
-from meridian_control.trace import FileError
+from meridian_control.cli.main import app
+from meridian_control.decisions.request_table import RequestTable
+from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.offline import calibration
+from meridian_control.offline import calibration_report as frontier
+from meridian_control.offline.calibration import Calibration, Goal, calibrate, first_half
+from meridian_control.offline.correctness import Judge, from_labels, from_probes
+from meridian_control.offline.episodes import collect
+from meridian_control.offline.rule_replay import (
+    CAP,
+    EAT_GATED,
+    EAT_PARAGRAPH,
+    EAT_SENTENCE,
+    EAT_SETTLED,
+    RANK,
+    Replay,
+    Rule,
+    either,
+)
+from meridian_control.offline.statistics import Area, harmful_bound
+from meridian_control.offline.trace_file import FileError
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+from meridian_control.policy import schema as sections
+from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 REQUESTS = 120
 OK, FAILED, INVALID = range(3)

@@ -11,7 +11,7 @@ import pytest
 
 import meridian_control
 from meridian_control import MeridianConfig, PolicyError, load_config
-from meridian_control.policy import Policy
+from meridian_control.policy.model import Policy
 
 if TYPE_CHECKING:
     from pathlib import Path

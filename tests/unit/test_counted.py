@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.departed import FORGET_AFTER_S
-from meridian_control.fleet import Fleet
-from meridian_control.totals import Totals
+from meridian_control.fleet.departed import FORGET_AFTER_S
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.session.counters import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.test_session import CALIBRATED, EARLY, stream

@@ -17,11 +17,11 @@ from meridian_agent.messages import step_report
 from meridian_agent.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
 from meridian_agent.signals import StepSignals
 from meridian_agent.tracker import RequestInfo, StepRecord
-from meridian_control.decision_log import DecisionLog, Journal
-from meridian_control.explain import compared
-from meridian_control.requests import OUTPUT, PROMPT, THINK
-from meridian_control.session import Session
-from meridian_control.shadow import Comparison
+from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decision_log.messages import compared
+from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.session.session import Session
+from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.test_session import NOW
@@ -29,7 +29,7 @@ from tests.unit.test_session import NOW
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 SENTENCE, END, START = FLAG_SENTENCE, FLAG_MARKER | FLAG_END, FLAG_MARKER
 Token = tuple[int, int, float, int]

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
-from meridian_control.errors import InvalidRequest
-from meridian_control.fleet import Fleet
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.fleet.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
+from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.dispatch import (
+from meridian_control.decisions.dispatch import (
     DEADBAND,
     HEADROOM,
     MAX_SLACK_MS,
@@ -28,8 +28,8 @@ from meridian_control.dispatch import (
     ranks,
     share,
 )
-from meridian_control.requests import OUTPUT, PROMPT, THINK, RequestTable
-from meridian_control.sections import SchedulerPolicy
+from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.policy.schema import SchedulerPolicy
 from tests.fakes.tables import answering, table, thinking
 
 # Budgets of the step times below.

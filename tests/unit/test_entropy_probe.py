@@ -16,8 +16,8 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, checks, cuda, eat, reference, torch_ops
 
-from meridian_control import signals as control_signals
-from meridian_control.requests import RequestTable
+from meridian_control.decisions import signals as control_signals
+from meridian_control.decisions.request_table import RequestTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,7 +76,7 @@ def test_doubles_are_rounded_to_singles(make: Any) -> None:
 
 
 def test_the_numbers_are_the_control_planes() -> None:
-    """Bit for bit: what `meridian_control.signals` makes of the samples that an agent would report."""
+    """Bit for bit: what `meridian_control.decisions.signals` makes of the samples that an agent would report."""
     probe, table = EntropyProbe(0, ema_alpha=0.2), RequestTable(window_tokens=8)
     for n in range(40):
         row = logits_of(1, 1 + n % 7)[0]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.eviction import hold_admission, newly_unreachable, reusable_again
-from meridian_control.requests import PROMPT
-from meridian_control.sections import KvMemoryPolicy
+from meridian_control.decisions.eviction import hold_admission, newly_unreachable, reusable_again
+from meridian_control.decisions.request_table import PROMPT
+from meridian_control.policy.schema import KvMemoryPolicy
 from tests.fakes.tables import answering, table, thinking
 
 REUSABLE, UNREACHABLE = agent_pb2.EVICTION_TIER_REUSABLE, agent_pb2.EVICTION_TIER_UNREACHABLE

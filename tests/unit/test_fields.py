@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.fields import Change, Subject, diff, explain, spelled
-from meridian_control.policy import PER_REQUEST, Who
-from meridian_control.policy_forms import parse_toml
+from meridian_control.policy.diff import Change, Subject, diff, explain, spelled
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import PER_REQUEST, Who
 
 LEAVES = st.one_of(st.text(), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False))
 VALUES = st.recursive(

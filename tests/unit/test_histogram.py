@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from meridian_control.histogram import TIME_BOUNDS_S, TOKEN_BOUNDS, Histogram, time_histogram
+from meridian_control.common.histogram import TIME_BOUNDS_S, TOKEN_BOUNDS, Histogram, time_histogram
 
 
 def test_a_bound_belongs_to_the_bucket_below_it() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.policy_forms import load
+from meridian_control.policy.formats import load
 from tests import parsers
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from meridian.v1 import agent_pb2
 from meridian_agent.messages import mergeable, opened_message, step_report
 from meridian_agent.signals import StepSignals
 from meridian_agent.tracker import RequestInfo, StepRecord
-from meridian_control.merged import ages_ms
-from meridian_control.requests import COLUMNS, NO_TOKEN, RequestTable
+from meridian_control.decisions.request_table import COLUMNS, NO_TOKEN, RequestTable
+from meridian_control.session.merged_steps import ages_ms
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 

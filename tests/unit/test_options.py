@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meridian_control.options import access_notice, everybody_may_change, listener, parser
+from meridian_control.app.flags import access_notice, everybody_may_change, listener, parser
 
 OPEN = "What changes anything is taken from this host only"
 ALL = "may change everything (--insecure)"

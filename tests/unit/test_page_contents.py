@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.freezes import Freeze, Match
-from meridian_control.page_contents import condition, freeze_row, lasting, match_text, phases, plain
+from meridian_control.fleet.freeze_store import Freeze, Match
+from meridian_control.status_page.contents import condition, freeze_row, lasting, match_text, phases, plain
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

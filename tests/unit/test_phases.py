@@ -28,7 +28,7 @@ from meridian_agent.phases import (
     boundary_flag,
     initial_phase,
 )
-from meridian_control.requests import RequestTable
+from meridian_control.decisions.request_table import RequestTable
 
 # One token each; two spellings of one and two tokens; gpt-oss channels, which share their first token.
 SINGLE = Markers(((1,),), ((2,),))

@@ -14,10 +14,10 @@ from meridian.v1 import policy_pb2
 from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
-from meridian_control.errors import PolicyError
-from meridian_control.policy import Override, Policy, Who
-from meridian_control.policy_forms import find, from_proto, load, parse_toml, to_proto, to_toml
-from meridian_control.sections import (
+from meridian_control.common.errors import PolicyError
+from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
+from meridian_control.policy.model import Override, Policy, Who
+from meridian_control.policy.schema import (
     INT32_MAX,
     MAX_LEASE_MS,
     MIN_LEASE_MS,

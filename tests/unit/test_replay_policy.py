@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_control import policy_forms as forms
-from meridian_control.console import console
-from meridian_control.difference import Difference
-from meridian_control.difference_report import figures, tables
-from meridian_control.dispatch import WARM_STEPS
-from meridian_control.freezes import Freeze, Match
-from meridian_control.recording import down_record, freeze_records, hello_record, policy_record, up_record
-from meridian_control.rerun import Place
-from meridian_control.trace import FileError
+from meridian_control.cli.console import console
+from meridian_control.decisions.dispatch import WARM_STEPS
+from meridian_control.fleet.freeze_store import Freeze, Match
+from meridian_control.fleet.recording import down_record, freeze_records, hello_record, policy_record, up_record
+from meridian_control.offline.comparison_report import figures, tables
+from meridian_control.offline.policy_comparison import Difference
+from meridian_control.offline.policy_replay import Place
+from meridian_control.offline.trace_file import FileError
+from meridian_control.policy import formats as forms
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
@@ -30,7 +30,7 @@ from tests.unit.test_session import CALIBRATED, EARLY, Stream
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 # Every rule on, nothing applied, EAT measured densely: what a recording is made with.
 DENSE = policy(

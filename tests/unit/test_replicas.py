@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from sqlalchemy import text
 
-from meridian_control.database import Database
-from meridian_control.errors import NotLeading
-from meridian_control.options import advertised
-from meridian_control.replicas import FORGET_S, LEASE_S, MARGIN_S, Replica, Replicas
+from meridian_control.app.flags import advertised
+from meridian_control.cluster.membership import FORGET_S, LEASE_S, MARGIN_S, Replica, Replicas
+from meridian_control.common.errors import NotLeading
+from meridian_control.storage.database import Database
 from tests.postgres import Postgres
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent import phases
-from meridian_control import requests, rows
-from meridian_control.requests import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable
-from meridian_control.rows import FLAG_BOUNDARY
+from meridian_control.decisions import request_table as requests
+from meridian_control.decisions import token_rows as rows
+from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable
+from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
 

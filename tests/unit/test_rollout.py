@@ -10,12 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from meridian_control import rollout as rules
-from meridian_control.errors import PolicyError, RolloutEnded
-from meridian_control.histogram import TIME_BOUNDS_S
-from meridian_control.policy_forms import from_proto_as, parse_toml_as
-from meridian_control.rollout import By, Measured, Reading, Rollout, Sample, State, begin, p99, revision_of, tick
-from meridian_control.rollout_plan import Plan, position
+from meridian_control.common.errors import PolicyError, RolloutEnded
+from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.policy.formats import from_proto_as, parse_toml_as
+from meridian_control.rollout import transitions as rules
+from meridian_control.rollout.plan import Plan, position
+from meridian_control.rollout.transitions import (
+    By,
+    Measured,
+    Reading,
+    Rollout,
+    Sample,
+    State,
+    begin,
+    p99,
+    revision_of,
+    tick,
+)
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 BY = By(NOW, "ann", "why")

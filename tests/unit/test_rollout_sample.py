@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from meridian.v1 import fleet_pb2
 
-from meridian_control.histogram import time_histogram
-from meridian_control.rollout import By, Sample, begin
-from meridian_control.rollout_plan import Plan
-from meridian_control.rollout_sample import Sampler
+from meridian_control.common.histogram import time_histogram
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.sampler import Sampler
+from meridian_control.rollout.transitions import By, Sample, begin
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 ROLLOUT = begin(1, Plan.model_validate({"step": [{"percent": 50}]}), (1, 2), By(NOW))

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from meridian_control import rollout as rules
-from meridian_control.database import Database
-from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, RolloutActive, StoreUnavailable
-from meridian_control.policy_forms import parse_toml
-from meridian_control.rollout import By, Rollout, State
-from meridian_control.rollout_plan import Plan
-from meridian_control.rollout_store import RolloutStore
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound, RolloutActive, StoreUnavailable
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.rollout import transitions as rules
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.store import RolloutStore
+from meridian_control.rollout.transitions import By, Rollout, State
+from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
 OLD, NEW = parse_toml("fallback.lease_ms = 500"), parse_toml("fallback.lease_ms = 600")

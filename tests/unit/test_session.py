@@ -18,27 +18,27 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.messages import mergeable
 from meridian_agent.messages import step_report as merge
 from meridian_agent.phases import FLAG_SENTENCE
-from meridian_control import ledger
-from meridian_control.decision_log import DecisionLog, Journal
-from meridian_control.dispatch import WARM_STEPS
-from meridian_control.endings import LONG_ANSWER, MIN_ANSWERS
-from meridian_control.errors import InvalidRequest
-from meridian_control.groups import ROOM
-from meridian_control.histogram import TIME_BOUNDS_S
-from meridian_control.merged import MAX_STEPS
-from meridian_control.requests import MAX_SLOTS, MAX_TEXT, THINK
-from meridian_control.rows import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT
-from meridian_control.session import ACK_INTERVAL_S, Session
-from meridian_control.totals import Totals
-from meridian_control.views import engine_view, request_views
-from meridian_control.words import outcome_name
+from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decisions.dispatch import WARM_STEPS
+from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT, THINK
+from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT
+from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.session import decision_ledger as ledger
+from meridian_control.session.counters import Totals
+from meridian_control.session.effective_policies import ROOM
+from meridian_control.session.merged_steps import MAX_STEPS
+from meridian_control.session.session import ACK_INTERVAL_S, Session
+from meridian_control.session.think_ends import LONG_ANSWER, MIN_ANSWERS
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
 
 if TYPE_CHECKING:
     from meridian_agent.tracker import StepRecord
-    from meridian_control.policy import Policy
+    from meridian_control.policy.model import Policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from meridian_agent.phases import FLAG_SENTENCE
-from meridian_control.shadow import Comparison
-from meridian_control.views import engine_view
+from meridian_control.fleet.status_messages import engine_view
+from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import FakeAgent
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.phases import FLAG_MARKER
-from meridian_control.requests import OUTPUT, THINK
-from meridian_control.signals import add_eat_sample, rpdi
+from meridian_control.decisions.request_table import OUTPUT, THINK
+from meridian_control.decisions.signals import add_eat_sample, rpdi
 from tests.fakes.tables import table, thinking, tokens
 
 

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from meridian_control import database as database_module
-from meridian_control import migrations
-from meridian_control.database import Database
-from meridian_control.errors import EtagMismatch, InvalidRequest, NotFound, StoredPolicyUnreadable, StoreUnavailable
-from meridian_control.policy import Policy
-from meridian_control.policy_forms import parse_toml
-from meridian_control.postgres import FOLLOWER
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.common.errors import (
+    EtagMismatch,
+    InvalidRequest,
+    NotFound,
+    StoredPolicyUnreadable,
+    StoreUnavailable,
+)
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.storage import database as database_module
+from meridian_control.storage import migrations
+from meridian_control.storage.database import Database
+from meridian_control.storage.postgres import FOLLOWER
 from tests.postgres import Postgres
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
@@ -123,9 +129,9 @@ async def test_unchecked_appends_at_once_all_get_a_number(address: str) -> None:
 WRITER = """
 import asyncio, sys
 from datetime import UTC, datetime
-from meridian_control.policy import Policy
-from meridian_control.database import Database
-from meridian_control.store import PolicyStore
+from meridian_control.policy.model import Policy
+from meridian_control.storage.database import Database
+from meridian_control.policy.store import PolicyStore
 
 async def main():
     store = PolicyStore(await Database.open(sys.argv[1]))
@@ -255,7 +261,7 @@ async def test_a_file_that_is_locked_while_it_is_opened(tmp_path: Path, monkeypa
             waits.set()
             await sleep(delay)
 
-        monkeypatch.setattr("meridian_control.database.asyncio.sleep", noted)
+        monkeypatch.setattr("meridian_control.storage.database.asyncio.sleep", noted)
         opening = asyncio.create_task(Database.open(f"sqlite+aiosqlite:///{path}"))
         waited = asyncio.create_task(waits.wait())
         await asyncio.wait({opening, waited}, return_when=asyncio.FIRST_COMPLETED)

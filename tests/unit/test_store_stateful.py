@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from meridian_control.database import Database
-from meridian_control.errors import EtagMismatch, InvalidRequest, StoreUnavailable
-from meridian_control.policy import Policy
-from meridian_control.store import PolicyStore, StoredRevision
+from meridian_control.common.errors import EtagMismatch, InvalidRequest, StoreUnavailable
+from meridian_control.policy.model import Policy
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.storage.database import Database
 from tests.postgres import Postgres
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.requests import OUTPUT, PROMPT, RANK_HISTORY, THINK
-from meridian_control.sections import SchedulerPolicy
-from meridian_control.termination import cap, ends, needs_signals, probes_due
+from meridian_control.decisions.request_table import OUTPUT, PROMPT, RANK_HISTORY, THINK
+from meridian_control.decisions.termination import cap, ends, needs_signals, probes_due
+from meridian_control.policy.schema import SchedulerPolicy
 from tests.fakes.tables import WINDOW, policy, table, thinking, tokens
 
 EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI

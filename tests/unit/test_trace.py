@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.episodes import Episodes, collect
-from meridian_control.requests import OUTPUT, THINK, RequestTable
-from meridian_control.rows import FLAG_BOUNDARY
-from meridian_control.signals import rpdi
-from meridian_control.trace import FileError, TraceWriter, read
+from meridian_control.decisions.request_table import OUTPUT, THINK, RequestTable
+from meridian_control.decisions.signals import rpdi
+from meridian_control.decisions.token_rows import FLAG_BOUNDARY
+from meridian_control.offline.episodes import Episodes, collect
+from meridian_control.offline.trace_file import FileError, TraceWriter, read
 from tests.fakes import traces
 from tests.fakes.agent import hello
 

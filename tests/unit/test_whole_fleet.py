@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import fleet_pb2
 
-from meridian_control.whole_fleet import CONNECTED, once
+from meridian_control.cluster.cluster_fleet import CONNECTED, once
 
 GONE = fleet_pb2.CONNECTION_STATE_DISCONNECTED
 

@@ -3,8 +3,8 @@
 What it decides, and from what, is the same. So whoever reports can wait until everything decided has come.
 """
 
-from meridian_control import session
-from meridian_control.__main__ import main
+from meridian_control.app.main import main
+from meridian_control.session import session
 
 if __name__ == "__main__":
     session.ACK_INTERVAL_S = 0.0

@@ -1,0 +1,211 @@
+"""The audit records: every call that changes something, and every call that was refused, kept in the database.
+
+Owns their table and how long they stay. A call's record is on disk before the call is served, so nothing changes
+unrecorded: where it cannot be stored, the call fails. Its outcome is added afterwards; where that cannot be stored the
+caller still gets the true answer, the log has the outcome, and the record stays without one. Runs on the control
+plane's event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table, Text, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from meridian_control.access.rate_limits import Rate
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.storage.database import utc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    from sqlalchemy import ColumnElement
+
+    from meridian_control.storage.database import Database
+
+logger = logging.getLogger(__name__)
+
+# The newest that stay. Refusals are counted apart, so that a flood of them drives out nothing else.
+MAX_RECORDS, MAX_REFUSALS = 100_000, 10_000
+# Refusals recorded a second, in the long run and at once; the rest is counted in the log.
+REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100
+# Records between two looks for those that are too old.
+PRUNE_EVERY = 500
+REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+MAX_ERROR_CHARS = 300
+
+_records = Table(
+    "audit_records",
+    MetaData(),
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", DateTime(timezone=True), nullable=False),
+    Column("principal", Text, nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("peer", Text, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("request_id", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    # JSON.
+    Column("details", Text, nullable=False),
+    Column("before_etag", Text, nullable=False),
+    Column("after_etag", Text, nullable=False),
+    Column("outcome", String(32), nullable=False),
+    Column("error", Text, nullable=False),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before it is served."""
+
+    principal: str
+    role: str
+    peer: str
+    method: str
+    request_id: str = ""
+    reason: str = ""
+    details: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it; `code` is a status code's name."""
+
+    code: str
+    error: str = ""
+    before_etag: str = ""
+    after_etag: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`id` grows with time; `outcome` has an empty code where none is known."""
+
+    id: int
+    time: datetime
+    call: Call
+    outcome: Outcome
+
+
+# Of the call that is being served: "etag" of what it changes, where a service knows better than the request.
+changed: ContextVar[dict[str, str]] = ContextVar("changed")
+
+
+class AuditLog:
+    """`clock` gives aware time."""
+
+    def __init__(self, database: Database, clock: Callable[[], datetime]) -> None:
+        self._database, self._clock = database, clock
+        self._until_pruned = 0
+        self._refusals = Rate(REFUSALS_PER_S, REFUSALS_BURST, time.monotonic())
+        self._left_out = 0
+
+    async def begin(self, call: Call) -> int:
+        """Record that a call is about to be served; returns the record's id. Raises StoreUnavailable."""
+        return await self._insert(call, Outcome(""))
+
+    async def end(self, record_id: int, outcome: Outcome) -> None:
+        """Add what came of it."""
+        change = update(_records).where(_records.c.id == record_id).values(_outcome_columns(outcome))
+        try:
+            async with self._database.writing(tell=False) as connection:
+                await connection.execute(change)
+        except StoreUnavailable as error:
+            logger.error("audit record %d lacks its outcome, %s: %s", record_id, outcome, error)
+
+    async def refuse(self, call: Call, outcome: Outcome) -> None:
+        """Record a call that was not served."""
+        if self._refusals.wait_s(time.monotonic()):
+            self._left_out += 1
+            return
+        if self._left_out:
+            logger.warning("%d refused calls were not recorded: there were too many at once", self._left_out)
+            self._left_out = 0
+        try:
+            await self._insert(call, outcome)
+        except StoreUnavailable as error:
+            logger.error("a refused call could not be recorded, %s, %s: %s", call, outcome, error)
+
+    async def list(self, limit: int, before: int | None, wanted: list[ColumnElement[bool]]) -> list[Record]:
+        """The newest records that fulfil all of `wanted`, newest first; `before` leaves out that id and all above.
+
+        Raises StoreUnavailable.
+        """
+        query = select(_records).order_by(_records.c.id.desc()).limit(limit).where(*wanted)
+        if before is not None:
+            query = query.where(_records.c.id < before)
+        async with self._database.reading() as connection:
+            return [_record(row._mapping) for row in await connection.execute(query)]
+
+    async def _insert(self, call: Call, outcome: Outcome) -> int:
+        now = self._clock()
+        row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
+        row = {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
+        while True:
+            # Of several replicas none waits for another: the time, and where that is the same, chance.
+            record_id = _first_id(now) | secrets.randbits(10)
+            try:
+                async with self._database.writing(tell=False) as connection:
+                    await connection.execute(insert(_records).values(id=record_id, **row))
+                    await self._prune(connection)
+                return record_id
+            except IntegrityError:
+                continue
+
+    async def _prune(self, connection: Any) -> None:
+        self._until_pruned -= 1
+        if self._until_pruned > 0:
+            return
+        self._until_pruned = PRUNE_EVERY
+        refused = _records.c.outcome.in_(REFUSED)
+        for kind, kept in ((refused, MAX_REFUSALS), (~refused, MAX_RECORDS)):
+            newest = select(_records.c.id).where(kind).order_by(_records.c.id.desc()).offset(kept).limit(1)
+            await connection.execute(delete(_records).where(kind, _records.c.id <= newest.scalar_subquery()))
+
+
+def wanted(
+    *, principal: str, method: str, outcome: str, request_id: str, since: datetime | None, until: datetime | None
+) -> list[ColumnElement[bool]]:
+    """Conditions for `AuditLog.list`; what is empty is left out."""
+    columns = _records.c
+    method = method if "." in method or not method else f"meridian.v1.{method}"
+    pairs = (
+        (columns.principal, principal),
+        (columns.method, method),
+        (columns.outcome, outcome),
+        (columns.request_id, request_id),
+    )
+    found = [column == value for column, value in pairs if value]
+    if since is not None:
+        found.append(columns.id >= _first_id(since))
+    if until is not None:
+        found.append(columns.id < _first_id(until))
+    return found
+
+
+def _first_id(time: datetime) -> int:
+    """Ids of that time begin here: microseconds, and room for several in each."""
+    return int(time.timestamp() * 1e6) << 10
+
+
+def _outcome_columns(outcome: Outcome) -> dict[str, str]:
+    return {
+        "outcome": outcome.code,
+        "error": outcome.error[:MAX_ERROR_CHARS],
+        "before_etag": outcome.before_etag,
+        "after_etag": outcome.after_etag,
+    }
+
+
+def _record(row: Any) -> Record:
+    told = {name: row[name] for name in ("principal", "role", "peer", "method", "request_id", "reason")}
+    came = Outcome(row["outcome"], row["error"], row["before_etag"], row["after_etag"])
+    return Record(row["id"], utc(row["time"]), Call(**told, details=json.loads(row["details"])), came)

@@ -1,0 +1,286 @@
+"""What every call passes before a service sees it: who calls, whether they may, whether there is room, and the record.
+
+Owns the order of these, that every message is parsed here, so that one which cannot be is the caller's fault, and that
+every failure reaches the caller as a status with details. Knows no service: what it says of a request and its answer is
+read off their fields. Runs on the event loop of the gRPC server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from meridian_control.access.audit_log import AuditLog, Call, Outcome, changed
+from meridian_control.access.rate_limits import Kind, Limiter
+from meridian_control.access.roles import NOBODY, OPEN, Access, Principal, Role, Rule, caller, rule_of
+from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
+from meridian_control.server.client_faults import ClientFaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+# Of a call that is no engine's stream.
+MAX_REQUEST_BYTES = 1 << 20
+MAX_TEXT_CHARS = 1000
+MAX_DETAIL_CHARS = 200
+UNPARSEABLE = "cannot be parsed"
+# Statuses of errors that are the caller's doing.
+CALLERS_FAULTS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+# By whether requests and responses are streams.
+SHAPES = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+# Fields with columns of their own in a record.
+_APART = {"author", "etag", "reason", "request_id"}
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Services that stream must be async generators, and none may take a stream and answer once."""
+
+    def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
+        self.access, self.limiter, self.audit = access, limiter, audit
+        self.faults = faults or ClientFaults()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Handler | None]], details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        handler = await continuation(details)
+        rule = rule_of(details.method)
+        if handler is None or rule is OPEN:
+            return handler
+        attribute, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
+        gated = _Gated(self, rule, details.method.removeprefix("/"), handler, getattr(handler, attribute))
+        behaviour: Any = gated.stream if handler.response_streaming else gated.single
+        # Nothing is parsed for somebody who may not call.
+        return make(behaviour, None, handler.response_serializer)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Work that goes on when the call it belongs to ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Told to whoever still listens.
+            task.exception()
+
+    async def finish(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for work that a caller who hangs up does not undo."""
+        return await asyncio.shield(self.start(work))
+
+    async def settle(self) -> None:
+        """Wait for what ended calls left behind."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Gated:
+    """One call, around the service's `inner`."""
+
+    def __init__(self, gate: Gate, rule: Rule, method: str, handler: Handler, inner: Any) -> None:
+        self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
+        self._call = Call("", "", "", method)
+        self._let_in = False
+
+    async def single(self, given: bytes, context: Context) -> Any:
+        try:
+            with await self._admitted(context):
+                request = await self._request(given)
+                if not self._rule.recorded:
+                    return await self._inner(request, context)
+                return await self._gate.finish(self._told(request, context))
+        except Exception as error:
+            await self._failed(error, context)
+
+    async def _told(self, request: Message, context: Context) -> Any:
+        """Serve the call between the two halves of its record."""
+        record = await self._gate.audit.begin(self._call)
+        before = {"etag": getattr(request, "etag", "")}
+        changed.set(before)
+        outcome = Outcome("CANCELLED")
+        try:
+            response = await self._inner(request, context)
+            outcome = Outcome("OK", after_etag=_etag(response))
+        except Exception as error:
+            outcome = _outcome(error, context)
+            raise
+        finally:
+            await self._gate.audit.end(record, replace(outcome, before_etag=before["etag"]))
+        return response
+
+    async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
+        begun, outcome = None, Outcome("CANCELLED")
+        try:
+            with await self._admitted(context):
+                request = self._requests(given) if self._handler.request_streaming else await self._request(given)
+                if self._rule.recorded:
+                    begun = self._gate.start(self._gate.audit.begin(self._call))
+                    await asyncio.shield(begun)
+                async with aclosing(self._inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            outcome = Outcome("OK")
+        except Exception as error:
+            outcome = _outcome(error, context)
+            if self._kind() is Kind.ENGINE and self._let_in and outcome.code == "PERMISSION_DENIED":
+                await self._gate.finish(self._gate.audit.refuse(self._call, outcome))
+            await self._failed(error, context)
+        finally:
+            if begun is not None:
+                self._gate.start(self._ended(begun, outcome))
+
+    async def _ended(self, begun: asyncio.Task[int], outcome: Outcome) -> None:
+        await self._gate.audit.end(await begun, outcome)
+
+    async def _admitted(self, context: Context) -> ExitStack:
+        """A place for a caller who may call. Raises MeridianError."""
+        gate, principal, peer = self._gate, NOBODY, context.peer()
+        try:
+            principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
+            principal.check(self._rule.role or Role.NONE, self._method)
+            place = gate.limiter.place(self._kind(), principal.name or host_of(peer))
+        except MeridianError as error:
+            if self._rule.recorded or not isinstance(error, TooMany):
+                await gate.finish(gate.audit.refuse(_call(principal, peer, self._method), _outcome(error, context)))
+            raise
+        caller.set(principal)
+        self._call, self._let_in = _call(principal, peer, self._method), True
+        return place
+
+    def _kind(self) -> Kind:
+        if self._rule.role is Role.AGENT:
+            return Kind.ENGINE
+        return Kind.STREAM if self._handler.response_streaming else Kind.CALL
+
+    async def _request(self, given: bytes) -> Any:
+        """The message, in the name of who sent it. Raises InvalidRequest."""
+        try:
+            request = self._parsed(given)
+        except InvalidRequest as error:
+            if self._rule.recorded:
+                refused = Outcome(error.status.name, str(error))
+                await self._gate.finish(self._gate.audit.refuse(self._call, refused))
+            raise
+        if caller.get().name and "author" in request.DESCRIPTOR.fields_by_name:
+            request.author = caller.get().name
+        texts = {name: getattr(request, name, "") for name in ("request_id", "reason")}
+        self._call = replace(self._call, **texts, details=_details(request))
+        return request
+
+    def _requests(self, given: AsyncIterator[bytes]) -> _Messages:
+        parse: Any = self._handler.request_deserializer
+        return _Messages(given, parse)
+
+    def _parsed(self, given: bytes) -> Any:
+        """The message, within bounds. Raises InvalidRequest."""
+        if len(given) > MAX_REQUEST_BYTES:
+            raise InvalidRequest("message", f"must have at most {MAX_REQUEST_BYTES} bytes; got {len(given)}")
+        parse: Any = self._handler.request_deserializer
+        try:
+            request = parse(given)
+        except DecodeError:
+            raise InvalidRequest("message", UNPARSEABLE) from None
+        for field, value in request.ListFields():
+            if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+                message = f"must have at most {MAX_TEXT_CHARS} characters; got {len(value)}"
+                raise InvalidRequest(field.name, message)
+        return request
+
+    async def _failed(self, error: Exception, context: Context) -> NoReturn:
+        """End the call with what `error` is to its caller."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        peer, faults = context.peer(), self._gate.faults
+        told = error if isinstance(error, MeridianError) else MeridianError("the server failed")
+        if not isinstance(error, MeridianError):
+            # A fault of ours, which a caller may be able to bring about as often as it likes.
+            if faults.may_log(host_of(peer), "internal"):
+                logger.error("%s failed", self._method, exc_info=error)
+        elif error.status in CALLERS_FAULTS:
+            level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
+            faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")
+        _let_go(error)
+        await abort_with(context, told)
+
+
+class _Messages:
+    """The messages of a stream as they come. Not a generator: it stands in the way of every report."""
+
+    def __init__(self, given: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> None:
+        self._next, self._parse = aiter(given).__anext__, parse
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Message:
+        """Raises InvalidRequest where the message is none."""
+        given = await self._next()
+        try:
+            return self._parse(given)
+        except DecodeError:
+            raise InvalidRequest("message", UNPARSEABLE) from None
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop what an exception keeps alive. gRPC's own exception for a refused call has it as its context, and is part of
+    a circle that only the garbage collector opens: until then each such call would keep its messages and its session.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
+def _one_line(error: MeridianError) -> str:
+    """Its text and its notes, cut."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return " ".join("; ".join((str(error), *notes)).split())[:MAX_DETAIL_CHARS]
+
+
+def _call(principal: Principal, peer: str, method: str) -> Call:
+    return Call(principal.name, principal.role.name.lower(), peer, method)
+
+
+def host_of(peer: str) -> str:
+    """Of ipv4:10.0.0.7:41234, all but the port."""
+    return peer.rpartition(":")[0]
+
+
+def _outcome(error: Exception, context: Context) -> Outcome:
+    if isinstance(error, grpc.aio.AbortError):
+        return Outcome(context.code().name, str(context.details()))
+    if isinstance(error, MeridianError):
+        return Outcome(error.status.name, str(error))
+    return Outcome("INTERNAL", type(error).__name__)
+
+
+def _details(request: Message) -> dict[str, str]:
+    """The plain fields that are set."""
+    plain = [(f, v) for f, v in request.ListFields() if f.message_type is None and not f.is_repeated]
+    return {f.name: str(v)[:MAX_DETAIL_CHARS] for f, v in plain if f.name not in _APART}
+
+
+def _etag(response: Message) -> str:
+    """Of what the call made: the answer's own, or that of the message in it that has one."""
+    for message in (response, *(value for _, value in response.ListFields() if isinstance(value, Message))):
+        if found := getattr(message, "etag", ""):
+            return str(found)
+    return ""

@@ -1,0 +1,112 @@
+"""How much one caller, and all of them together, may ask for, so that engines' streams always have their turn.
+
+Owns rates and places. Everything is served by one event loop: what a report waits for is what all admitted calls do
+between two of their waits, so their number is bounded, whoever makes them. Engines have places of their own. Time is
+passed in; belongs to the event loop of the gRPC server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from meridian_control.common.errors import TooMany
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Rates of callers that have not been heard for a while are forgotten beyond so many.
+REMEMBERED = 1024
+# When what is over by then may be tried again.
+RETRY_S = 1.0
+
+
+class Kind(Enum):
+    """A call with one answer, a stream of them, an engine's stream."""
+
+    CALL = "calls"
+    STREAM = "streams"
+    ENGINE = "engines"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`calls_per_s` and `burst` are one caller's, of calls and streams together; a caller is a principal, or a host
+    where nobody is asked. Another replica is a caller, too."""
+
+    calls_per_s: float = 200.0
+    burst: int = 400
+    calls: int = 16
+    streams: int = 16
+    all_calls: int = 32
+    all_streams: int = 64
+    engines: int = 4096
+
+
+class Limiter:
+    """`clock` gives monotonic seconds."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._rates: dict[str, Rate] = {}
+        self._taken: Counter[tuple[Kind, str]] = Counter()
+
+    def place(self, kind: Kind, who: str) -> ExitStack:
+        """A place for the time of a call, until what is returned is closed. Raises TooMany."""
+        limits = self._limits
+        if kind is Kind.ENGINE:
+            bounds = [("", limits.engines)]
+        else:
+            single = kind is Kind.CALL
+            each, together = (limits.calls, limits.all_calls) if single else (limits.streams, limits.all_streams)
+            bounds = [(who, each), ("", together)]
+            if wait_s := self._rate(who).wait_s(self._clock()):
+                raise TooMany(f"more than {limits.calls_per_s:g} calls a second by one caller", wait_s)
+        for whose, bound in bounds:
+            if self._taken[kind, whose] >= bound:
+                raise TooMany(f"{bound} {kind.value} {'by one caller ' if whose else ''}are open", RETRY_S)
+        place = ExitStack()
+        for whose, _ in bounds:
+            self._taken[kind, whose] += 1
+            place.callback(self._free, kind, whose)
+        return place
+
+    def _free(self, kind: Kind, whose: str) -> None:
+        self._taken[kind, whose] -= 1
+        if not self._taken[kind, whose]:
+            del self._taken[kind, whose]
+
+    def _rate(self, who: str) -> Rate:
+        if (rate := self._rates.get(who)) is None:
+            if len(self._rates) >= REMEMBERED:
+                now = self._clock()
+                self._rates = {name: kept for name, kept in self._rates.items() if not kept.full(now)}
+            rate = self._rates[who] = Rate(self._limits.calls_per_s, self._limits.burst, self._clock())
+        return rate
+
+
+class Rate:
+    """A token bucket."""
+
+    def __init__(self, per_s: float, burst: int, now: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._tokens, self._at = float(burst), now
+
+    def wait_s(self, now: float) -> float:
+        """Take a token: 0 if there was one, else the seconds until there is."""
+        self._tokens = self._at_hand(now)
+        self._at = now
+        if self._tokens < 1:
+            return (1 - self._tokens) / self._per_s
+        self._tokens -= 1
+        return 0.0
+
+    def full(self, now: float) -> bool:
+        return self._at_hand(now) >= self._burst
+
+    def _at_hand(self, now: float) -> float:
+        return min(self._burst, self._tokens + (now - self._at) * self._per_s)

@@ -1,0 +1,288 @@
+"""Who may call what.
+
+Owns the roles, the table of methods, the access file that gives certificates and tokens their roles, and what callers
+may do where no file does. Knows nothing of how a call is served. Runs on the control plane's event loop; the file is
+read again when it changes.
+
+    [jwt]
+    issuer = "https://issuer.example"
+    audience = "meridian"
+    keys_file = "jwks.json"
+
+    [[identity]]
+    uri = "spiffe://example/vllm/*"
+    role = "agent"
+"""
+
+from __future__ import annotations
+
+import glob
+import ipaddress
+import tomllib
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import unquote
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from meridian_control.access.bearer_tokens import Tokens
+from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.errors import HostOnly, PermissionDenied, Unauthenticated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    Metadata = Iterable[tuple[str, str | bytes]]
+    # As gRPC's auth_context() has it.
+    Certificate = Mapping[str, Iterable[bytes]]
+
+
+class Role(IntEnum):
+    """From VIEWER to ADMIN each may do what the ones before it may. AGENT stands apart: it connects as its engine and
+    does nothing else. Where nobody is asked who they are, a caller is ANY, who may do everything, or GUEST, who
+    connects as any engine and reads."""
+
+    NONE = 0
+    AGENT = 1
+    VIEWER = 2
+    OPERATOR = 3
+    ADMIN = 4
+    ANY = 5
+    GUEST = 6
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who may call a method, and whether calls are recorded; `role` None is for everybody, known or not."""
+
+    role: Role | None
+    recorded: bool = False
+
+
+OPEN = Rule(None)
+READ = Rule(Role.VIEWER)
+CHANGE = Rule(Role.OPERATOR, recorded=True)
+CONNECT = Rule(Role.AGENT)
+# Of methods that are not in the table.
+UNKNOWN = Rule(Role.ADMIN, recorded=True)
+
+RULES: dict[str, Rule] = {
+    "grpc.health.v1.Health/Check": OPEN,
+    "grpc.health.v1.Health/Watch": OPEN,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READ,
+    "meridian.v1.AgentService/Connect": CONNECT,
+    "meridian.v1.AuditService/ListAudit": Rule(Role.ADMIN),
+    "meridian.v1.FleetService/ExplainRequest": READ,
+    "meridian.v1.FleetService/ListDecisions": READ,
+    "meridian.v1.FleetService/ListEngines": READ,
+    "meridian.v1.FleetService/ListRequests": READ,
+    "meridian.v1.FleetService/RecordTrace": CHANGE,
+    "meridian.v1.FleetService/WatchFleet": READ,
+    "meridian.v1.FreezeService/Freeze": CHANGE,
+    "meridian.v1.FreezeService/ListFreezes": READ,
+    "meridian.v1.FreezeService/Thaw": CHANGE,
+    "meridian.v1.PolicyService/DiffPolicies": READ,
+    "meridian.v1.PolicyService/ExplainPolicy": READ,
+    "meridian.v1.PolicyService/GetPolicy": READ,
+    "meridian.v1.PolicyService/ListRevisions": READ,
+    "meridian.v1.PolicyService/RollbackPolicy": CHANGE,
+    "meridian.v1.PolicyService/UpdatePolicy": CHANGE,
+    "meridian.v1.RolloutService/AbortRollout": CHANGE,
+    "meridian.v1.RolloutService/GetRollout": READ,
+    "meridian.v1.RolloutService/ListRollouts": READ,
+    "meridian.v1.RolloutService/PauseRollout": CHANGE,
+    "meridian.v1.RolloutService/ResumeRollout": CHANGE,
+    "meridian.v1.RolloutService/StartRollout": CHANGE,
+}
+
+
+@dataclass(frozen=True)
+class Principal:
+    """A caller. `engines` are globs of the engine ids an agent may connect as."""
+
+    name: str
+    role: Role
+    engines: tuple[str, ...] = ()
+
+    def check(self, needed: Role, method: str) -> None:
+        """Raises PermissionDenied unless the role suffices for `method`."""
+        if self.role is Role.ANY:
+            return
+        if self.role is Role.GUEST:
+            if needed > Role.VIEWER:
+                raise HostOnly(method)
+            return
+        apart = Role.AGENT in (self.role, needed)
+        if self.role is not needed if apart else self.role < needed:
+            has = f"is {self.role.name.lower()}" if self.role else "has no role"
+            raise PermissionDenied(f'"{self.name}" {has}; {method} needs {needed.name.lower()}')
+
+    def check_engine(self, engine_id: str) -> None:
+        """Raises PermissionDenied unless it may connect as that engine."""
+        anonymous = self.role in (Role.ANY, Role.GUEST)
+        if not anonymous and not any(fnmatchcase(engine_id, engine) for engine in self.engines):
+            raise PermissionDenied(f'"{self.name}" may not connect as engine "{engine_id}"')
+
+
+NOBODY = Principal("", Role.NONE)
+ANYBODY = Principal("", Role.ANY)
+# Of the call that is being served.
+caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
+
+
+def rule_of(method: str) -> Rule:
+    """`method` as HTTP/2 spells it: /package.Service/Method."""
+    return RULES.get(method.removeprefix("/"), UNKNOWN)
+
+
+class Access:
+    """Says who calls. Without a file nobody is asked who they are: callers on this host may do everything, those of
+    other hosts too if `everybody` may, else they are guests.
+
+    Raises OSError or ValueError where the file cannot be used.
+    """
+
+    def __init__(self, file: Path | None = None, *, everybody: bool = False) -> None:
+        self._identities = Reloaded([file], lambda: Identities(file)) if file is not None else None
+        self._everybody = everybody
+
+    def identify(self, metadata: Metadata, certificate: Certificate, peer: str) -> Principal:
+        """The caller, by its token, else by its certificate; `peer` is its address as gRPC writes it.
+
+        Raises Unauthenticated.
+        """
+        if self._identities is None:
+            role = Role.ANY if self._everybody or on_this_host(peer) else Role.GUEST
+            return Principal(next((name for _, name in _names(certificate)), ""), role)
+        identities = self._identities.get()
+        shown = [value for key, value in metadata if key == "authorization"]
+        if shown:
+            return identities.of_token(_bearer(shown))
+        return identities.of_certificate(_names(certificate))
+
+
+def on_this_host(peer: str) -> bool:
+    """Whether a peer, as gRPC writes it (ipv4:127.0.0.1:41234, ipv6:[::1]:41234, unix:), is a process on this host.
+
+    The host's own network addresses do not count: port forwarders of containers show strangers under them.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind in ("unix", "unix-abstract"):
+        return True
+    try:
+        address = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+# ---------------------------------------------------------------------------------------------------- the access file
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Jwt(_Strict):
+    issuer: str = Field(min_length=1)
+    audience: str = Field(min_length=1)
+    keys_file: str = ""
+    secret_file: str = ""
+    role_claim: str = "role"
+
+
+class _Identity(_Strict):
+    uri: str = ""
+    dns: str = ""
+    cn: str = ""
+    subject: str = ""
+    role: Literal["viewer", "operator", "admin", "agent"]
+    engines: tuple[str, ...] = Field((), strict=False)
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Self:
+        if len([name for name in (self.uri, self.dns, self.cn, self.subject) if name]) != 1:
+            raise ValueError("names one of uri, dns, cn and subject")
+        if self.engines and self.role != "agent":
+            raise ValueError("engines are for agents")
+        return self
+
+
+class _File(_Strict):
+    jwt: _Jwt | None = None
+    identity: tuple[_Identity, ...] = Field((), strict=False)
+
+
+class Identities:
+    """What one version of the access file says. Raises OSError or ValueError."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            found = _File.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{file}: {path}: {first['msg']}") from None
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        self._entries = found.identity
+        self._role_claim, self._tokens = "", None
+        if (said := found.jwt) is not None:
+            keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))
+            self._tokens = Tokens(said.issuer, said.audience, keys_file=keys, secret_file=secret)
+            self._role_claim = said.role_claim
+
+    def of_certificate(self, names: list[tuple[str, str]]) -> Principal:
+        """The principal with these names by kind: uri, dns or cn."""
+        if not names:
+            raise Unauthenticated("no credentials: a bearer token or a client certificate is needed")
+        for entry in self._entries:
+            for kind, name in names:
+                if (pattern := getattr(entry, kind)) and fnmatchcase(name, pattern):
+                    own = name.rstrip("/").rpartition("/")[2] if kind == "uri" else name
+                    return _principal(name, entry, own)
+        return Principal(names[0][1], Role.NONE)
+
+    def of_token(self, token: str) -> Principal:
+        if self._tokens is None:
+            raise Unauthenticated("tokens are not accepted here")
+        claims = self._tokens.claims(token)
+        subject, engine = str(claims["sub"]), claims.get("engine")
+        own = engine if isinstance(engine, str) else subject
+        for entry in self._entries:
+            if entry.subject and fnmatchcase(subject, entry.subject):
+                return _principal(subject, entry, own)
+        return Principal(subject, _claimed(claims.get(self._role_claim)), (glob.escape(own),))
+
+
+def _principal(name: str, entry: _Identity, own: str) -> Principal:
+    """`own` is the engine that an agent is where the entry names none."""
+    return Principal(name, Role[entry.role.upper()], entry.engines or (glob.escape(own),))
+
+
+def _claimed(said: Any) -> Role:
+    """The one role of a claim, or of a list that may hold other things too."""
+    known = {role.name.lower(): role for role in (Role.AGENT, Role.VIEWER, Role.OPERATOR, Role.ADMIN)}
+    names = [name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)]
+    roles = {known[name] for name in names if name in known}
+    if Role.AGENT in roles and len(roles) > 1:
+        raise Unauthenticated("the token claims the role of an agent and another")
+    return max(roles, default=Role.NONE)
+
+
+def _names(certificate: Certificate) -> list[tuple[str, str]]:
+    """A verified certificate's names by kind."""
+    kinds = (("uri", "peer_uri"), ("dns", "peer_dns"), ("cn", "x509_common_name"))
+    return [(kind, name.decode()) for kind, key in kinds for name in certificate.get(key, ())]
+
+
+def _bearer(shown: list[str | bytes]) -> str:
+    scheme, _, token = str(shown[0]).partition(" ")
+    if len(shown) != 1 or scheme.lower() != "bearer" or not token:
+        raise Unauthenticated("authorization must be one bearer token")
+    return token.strip()

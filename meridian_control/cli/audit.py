@@ -1,0 +1,59 @@
+"""`meridianctl audit`: who changed what, and who was refused. One thread, blocking calls."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import audit_pb2
+
+from meridian_control.cli.console import Output, add, connect, new_table, pages, show
+
+Since = Annotated[datetime | None, typer.Option(help="Only calls from this time on, UTC.")]
+Until = Annotated[datetime | None, typer.Option(help="Only calls before this time, UTC.")]
+
+
+def audit(
+    context: typer.Context,
+    *,
+    principal: Annotated[str, typer.Option(help="Only this caller's.")] = "",
+    method: Annotated[str, typer.Option(help="Only calls of this one, as PolicyService/UpdatePolicy.")] = "",
+    outcome: Annotated[str, typer.Option(help="Only calls that ended so, as OK or PERMISSION_DENIED.")] = "",
+    request_id: Annotated[str, typer.Option(help="Only calls with this request id.")] = "",
+    since: Since = None,
+    until: Until = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
+    output: Annotated[Output, typer.Option("-o", "--output")] = Output.table,
+) -> None:
+    """List calls that changed something, and calls that were refused, newest first."""
+    request = audit_pb2.ListAuditRequest(
+        page_size=min(limit, 1000),
+        principal=principal,
+        method=method,
+        outcome=outcome,
+        request_id=request_id,
+        since=_stamp(since),
+        until=_stamp(until),
+    )
+    found: list[audit_pb2.AuditRecord] = []
+    with connect(context) as client:
+        for page in pages(client.audit.ListAudit, request):
+            found += page.records
+            if len(found) >= limit:
+                break
+    found = found[:limit]
+    table = new_table("time", "principal", "role", "peer", "method", "outcome", "before", "after", "what", "why")
+    for r in found:
+        method = r.method.removeprefix("meridian.v1.")
+        what = " ".join(f"{name}={r.details[name]}" for name in sorted(r.details))
+        who = (r.time.ToJsonString(), r.principal, r.role, r.peer)
+        add(table, *who, method, r.outcome, r.before_etag, r.after_etag, what, r.error or r.reason)
+    show(found, output, table)
+
+
+def _stamp(time: datetime | None) -> Timestamp | None:
+    if time is None:
+        return None
+    stamp = Timestamp()
+    stamp.FromDatetime(time if time.tzinfo else time.replace(tzinfo=UTC))
+    return stamp

@@ -1,0 +1,207 @@
+"""What every command of `meridianctl` shares: the connection, tables and JSON, and how a failure is told.
+
+Knows nothing of any command. One thread, blocking calls.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import tomli_w
+import typer
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meridian_control.access.client_credentials import Credentials
+from meridian_control.cli import contexts
+from meridian_control.common.errors import PolicyError
+from meridian_control.offline.trace_file import FileError
+
+CALL_TIMEOUT_S = 10.0
+# One WatchFleet message carries the whole fleet.
+MAX_MESSAGE_BYTES = 64 << 20
+PIPED_WIDTH = 200
+
+FAILED = 1
+INVALID = 2
+UNREACHABLE = 3
+REFUSED = 4
+
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+
+class Output(StrEnum):
+    table = "table"
+    json = "json"
+    toml = "toml"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the command line says to connect to, and as whom; what it leaves open, the environment and the context
+    file say. Credentials come from where the address comes from, so that none goes to another server."""
+
+    server: str
+    context: str
+    credentials: Credentials
+
+    def resolve(self) -> tuple[str, Credentials]:
+        """Address and credentials. Raises FileError."""
+        server, context = self.server, self.context
+        if not server and not context:
+            server, context = os.environ.get("MERIDIAN_SERVER", ""), os.environ.get("MERIDIAN_CONTEXT", "")
+        found = None if server else contexts.find(context)
+        if found is not None:
+            return found.server, self.credentials.over(found.credentials())
+        return server or DEFAULT_SERVER, self.credentials.over(Credentials.from_environment())
+
+    def channel(self) -> grpc.Channel:
+        """Raises FileError, also for credentials that cannot be used."""
+        server, credentials = self.resolve()
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        try:
+            tls = credentials.channel()
+        except OSError as error:
+            raise FileError(Path(error.filename), "", f"cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            fail(INVALID, str(error))
+        return grpc.secure_channel(server, tls, options) if tls else grpc.insecure_channel(server, options)
+
+
+@dataclass(frozen=True)
+class Client:
+    policy: policy_pb2_grpc.PolicyServiceStub
+    fleet: fleet_pb2_grpc.FleetServiceStub
+    audit: audit_pb2_grpc.AuditServiceStub
+    freeze: freeze_pb2_grpc.FreezeServiceStub
+    rollout: rollout_pb2_grpc.RolloutServiceStub
+
+
+def new_table(*columns: str) -> Table:
+    """The first column names the row: it keeps its width when the terminal is narrow."""
+    empty = Table(box=None)
+    for index, column in enumerate(columns):
+        empty.add_column(column, overflow="fold", no_wrap=index == 0)
+    return empty
+
+
+def add(to: Table, *cells: object) -> None:
+    to.add_row(*(escape(str(cell)) for cell in cells))
+
+
+def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
+    """A list, in TOML as an array of tables with the name of what it lists."""
+    if output is Output.table:
+        console().print(rows)
+        return
+    told = [as_dict(message) for message in messages]
+    if output is Output.json:
+        show_value(told, output)
+    elif told:
+        name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower()
+        show_value({name: told}, output)
+
+
+def show_value(value: Any, output: Output) -> None:
+    """A value as JSON, or a table of them as TOML."""
+    if output is Output.json:
+        typer.echo(json.dumps(value, indent=2))
+    else:
+        typer.echo(tomli_w.dumps(value), nl=False)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """Protobuf's JSON form: 64-bit integers are strings, not-a-number is "NaN"."""
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def console() -> Console:
+    found = Console()
+    return found if found.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def warn_unreachable(replicas: Iterable[str]) -> None:
+    """Say on standard error what is missing of an answer about the fleet."""
+    if names := ", ".join(sorted(set(replicas))):
+        typer.echo(f"replicas not heard, what they know is missing: {names}", err=True)
+
+
+def pages(call: Any, request: Any) -> Iterator[Any]:
+    while True:
+        page = call(request, timeout=CALL_TIMEOUT_S)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def connect(context: typer.Context) -> Iterator[Client]:
+    with reported(), context.obj.channel() as channel:
+        yield Client(
+            policy_pb2_grpc.PolicyServiceStub(channel),
+            fleet_pb2_grpc.FleetServiceStub(channel),
+            audit_pb2_grpc.AuditServiceStub(channel),
+            freeze_pb2_grpc.FreezeServiceStub(channel),
+            rollout_pb2_grpc.RolloutServiceStub(channel),
+        )
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print what goes wrong, one line each, and leave with the exit code for it."""
+    try:
+        yield
+    except PolicyError as error:
+        fail(INVALID, *map(str, error.violations()))
+    except FileError as error:
+        fail(INVALID, str(error))
+    except grpc.RpcError as error:
+        fail(_EXIT_CODES.get(error.code(), FAILED), *error_lines(error))
+
+
+_EXIT_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: INVALID,
+    grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: UNREACHABLE,
+    grpc.StatusCode.UNAUTHENTICATED: REFUSED,
+    grpc.StatusCode.PERMISSION_DENIED: REFUSED,
+}
+
+
+def error_lines(error: Any) -> list[str]:
+    """One line per bad field where the server names fields, else one line, with when to try again where it says so."""
+    bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    status = rpc_status.from_call(error)
+    again = ""
+    for detail in status.details if status else ():
+        if detail.Unpack(bad):
+            return [f"{violation.field} {violation.description}".strip() for violation in bad.field_violations]
+        if detail.Unpack(retry):
+            again = f"; try again in {retry.retry_delay.ToMilliseconds() / 1000:g} s"
+    return [f"{error.code().name}: {' '.join((error.details() or '').split())}{again}"]
+
+
+def fail(code: int, *lines: str) -> NoReturn:
+    for line in lines:
+        typer.echo(line, err=True)
+    raise typer.Exit(code)

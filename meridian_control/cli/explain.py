@@ -1,0 +1,183 @@
+"""`meridianctl explain`, `decisions` and `shadow`: why requests were treated as they were.
+
+Knows the control plane only through its gRPC API. One thread, blocking calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from meridian.v1 import agent_pb2, fleet_pb2
+from rich.markup import escape
+from rich.table import Table
+
+from meridian_control.cli.console import (
+    CALL_TIMEOUT_S,
+    Output,
+    add,
+    as_dict,
+    connect,
+    console,
+    new_table,
+    pages,
+    show,
+    show_value,
+    warn_unreachable,
+)
+from meridian_control.common.enum_names import outcome_name
+
+InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
+Engine = Annotated[str, typer.Option(help="Only this engine's.")]
+
+
+def explain(
+    context: typer.Context,
+    request: Annotated[str, typer.Argument(help="Request id, the engine's or the client's.")],
+    engine: Engine = "",
+    output: InAnyForm = Output.table,
+) -> None:
+    """Tell a request's life: what happened, what was decided, what each rule saw, and what came of it."""
+    asked = fleet_pb2.ExplainRequestRequest(request_id=request, engine_id=engine)
+    with connect(context) as client:
+        answer = client.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+    warn_unreachable(answer.unreachable_replicas)
+    if output is not Output.table:
+        show_value(as_dict(answer), output)
+        return
+    terminal = console()
+    for line in _heading(answer):
+        terminal.print(escape(line), highlight=False)
+    terminal.print(_life_table(answer.life))
+    if answer.life.events_left_out:
+        terminal.print(f"{answer.life.events_left_out} older events were not kept", highlight=False)
+
+
+def decisions(
+    context: typer.Context,
+    *,
+    engine: Engine = "",
+    request: Annotated[str, typer.Option(help="Only this request's.")] = "",
+    kind: Annotated[str, typer.Option(help="Only cap, force, probe or tier.")] = "",
+    reason: Annotated[str, typer.Option(help="Only for this reason, for example eat.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
+    output: InAnyForm = Output.table,
+) -> None:
+    """List decisions, newest first."""
+    asked = fleet_pb2.ListDecisionsRequest(
+        engine_id=engine, request_id=request, kind=kind, reason=reason, page_size=min(limit, 1000)
+    )
+    found: list[fleet_pb2.LoggedDecision] = []
+    unreachable: set[str] = set()
+    with connect(context) as client:
+        for page in pages(client.fleet.ListDecisions, asked):
+            found += page.decisions
+            unreachable |= set(page.unreachable_replicas)
+            if len(found) >= limit:
+                break
+    found = found[:limit]
+    rows = new_table("time", "engine", "request", "revision", "decision", "think", "why", "outcome")
+    for d in found:
+        about = (d.engine_id, d.request_id, d.revision, _name(d), d.signals.think_tokens)
+        add(rows, d.time.ToJsonString(), *about, _why(d), _outcome(d))
+    show(found, output, rows)
+    warn_unreachable(unreachable)
+
+
+def shadow(context: typer.Context, engine: Engine = "", output: InAnyForm = Output.table) -> None:
+    """Show what the rules in shadow would have done, against what really happened."""
+    with connect(context) as client:
+        request = fleet_pb2.ListEnginesRequest()
+        answers = list(pages(client.fleet.ListEngines, request))
+    warn_unreachable(name for page in answers for name in page.unreachable_replicas)
+    engines = [e for page in answers for e in page.engines]
+    engines = [e for e in engines if engine in ("", e.engine_id)]
+    if output is not Output.table:
+        told = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
+        show_value(told if output is Output.json else {"shadow": told}, output)
+        return
+    columns = "since revision", "thinking ended", "would end", "at, mean", "tokens saved", "of thinking"
+    rows = new_table("engine", "section", "rule", *columns)
+    for e in engines:
+        for row in e.shadow:
+            mean = f"{row.would_end_think_tokens / row.would_end:.0f}" if row.would_end else ""
+            share = f"{row.saved_tokens / row.think_tokens:.1%}" if row.think_tokens else ""
+            counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
+            add(rows, e.engine_id, row.section, row.reason or "the first of them", *counts)
+    console().print(rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
+    life = answer.life
+    of = (("model", life.model), ("tenant", life.tenant), ("SLO class", life.slo_class), ("effort", life.effort))
+    about = "".join(f", {name} {value}" for name, value in of if value)
+    yield f"request {life.request_id} on {life.engine_id} ({life.incarnation}){about}"
+    own = [f"at least {life.min_think_tokens}"] if life.HasField("min_think_tokens") else []
+    own += [f"at most {life.max_think_tokens}"] if life.HasField("max_think_tokens") else []
+    wishes = f"; asked for {' and '.join(own)} thinking tokens" if own else ""
+    late = ", when this replica first heard of it" if life.joined_late else ""
+    limits = f"{life.prompt_tokens} prompt tokens, max_tokens {life.max_tokens}{wishes}"
+    yield f"opened {life.open_time.ToJsonString()}{late}; {limits}"
+    counts = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens"
+    if life.HasField("close_time"):
+        seconds = _seconds(life.close_time, life)
+        yield f"closed after {seconds:.3f} s ({life.events[-1].detail}): {counts}"
+    elif answer.HasField("live"):
+        live = answer.live
+        counts = f"{live.think_tokens} thinking and {live.output_tokens} answer tokens"
+        yield f"lives, {_phase(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
+    else:
+        yield f"its stream is lost: {counts} when last heard of"
+
+
+def _life_table(life: fleet_pb2.RequestLife) -> Table:
+    rows = new_table("seconds", "think", "answer", "event", "why", "outcome")
+    for event in life.events:
+        cells: Sequence[str] = (_happened(event), "", "")
+        if event.kind == "decision":
+            cells = _name(event.decision), _why(event.decision), _outcome(event.decision, life)
+        add(rows, f"{_seconds(event.time, life):+.3f}", event.think_tokens, event.output_tokens, *cells)
+    return rows
+
+
+def _happened(event: fleet_pb2.RequestEvent) -> str:
+    if event.kind in ("opened", "stream_back"):
+        return f"{event.kind.replace('_', ' ')}, {_phase(event.phase)}"
+    if event.kind == "phase":
+        return _phase(event.phase)
+    if event.kind == "think_end":
+        return f"thinking ended: {event.detail}"
+    return f"{event.kind.replace('_', ' ')}{f': {event.detail}' if event.detail else ''}"
+
+
+def _name(d: fleet_pb2.LoggedDecision) -> str:
+    return f"{d.kind} {d.reason}{' (shadow)' if d.shadow else ''}"
+
+
+def _why(d: fleet_pb2.LoggedDecision) -> str:
+    rows = [f"{c.signal} {c.value:.6g} {c.operator} {c.limit_name} {c.limit:.6g}" for c in d.comparisons]
+    return "; ".join(rows)
+
+
+def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> str:
+    if not d.outcome:
+        return "open"
+    text = outcome_name(d.outcome)
+    if d.HasField("measured_eat_nats"):
+        text += f", EAT {d.measured_eat_nats:.4g}"
+    if d.outcome_think_tokens:
+        text += f" at {d.outcome_think_tokens}"
+    if life is not None:
+        text += f" ({_seconds(d.outcome_time, life):+.3f})"
+    return f"{text}: {d.detail}" if d.detail else text
+
+
+def _phase(phase: agent_pb2.Phase.ValueType) -> str:
+    names = {agent_pb2.PHASE_PROMPT: "in its prompt", agent_pb2.PHASE_THINK: "thinking"}
+    return names.get(phase, "answering" if phase == agent_pb2.PHASE_OUTPUT else "phase unknown")
+
+
+def _seconds(time: object, life: fleet_pb2.RequestLife) -> float:
+    return (time.ToNanoseconds() - life.open_time.ToNanoseconds()) / 1e9  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,133 @@
+"""`meridianctl freeze`, `thaw` and `freezes`: engines back to stock vLLM, and which are.
+
+Knows the control plane only through its gRPC API. One thread, blocking calls.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from meridian.v1 import fleet_pb2, freeze_pb2
+from rich.table import Table
+
+from meridian_control.cli.console import (
+    CALL_TIMEOUT_S,
+    FAILED,
+    INVALID,
+    Client,
+    Output,
+    add,
+    connect,
+    fail,
+    new_table,
+    pages,
+    show,
+)
+from meridian_control.fleet.freeze_store import Match
+
+POLL_INTERVAL_S = 0.1
+# Other replicas hear of a freeze within this long.
+HEARD_S = 1.0
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration_s(text: str) -> int:
+    """Seconds of `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
+    number, unit = text[:-1], text[-1:]
+    if not number.isdecimal() or unit not in UNITS_S:
+        raise typer.BadParameter(f"must be a number and one of s, m, h, d, for example 10m; got {text!r}")
+    return int(number) * UNITS_S[unit]
+
+
+def freeze(
+    context: typer.Context,
+    duration: Annotated[str, typer.Option("--for", help="Time limit, for example 30s, 10m, 2h.")],
+    *,
+    reason: Annotated[str, typer.Option(help="Why; kept with the freeze and said in the engines' logs.")],
+    engine: Annotated[list[str] | None, typer.Option(help="Glob over engine ids; may be repeated.")] = None,
+    model: Annotated[str, typer.Option(help="Glob over the engines' model.")] = "",
+    label: Annotated[list[str] | None, typer.Option(help="key=value that an engine must have; repeatable.")] = None,
+    author: Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])] = "",
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the engines to confirm.")] = 10.0,
+) -> None:
+    """Put engines back to stock vLLM until the time is over or they are thawed; without a match, all of them."""
+    labels = dict(pair.split("=", 1) if "=" in pair else fail(INVALID, _bad_label(pair)) for pair in label or ())
+    match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels)
+    request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
+    request.duration.FromSeconds(duration_s(duration))
+    with connect(context) as client:
+        made = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
+        typer.echo(f"freeze {made.freeze_id} until {_time(made)}")
+        _wait_for_confirmations(client, made, wait)
+
+
+def _bad_label(pair: str) -> str:
+    return f"--label must be key=value; got {pair!r}"
+
+
+def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_s: float) -> None:
+    """Print how many engines have confirmed. Fails when not all did in time."""
+    began = time.monotonic()
+    while True:
+        wanted = [engine for engine in _connected(client) if _is_meant(engine, made)]
+        missing = [engine.engine_id for engine in wanted if not _is_frozen(engine, made)]
+        waited_s = time.monotonic() - began
+        # Which engines have a label, only their replica can say.
+        known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
+        if (known and not missing) or waited_s >= wait_s:
+            break
+        time.sleep(POLL_INTERVAL_S)
+    typer.echo(f"{len(wanted) - len(missing)} of {len(wanted)} connected engines confirmed")
+    if missing:
+        fail(FAILED, *(f"{engine_id} has not confirmed" for engine_id in missing))
+
+
+def _connected(client: Client) -> list[fleet_pb2.Engine]:
+    found = (e for page in pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()) for e in page.engines)
+    return [engine for engine in found if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+
+
+def _is_meant(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
+    if made.freeze_id in engine.freeze.freeze_ids:
+        return True
+    match = Match(tuple(made.match.engine_ids), made.match.model)
+    return not made.match.engine_labels and match.matches(engine.engine_id, engine.model, {})
+
+
+def _is_frozen(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
+    return engine.freeze.confirmed and made.freeze_id in engine.freeze.freeze_ids
+
+
+def thaw(
+    context: typer.Context, freeze_id: Annotated[int, typer.Argument(min=0, help="Default: all freezes.")] = 0
+) -> None:
+    """End a freeze, or all of them, before its time."""
+    with connect(context) as client:
+        answer = client.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id), timeout=CALL_TIMEOUT_S)
+    for ended in answer.freezes:
+        typer.echo(f"freeze {ended.freeze_id} has ended")
+    if not answer.freezes:
+        typer.echo("nothing is frozen")
+
+
+def freezes(context: typer.Context, output: Annotated[Output, typer.Option("-o", "--output")] = Output.table) -> None:
+    """List the freezes in force, newest first."""
+    with connect(context) as client:
+        request = freeze_pb2.ListFreezesRequest()
+        found = [entry for page in pages(client.freeze.ListFreezes, request) for entry in page.freezes]
+    show(found, output, _table(found))
+
+
+def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:
+    shown = new_table("freeze", "until", "engines", "author", "reason")
+    for row in rows:
+        labels = (f"{name}={value}" for name, value in sorted(row.match.engine_labels.items()))
+        model = (f"model {row.match.model}",) if row.match.model else ()
+        engines = " ".join((*row.match.engine_ids, *model, *labels)) or "all"
+        add(shown, row.freeze_id, _time(row), engines, row.author, row.reason)
+    return shown
+
+
+def _time(stored: freeze_pb2.StoredFreeze) -> str:
+    return stored.end_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,142 @@
+"""`meridianctl`: reads and changes policy, shows the fleet and says why, records traces and replays them.
+
+Owns the command line and its exit codes, and the commands that look at engines. Knows the control plane only through
+its gRPC API. One thread, blocking calls.
+"""
+
+import time
+from typing import Annotated
+
+import typer
+from meridian.v1 import fleet_pb2
+
+from meridian_control.access.client_credentials import Credentials
+from meridian_control.cli.audit import audit
+from meridian_control.cli.console import FAILED, Client, Output, Target, connect, fail, pages, show, warn_unreachable
+from meridian_control.cli.explain import decisions, explain, shadow
+from meridian_control.cli.freeze import freeze, freezes, thaw
+from meridian_control.cli.policy import current, policy_app
+from meridian_control.cli.rollout import rollout_app
+from meridian_control.cli.tables import engine_table, request_table
+from meridian_control.cli.top import top
+from meridian_control.cli.trace import calibrate, record, replay
+from meridian_control.common.enum_names import entropy_backend_name
+
+POLL_INTERVAL_S = 0.3
+
+HELP = """Read and change Meridian's policy, and look at the fleet.
+
+Exit codes:
+
+0  ok
+
+1  not converged, not completed, nothing to recommend, or a precondition failed
+
+2  usage error, invalid policy, unusable trace or labels
+
+3  server, or its policy store, unreachable
+
+4  not allowed: no credentials, or none that suffice
+"""
+
+app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(policy_app, name="policy")
+app.add_typer(rollout_app, name="rollout")
+for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, record, calibrate, replay):
+    app.command()(command)
+
+
+FleetOutput = Annotated[Output, typer.Option("-o", "--output")]
+
+
+@app.callback()
+def options(
+    call: typer.Context,
+    *,
+    server: Annotated[str, typer.Option(help="host:port of the control plane; else MERIDIAN_SERVER.")] = "",
+    context: Annotated[str, typer.Option(help="Its name in the context file; else MERIDIAN_CONTEXT.")] = "",
+    ca: Annotated[str, typer.Option(help="PEM file of the CA of its certificate; else MERIDIAN_TLS_CA.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of a client certificate; else MERIDIAN_TLS_CERT.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of its key; else MERIDIAN_TLS_KEY.")] = "",
+    token_file: Annotated[str, typer.Option(help="File of a bearer token; else MERIDIAN_TOKEN_FILE.")] = "",
+) -> None:
+    call.obj = Target(server, context, Credentials(ca, cert, key, token_file))
+
+
+# ------------------------------------------------------------------------------------------------------------- fleet
+
+
+@app.command()
+def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
+    """List the engines."""
+    with connect(context) as client:
+        found, unreachable = _engines(client)
+    show(found, output, engine_table(found))
+    warn_unreachable(unreachable)
+    if output is Output.table:
+        for refused in (engine for engine in found if engine.nack_error):
+            typer.echo(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+        for noted in (engine for engine in found if engine.entropy_note):
+            backend = entropy_backend_name(noted.entropy_backend)
+            typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
+        for blind in (engine for engine in found if engine.unknown_markers):
+            typer.echo(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
+
+
+@app.command()
+def requests(
+    context: typer.Context,
+    engine: Annotated[str, typer.Option(help="Only this engine's.")] = "",
+    output: FleetOutput = Output.table,
+) -> None:
+    """List the live requests."""
+    with connect(context) as client:
+        request = fleet_pb2.ListRequestsRequest(engine_id=engine)
+        answers = list(pages(client.fleet.ListRequests, request))
+    found = [live for page in answers for live in page.requests]
+    show(found, output, request_table(found))
+    warn_unreachable(name for page in answers for name in page.unreachable_replicas)
+
+
+@app.command()
+def wait(
+    context: typer.Context,
+    revision: Annotated[int | None, typer.Option(min=1, help="Default: the one in force now.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0,
+) -> None:
+    """Wait until every connected engine has applied a policy revision."""
+    deadline = time.monotonic() + timeout
+    with connect(context) as client:
+        wanted = revision or current(client).revision
+        connected, unreachable = _connected(client)
+        while (behind := [engine for engine in connected if engine.acked_revision < wanted]) or unreachable:
+            if refused := [engine for engine in behind if _refused(engine, wanted)]:
+                others = [f"{e.engine_id} is at revision {e.acked_revision}" for e in behind if e not in refused]
+                fail(FAILED, *(f"{engine.engine_id} refused: {engine.nack_error}" for engine in refused), *others)
+            if time.monotonic() >= deadline:
+                warn_unreachable(unreachable)
+                fail(FAILED, *(f"{engine.engine_id} is at revision {engine.acked_revision}" for engine in behind))
+            time.sleep(POLL_INTERVAL_S)
+            connected, unreachable = _connected(client)
+    typer.echo(f"revision {wanted} is applied on all {len(connected)} connected engines")
+
+
+def _connected(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+    found, unreachable = _engines(client)
+    return [engine for engine in found if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED], unreachable
+
+
+def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
+    """The error belongs to the revision the engine was last asked to take."""
+    return bool(engine.nack_error) and engine.revision >= revision
+
+
+def _engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+    """All engines, and the replicas that were not heard."""
+    found = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
+    unreachable = [name for page in found for name in page.unreachable_replicas]
+    return [engine for page in found for engine in page.engines], unreachable
+
+
+def main() -> None:
+    app(prog_name="meridianctl")

@@ -1,0 +1,236 @@
+"""`meridianctl policy`: reads the policy and its history, changes it, and explains what it comes to.
+
+Knows the control plane only through its gRPC API, and shares with it the policy schema. One thread, blocking calls.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import typer
+from meridian.v1 import policy_pb2
+from rich.table import Table
+
+from meridian_control.cli.console import (
+    CALL_TIMEOUT_S,
+    INVALID,
+    Client,
+    Output,
+    add,
+    as_dict,
+    connect,
+    console,
+    fail,
+    new_table,
+    pages,
+    reported,
+    show,
+)
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+from meridian_control.policy.diff import diff
+
+policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_args_is_help=True)
+
+
+File = Annotated[Path, typer.Option("-f", "--file", help="Policy file, TOML.")]
+InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
+Revision = Annotated[int, typer.Option(min=0, help="Default: the one in force.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the server check everything, change nothing.")]
+Diff = Annotated[bool, typer.Option("--diff", help="Show what changes.")]
+Etag = Annotated[
+    str | None, typer.Option(help="Etag the policy in force must have; default: the one it has now; '' for any.")
+]
+Author = Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])]
+Reason = Annotated[str, typer.Option(help="Why, kept with the revision.")]
+RequestId = Annotated[str, typer.Option(help="Of your choice; the same one again stores nothing more.")]
+
+
+@policy_app.command("get")
+def policy_get(context: typer.Context, revision: Revision = 0, output: InAnyForm = Output.toml) -> None:
+    """Print the policy; as a table, only what differs from the defaults."""
+    with connect(context) as client:
+        stored = current(client, revision)
+    if output is Output.json:
+        typer.echo(json.dumps(as_dict(stored), indent=2))
+        return
+    policy = forms.from_proto(stored.policy)
+    if output is Output.table:
+        rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
+        console().print(_rows(("field", "value", "default"), rows))
+        return
+    note = {key: getattr(stored, key) for key in ("revision", "etag", "author", "reason")}
+    typer.echo(f"# {json.dumps(note, ensure_ascii=False)}")
+    typer.echo(forms.to_toml(policy), nl=False)
+
+
+@policy_app.command("apply")
+def policy_apply(
+    context: typer.Context,
+    file: File,
+    *,
+    dry_run: DryRun = False,
+    diff: Diff = False,
+    etag: Etag = None,
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+) -> None:
+    """Replace the policy in force by the one in FILE."""
+    with connect(context) as client:
+        request = policy_pb2.UpdatePolicyRequest(
+            policy=forms.to_proto(forms.load(file)),
+            etag=_current_etag(client) if etag is None else etag,
+            validate_only=dry_run,
+            author=author,
+            reason=reason,
+            request_id=request_id,
+        )
+        answer = client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S)
+    _print_answer(answer.revision, answer.changes if diff else None, f"{file}: valid, nothing changed")
+
+
+@policy_app.command("rollback")
+def policy_rollback(
+    context: typer.Context,
+    revision: Annotated[int, typer.Argument(min=1, help="The revision whose policy is wanted.")],
+    *,
+    dry_run: DryRun = False,
+    diff: Diff = False,
+    etag: Etag = None,
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+) -> None:
+    """Put the policy of an older revision in force again, as a new revision."""
+    with connect(context) as client:
+        request = policy_pb2.RollbackPolicyRequest(
+            revision=revision,
+            etag=_current_etag(client) if etag is None else etag,
+            validate_only=dry_run,
+            author=author,
+            reason=reason,
+            request_id=request_id,
+        )
+        answer = client.policy.RollbackPolicy(request, timeout=CALL_TIMEOUT_S)
+    _print_answer(answer.revision, answer.changes if diff else None, f"revision {revision}: valid, nothing changed")
+
+
+@policy_app.command("validate")
+def policy_validate(file: File) -> None:
+    """Check FILE against the schema, without a server."""
+    with reported():
+        forms.load(file)
+    typer.echo(f"{file}: valid")
+
+
+@policy_app.command("history")
+def policy_history(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
+    output: InAnyForm = Output.table,
+) -> None:
+    """List the revisions, newest first."""
+    found: list[policy_pb2.PolicyRevision] = []
+    with connect(context) as client:
+        request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
+        for page in pages(client.policy.ListRevisions, request):
+            found += page.revisions
+            if len(found) >= limit:
+                break
+    found = found[:limit]
+    rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in found]
+    show(found, output, _rows(("revision", "time", "author", "reason", "etag"), rows))
+
+
+@policy_app.command("diff")
+def policy_diff(
+    context: typer.Context,
+    before: Annotated[int, typer.Argument(min=0, help="Default: the one before AFTER.")] = 0,
+    after: Annotated[int, typer.Argument(min=0, help="Default: the one in force.")] = 0,
+    output: InAnyForm = Output.table,
+) -> None:
+    """Show what differs between two revisions, field by field."""
+    with connect(context) as client:
+        request = policy_pb2.DiffPoliciesRequest(before=before, after=after)
+        answer = client.policy.DiffPolicies(request, timeout=CALL_TIMEOUT_S)
+    names = (f"revision {answer.before}" if answer.before else "defaults", f"revision {answer.after}")
+    show(answer.changes, output, change_table(answer.changes, names))
+
+
+@policy_app.command("explain")
+def policy_explain(
+    context: typer.Context,
+    *,
+    model: Annotated[str, typer.Option(help="Model or LoRA adapter.")] = "",
+    tenant: Annotated[str, typer.Option()] = "",
+    slo_class: Annotated[str, typer.Option()] = "",
+    effort: Annotated[str, typer.Option()] = "",
+    label: Annotated[list[str] | None, typer.Option(help="An engine's label, NAME=VALUE; may be repeated.")] = None,
+    engine: Annotated[str, typer.Option(help="A connected engine, for what is not said above.")] = "",
+    request: Annotated[str, typer.Option(help="A live request, for what is not said above.")] = "",
+    revision: Revision = 0,
+    output: InAnyForm = Output.table,
+) -> None:
+    """Show the value of every field for a request or an engine, and which rule gave it."""
+    asked = policy_pb2.ExplainPolicyRequest(
+        revision=revision,
+        model=model,
+        tenant=tenant,
+        slo_class=slo_class,
+        effort=effort,
+        engine_labels=_labels(label or []),
+        engine_id=engine,
+        request_id=request,
+    )
+    with connect(context) as client:
+        answer = client.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
+    if output is Output.toml:
+        for row in answer.values:
+            typer.echo(f"{row.path} = {row.value}  # {row.origin}")
+    else:
+        rows = [(row.path, row.value, row.origin) for row in answer.values]
+        show(answer.values, output, _rows(("field", "value", "from"), rows))
+
+
+def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
+    """A revision; for 0 the one in force."""
+    return client.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=revision), timeout=CALL_TIMEOUT_S).revision
+
+
+def _current_etag(client: Client) -> str:
+    """Empty where nothing is stored, or where what is stored can only be replaced."""
+    try:
+        return current(client).etag
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+            return ""
+        raise
+
+
+def _labels(pairs: list[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            fail(INVALID, f"--label must be NAME=VALUE; got {pair}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _print_answer(
+    revision: policy_pb2.PolicyRevision, changes: Sequence[policy_pb2.PolicyChange] | None, if_checked: str
+) -> None:
+    if changes is not None:
+        console().print(change_table(changes, ("before", "after")))
+    typer.echo(f"revision {revision.revision} etag {revision.etag}" if revision.revision else if_checked)
+
+
+def change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:
+    return _rows(("field", *names), [(c.path, c.before, c.after) for c in changes])
+
+
+def _rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    filled = new_table(*columns)
+    for row in rows:
+        add(filled, *row)
+    return filled

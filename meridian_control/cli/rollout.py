@@ -1,0 +1,253 @@
+"""`meridianctl rollout`: starts rollouts, shows them and steers them.
+
+Knows the control plane only through its gRPC API, and shares with it the schemas of policy and plan. One thread,
+blocking calls.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from google.protobuf import json_format
+from meridian.v1 import rollout_pb2
+from rich.console import Group
+from rich.table import Table
+
+from meridian_control.cli.console import (
+    CALL_TIMEOUT_S,
+    FAILED,
+    Client,
+    Output,
+    add,
+    as_dict,
+    connect,
+    console,
+    fail,
+    new_table,
+    pages,
+    show,
+)
+from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table
+from meridian_control.policy import formats as forms
+from meridian_control.rollout.plan import Plan
+
+POLL_INTERVAL_S = 1.0
+ACTIVE = (
+    rollout_pb2.ROLLOUT_STATE_RUNNING,
+    rollout_pb2.ROLLOUT_STATE_PAUSED,
+    rollout_pb2.ROLLOUT_STATE_HALTED,
+)
+
+rollout_app = typer.Typer(help="Bring a policy to the fleet in steps, each watched.", no_args_is_help=True)
+
+Rollout = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one, or else the newest.")]
+Active = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one.")]
+Form = Annotated[Output, typer.Option("-o", "--output")]
+Reason = Annotated[str, typer.Option(help="Why, kept with the rollout.")]
+Etag = Annotated[str, typer.Option(help="Etag the rollout must have; default: any.")]
+
+
+@rollout_app.command("start")
+def rollout_start(
+    context: typer.Context,
+    file: File,
+    *,
+    steps: Annotated[Path, typer.Option(help="Steps and guardrails, TOML; see the README.")],
+    dry_run: DryRun = False,
+    diff: Diff = False,
+    etag: Annotated[str, typer.Option(help="Etag the policy in force must have; default: any.")] = "",
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+    output: Form = Output.table,
+) -> None:
+    """Bring the policy in FILE to the engines, step by step."""
+    with connect(context) as client:
+        plan = forms.load_as(Plan, steps)
+        request = rollout_pb2.StartRolloutRequest(
+            policy=forms.to_proto(forms.load(file)),
+            plan=json_format.ParseDict(plan.model_dump(mode="json", exclude_none=True), rollout_pb2.RolloutPlan()),
+            etag=etag,
+            validate_only=dry_run,
+            author=author,
+            reason=reason,
+            request_id=request_id,
+        )
+        answer = client.rollout.StartRollout(request, timeout=CALL_TIMEOUT_S)
+    if diff:
+        console().print(change_table(answer.changes, ("before", "after")))
+    if dry_run:
+        typer.echo(f"{file} and {steps}: valid, nothing started")
+    else:
+        _print(answer.rollout, output)
+
+
+@rollout_app.command("status")
+def rollout_status(
+    context: typer.Context,
+    rollout: Rollout = 0,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended or halted; fails unless completed.")] = False,
+    output: Form = Output.table,
+) -> None:
+    """Show a rollout: where it is, what it waits for, what its guardrails measure, what happened to it."""
+    with connect(context) as client:
+        found = _rollout(client, rollout)
+        while wait and found.state in (rollout_pb2.ROLLOUT_STATE_RUNNING, rollout_pb2.ROLLOUT_STATE_PAUSED):
+            time.sleep(POLL_INTERVAL_S)
+            found = _rollout(client, found.rollout_id)
+    _print(found, output)
+    if wait and found.state != rollout_pb2.ROLLOUT_STATE_COMPLETED:
+        fail(FAILED, f"rollout {found.rollout_id} is {_word(found)}")
+
+
+@rollout_app.command("list")
+def rollout_list(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
+    output: Form = Output.table,
+) -> None:
+    """List the rollouts, newest first."""
+    found: list[rollout_pb2.Rollout] = []
+    with connect(context) as client:
+        request = rollout_pb2.ListRolloutsRequest(page_size=min(limit, 1000))
+        for page in pages(client.rollout.ListRollouts, request):
+            found += page.rollouts
+            if len(found) >= limit:
+                break
+    shown = new_table("rollout", "state", "step", "candidate", "started", "author", "reason")
+    for r in found[:limit]:
+        started = r.create_time.ToJsonString()
+        add(shown, r.rollout_id, _word(r), _step(r), r.candidate_revision, started, r.author, r.reason)
+    show(found[:limit], output, shown)
+
+
+@rollout_app.command("pause")
+def rollout_pause(
+    context: typer.Context,
+    rollout: Active = 0,
+    *,
+    etag: Etag = "",
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+    output: Form = Output.table,
+) -> None:
+    """Stop the clock of the current step; its engines keep the candidate, and the guardrails hold."""
+    request = rollout_pb2.PauseRolloutRequest(
+        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
+    )
+    _steer(context, lambda client: client.rollout.PauseRollout, request, output)
+
+
+@rollout_app.command("resume")
+def rollout_resume(
+    context: typer.Context,
+    rollout: Active = 0,
+    *,
+    etag: Etag = "",
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+    output: Form = Output.table,
+) -> None:
+    """Go on after a pause, or after a halt: then the step begins again."""
+    request = rollout_pb2.ResumeRolloutRequest(
+        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
+    )
+    _steer(context, lambda client: client.rollout.ResumeRollout, request, output)
+
+
+@rollout_app.command("abort")
+def rollout_abort(
+    context: typer.Context,
+    rollout: Active = 0,
+    *,
+    etag: Etag = "",
+    author: Author = "",
+    reason: Reason = "",
+    request_id: RequestId = "",
+    output: Form = Output.table,
+) -> None:
+    """End it, and put the policy from before in force everywhere, as a new revision."""
+    request = rollout_pb2.AbortRolloutRequest(
+        rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
+    )
+    _steer(context, lambda client: client.rollout.AbortRollout, request, output)
+
+
+def _steer(context: typer.Context, method: Callable[[Client], Any], request: Any, output: Output) -> None:
+    with connect(context) as client:
+        answer = method(client)(request, timeout=CALL_TIMEOUT_S)
+    _print(answer.rollout, output)
+
+
+def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:
+    request = rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)
+    return client.rollout.GetRollout(request, timeout=CALL_TIMEOUT_S).rollout
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+
+def _print(rollout: rollout_pb2.Rollout, output: Output) -> None:
+    if output is Output.json:
+        typer.echo(json.dumps(as_dict(rollout), indent=2))
+        return
+    parts: list[Table | str] = [_facts(rollout), "", _steps(rollout)]
+    if rollout.guardrails:
+        parts += ["", _readings(rollout)]
+    console().print(Group(*parts, "", _events(rollout)))
+
+
+def _facts(rollout: rollout_pb2.Rollout) -> Table:
+    shown = new_table("rollout", str(rollout.rollout_id))
+    back = f", taken back as {rollout.rollback_revision}" if rollout.rollback_revision else ""
+    add(shown, "state", _word(rollout))
+    add(shown, "revisions", f"{rollout.stable_revision} → {rollout.candidate_revision}{back}")
+    add(shown, "engines", f"{rollout.candidate_engines} with the candidate, {rollout.other_engines} others")
+    if rollout.waiting_for:
+        add(shown, "waits for", rollout.waiting_for)
+    if rollout.HasField("violation"):
+        v = rollout.violation
+        add(shown, "violation", f"{v.guardrail} {v.value:.4g}, limit {v.limit:.4g}")
+    add(shown, "etag", rollout.etag)
+    return shown
+
+
+def _steps(rollout: rollout_pb2.Rollout) -> Table:
+    shown = new_table("step", "engines", "bake s", "")
+    done = rollout.state == rollout_pb2.ROLLOUT_STATE_COMPLETED
+    for index, step in enumerate(rollout.plan.step, 1):
+        labels = " ".join(f"{name}={glob}" for name, glob in sorted(step.engine_labels.items()))
+        whom = " of ".join(part for part in (f"{step.percent:g} %", labels) if part)
+        here = f"{rollout.baked_s:.0f} s" if index == rollout.step and rollout.state in ACTIVE else ""
+        add(shown, index, whom, f"{step.bake_s:g}", "done" if done or index < rollout.step else here)
+    return shown
+
+
+def _readings(rollout: rollout_pb2.Rollout) -> Table:
+    shown = new_table("guardrail", "value", "limit", "observed", "others", "")
+    for r in rollout.guardrails:
+        value = f"{r.value:.4g}" if r.HasField("value") else ""
+        verdict = "violated" if r.violated else "waiting" if r.waiting else ""
+        add(shown, r.guardrail, value, f"{r.limit:.4g}", r.observations, r.stable_observations or "", verdict)
+    return shown
+
+
+def _events(rollout: rollout_pb2.Rollout) -> Table:
+    shown = new_table("time", "event", "step", "author", "reason")
+    for event in rollout.events:
+        add(shown, event.time.ToJsonString(), event.event, event.step, event.author, event.reason)
+    return shown
+
+
+def _word(rollout: rollout_pb2.Rollout) -> str:
+    return rollout_pb2.RolloutState.Name(rollout.state).removeprefix("ROLLOUT_STATE_").lower()
+
+
+def _step(rollout: rollout_pb2.Rollout) -> str:
+    return f"{rollout.step} of {len(rollout.plan.step)}"

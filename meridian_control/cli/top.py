@@ -1,0 +1,93 @@
+"""`meridianctl top`: engines and live requests, as they change.
+
+Knows the control plane only through its gRPC API. A second thread listens for the key that ends it.
+"""
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import grpc
+import typer
+from meridian.v1 import fleet_pb2
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from meridian_control.cli.console import connect, console
+from meridian_control.cli.tables import engine_table, request_table
+
+KEY_POLL_S = 0.1
+# Until gRPC is done with a call that was cancelled.
+END_S = 5.0
+# Lines that are neither requests nor engines: two headings, an empty line, the count of what is not shown.
+OTHER_LINES = 4
+
+
+def top(
+    context: typer.Context, interval_ms: Annotated[int, typer.Option(min=1, help="Time between two updates.")] = 1000
+) -> None:
+    """Show engines and live requests, longest thinking first, until q or Ctrl-C."""
+    request, terminal = fleet_pb2.WatchFleetRequest(interval_ms=interval_ms), console()
+    screen = terminal.is_terminal and sys.stdout.isatty()
+    with connect(context) as client:
+        call = client.fleet.WatchFleet(request)
+        try:
+            with _until_q(call.cancel), Live(console=terminal, screen=screen, auto_refresh=False) as live:
+                for state in call:
+                    live.update(_view(state, terminal), refresh=True)
+        except KeyboardInterrupt:
+            pass
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                raise
+        finally:
+            end(call)
+
+
+def end(call: Any) -> None:
+    """Cancel a call and wait until gRPC is done with it: Python that exits before writes an error of gRPC's."""
+    over = threading.Event()
+    call.cancel()
+    if call.add_callback(over.set):
+        over.wait(END_S)
+
+
+def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
+    room = max(1, terminal.height - len(state.engines) - OTHER_LINES)
+    ordered = sorted(state.requests, key=lambda r: (-r.think_tokens, r.engine_id, r.request_id))
+    more = [Text(f"and {len(ordered) - room} more")] if len(ordered) > room else []
+    return Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
+
+
+@contextmanager
+def _until_q(leave: Callable[[], object]) -> Iterator[None]:
+    """Call `leave` when q is typed; the terminal is as before afterwards."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    keyboard, stopped = sys.stdin.fileno(), threading.Event()
+    before = termios.tcgetattr(keyboard)
+
+    def listen() -> None:
+        while not stopped.is_set():
+            if select.select([keyboard], [], [], KEY_POLL_S)[0] and os.read(keyboard, 1) in (b"q", b"Q", b""):
+                leave()
+                return
+
+    listener = threading.Thread(target=listen, daemon=True)
+    try:
+        tty.setcbreak(keyboard)
+        listener.start()
+        yield
+    finally:
+        stopped.set()
+        listener.join()
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

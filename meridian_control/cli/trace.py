@@ -1,0 +1,137 @@
+"""`meridianctl record`, `calibrate` and `replay`: traces, and what other rules would have made of them.
+
+Knows the control plane only through its gRPC API, and shares with it the policy schema and, offline, the rules. One
+thread, blocking calls.
+"""
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from meridian_control.cli.console import FAILED, Output, connect, console, fail, reported, show_value, warn_unreachable
+from meridian_control.cli.trace_recorder import Limits, Recorder
+from meridian_control.offline.trace_file import TraceWriter
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+
+if TYPE_CHECKING:
+    from meridian_control.offline.rule_replay import Replay
+
+
+def record(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(help="Trace file to write; must not exist.")],
+    engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
+    duration: Annotated[float, typer.Option(min=0, help="Seconds; 0 for until Ctrl-C.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=0, help="Finished requests to record; 0 for no limit.")] = 0,
+) -> None:
+    """Keep what passes between engines and control plane: signals and decisions, no text."""
+    progress = Console(stderr=True)
+    with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
+        recorder = Recorder(client.fleet, writer, Limits(duration, requests), lambda w: status.update(_recorded(w)))
+        try:
+            recorder.run(engine)
+        finally:
+            status.stop()
+            if writer.records:
+                breaks = f", {recorder.breaks} interruptions" if recorder.breaks else ""
+                typer.echo(f"{out}: {_recorded(writer)}{breaks}")
+            else:
+                out.unlink()
+            warn_unreachable(recorder.unreachable)
+
+
+def _recorded(writer: TraceWriter) -> str:
+    return f"{writer.requests} requests, {writer.steps} steps, {writer.size_bytes} bytes"
+
+
+def calibrate(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
+    *,
+    labels: Annotated[
+        Path | None, typer.Option(help='JSON lines {"request_id", "think_tokens", "correct"}; see the README.')
+    ] = None,
+    max_loss: Annotated[float, typer.Option(min=0, max=1, help="Accuracy that may be lost, a fraction.")] = 0.01,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals and bounds.")] = 0.95,
+    delay_tokens: Annotated[
+        int, typer.Option(min=1, help="From a sentence end to the end forced there, unless its probe is held.")
+    ] = 2,
+    model: Annotated[str, typer.Option(help="Only this model's requests.")] = "",
+    base: Annotated[Path | None, typer.Option(help="Policy for all other fields; default: the trace's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the policy, TOML.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the frontier, PNG, SVG or PDF.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write all figures, JSON.")] = None,
+) -> None:
+    """Replay traces, find the rule that saves most thinking within a loss of accuracy, and write its policy."""
+    try:
+        from meridian_control.offline import calibration, calibration_report
+
+        if plot is not None:
+            import_module("matplotlib")
+    except ImportError as error:
+        fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
+    with reported():
+        replay = _replay(traces, labels, base, model, delay_tokens)
+    goal = calibration.Goal(max_loss, confidence)
+    try:
+        found = calibration.calibrate(replay, goal)
+    except calibration.TooFewRequests as error:
+        left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
+        fail(FAILED, str(error), *left_out)
+    terminal = console()
+    terminal.print(calibration_report.table(found, goal))
+    for sentence in calibration_report.sentences(found, replay, goal):
+        terminal.print("\n" + escape(sentence), highlight=False)
+    figures = json.dumps(calibration_report.report(found, replay, goal), indent=2) + "\n"
+    _write(out, lambda path: path.write_text(forms.to_toml(found.policy), encoding="utf-8"))
+    _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
+    _write(plot, lambda path: calibration_report.plot(found, replay, path))
+    if not found.confirmed:
+        raise typer.Exit(FAILED)
+
+
+def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: str, delay_tokens: int) -> "Replay":
+    """Raises FileError or PolicyError."""
+    from meridian_control.offline.correctness import from_labels, from_probes
+    from meridian_control.offline.episodes import collect
+    from meridian_control.offline.rule_replay import Replay
+
+    episodes = collect(traces, model)
+    judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
+    recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else schema.Policy()
+    return Replay(episodes, judge, forms.load(base) if base is not None else recorded, delay_tokens)
+
+
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    if path is not None:
+        try:
+            write(path)
+        except (OSError, ValueError) as error:
+            fail(FAILED, f"{path}: cannot be written: {error}")
+
+
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
+    policy: Annotated[Path, typer.Option(help="Policy file to replay them under.")],
+    output: Annotated[Output, typer.Option("-o", "--output")] = Output.table,
+) -> None:
+    """Run traces through another policy and show what it would have changed. Needs no server."""
+    from meridian_control.offline.comparison_report import figures, tables
+    from meridian_control.offline.policy_comparison import Difference
+
+    with reported():
+        wanted = forms.load(policy)
+        found = Difference(wanted)
+        found.add(traces)
+    if output is not Output.table:
+        show_value(figures(found, wanted), output)
+        return
+    terminal = console()
+    for part in tables(found, wanted):
+        terminal.print(escape(part) if isinstance(part, str) else part, highlight=False)

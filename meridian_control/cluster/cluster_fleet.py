@@ -1,0 +1,178 @@
+"""The fleet of all replicas: what this one knows, and what the others say when they are asked.
+
+Owns how their answers become one: an engine that moved is shown once, as the replica with its newest connection has it.
+Runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2, policy_pb2
+
+from meridian_control.cluster.peers import CALL_TIMEOUT_S
+from meridian_control.common.errors import NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from meridian_control.cluster.peers import Peer, Peers
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.fleet.recording import Recording
+
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+# Between two looks at the others' engines while this replica leads.
+WATCH_S = 1.0
+# All who watch share what a look saw that began less than this long ago.
+SHARED_S = 0.05
+
+
+class WholeFleet:
+    """`fleet` has this replica's engines, `peers` the others, None where there can be none.
+
+    `leads` says whether this replica leads.
+    """
+
+    def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
+        self.fleet, self.replica_id, self.peers = fleet, replica_id, peers
+        self._leads = leads
+        # What the others said last, by replica, while this one leads.
+        self._heard: dict[str, list[fleet_pb2.Engine]] = {}
+        self._complete = peers is None
+        # The newest look for those who watch, and when it began in the event loop's time.
+        self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
+        self._looked_at = 0.0
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def local_engines(self) -> list[fleet_pb2.Engine]:
+        """This replica's engines."""
+        engines = self.fleet.engines()
+        for engine in engines:
+            engine.replica = self.replica_id
+        return engines
+
+    async def engines(self, local_only: bool = False) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        """All engines, and the replicas that were not heard."""
+        if self.peers is None or local_only:
+            return self.local_engines(), []
+        heard, unreachable = await self.peers.ask(_engines)
+        return once([*self.local_engines(), *(engine for engines in heard.values() for engine in engines)]), unreachable
+
+    async def requests(
+        self, engine_id: str = "", local_only: bool = False
+    ) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
+        """All live requests, or those of an engine, and the replicas that were not heard."""
+        if self.peers is None or local_only:
+            return self.fleet.requests(engine_id), []
+        state = await self.state(engine_id)
+        return list(state.requests), list(state.unreachable_replicas)
+
+    async def state(self, engine_id: str = "", local_only: bool = False) -> fleet_pb2.WatchFleetResponse:
+        """All engines, and the live requests of all or of one."""
+        if self.peers is None or local_only:
+            return fleet_pb2.WatchFleetResponse(engines=self.local_engines(), requests=self.fleet.requests(engine_id))
+
+        async def ask(peer: Peer) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.LiveRequest]]:
+            request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True)
+            engines, answer = await asyncio.gather(
+                _engines(peer), peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
+            )
+            return engines, list(answer.requests)
+
+        heard, unreachable = await self.peers.ask(ask)
+        heard[self.replica_id] = self.local_engines(), self.fleet.requests(engine_id)
+        engines = once(engine for engines, _ in heard.values() for engine in engines)
+        where = {(engine.engine_id, engine.replica) for engine in engines if engine.state == CONNECTED}
+        requests = [
+            live for replica_id, (_, found) in heard.items() for live in found if (live.engine_id, replica_id) in where
+        ]
+        requests.sort(key=lambda live: (live.engine_id, live.request_id))
+        return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
+
+    async def watched(self) -> fleet_pb2.WatchFleetResponse:
+        """All engines and live requests, by one look for all who ask at about the same time. Not to be changed."""
+        now = asyncio.get_running_loop().time()
+        if self._look is None or now - self._looked_at >= SHARED_S:
+            self._look, self._looked_at = asyncio.create_task(self.state()), now
+        return await asyncio.shield(self._look)
+
+    async def explain(
+        self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
+    ) -> policy_pb2.ExplainPolicyResponse:
+        """What another replica answers that knows the engine or request; `unknown` is what this one says.
+
+        Raises NotFound.
+        """
+        asked = policy_pb2.ExplainPolicyRequest()
+        asked.CopyFrom(request)
+        asked.local_only = True
+
+        async def ask(peer: Peer) -> policy_pb2.ExplainPolicyResponse:
+            return await peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
+
+        answers, unreachable = await self.peers.ask_who_knows(ask) if self.peers is not None else ([], [])
+        if answers:
+            return answers[0]
+        if unreachable:
+            raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}")
+        raise unknown
+
+    @asynccontextmanager
+    async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:
+        """A recording that has begun, on the other replicas too as far as they can be reached."""
+        recording = self.fleet.record(engine_id)
+        relay = None
+        try:
+            if self.peers is not None and not local_only:
+                began = asyncio.Event()
+                relay = asyncio.create_task(self.peers.relay(recording, began))
+                await began.wait()
+            yield recording
+        finally:
+            self.fleet.recordings.discard(recording)
+            if relay is not None:
+                relay.cancel()
+                with suppress(asyncio.CancelledError):
+                    await relay
+
+    # ------------------------------------------------------------------------------------------------- for the leader
+
+    def leads(self) -> bool:
+        """Whether this replica leads, and has heard all others since: what it decides, it decides for all engines."""
+        return self._leads() and self._complete
+
+    def known_engines(self) -> list[fleet_pb2.Engine]:
+        """All engines; the others' as of their last answer, a second ago as a rule. While this replica leads."""
+        return once([*self.local_engines(), *(engine for engines in self._heard.values() for engine in engines)])
+
+    async def watch(self) -> None:
+        """Keep the others' engines known while this replica leads, until cancelled."""
+        while self.peers is not None:
+            if self._leads():
+                heard, unreachable = await self.peers.ask(_engines)
+                kept = {replica_id: self._heard[replica_id] for replica_id in unreachable if replica_id in self._heard}
+                self._complete = len(kept) == len(unreachable)
+                self._heard = kept | heard
+            else:
+                self._heard, self._complete = {}, False
+            await asyncio.sleep(WATCH_S)
+
+
+def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
+    """Each engine once: as its newest connection has it, and as gone only where it is connected nowhere."""
+    found: dict[tuple[str, str], fleet_pb2.Engine] = {}
+    connected: set[str] = set()
+    for engine in sorted(engines, key=lambda e: e.connect_time.ToNanoseconds()):
+        if engine.state == CONNECTED:
+            connected.add(engine.engine_id)
+        found[engine.engine_id, engine.incarnation if engine.state == CONNECTED else ""] = engine
+    shown = [e for e in found.values() if e.state == CONNECTED or e.engine_id not in connected]
+    return sorted(shown, key=lambda e: (e.engine_id, e.incarnation))
+
+
+async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
+    request = fleet_pb2.ListEnginesRequest(local_only=True)
+    return list((await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)).engines)

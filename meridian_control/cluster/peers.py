@@ -1,0 +1,176 @@
+"""The other replicas as gRPC clients: what one is asked about the whole fleet, it asks the others.
+
+Owns the channels between replicas. Asked on demand rather than published by each: nothing that changes with every step
+goes through the database, and answers are as fresh as the engine's own replica has them. A replica that does not answer
+within CALL_TIMEOUT_S is left out and named. Runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
+
+from meridian_control.access.reloading_file import Reloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from meridian_control.access.client_credentials import Credentials
+    from meridian_control.cluster.membership import Replica
+    from meridian_control.fleet.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+CALL_TIMEOUT_S = 2.0
+# Between two looks for replicas whose records do not come yet.
+LOOK_S = 1.0
+OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    # An answer carries all of a replica's engines, or requests.
+    ("grpc.max_receive_message_length", 64 << 20),
+]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another replica."""
+
+    replica: Replica
+    channel: grpc.aio.Channel
+
+    @property
+    def fleet(self) -> fleet_pb2_grpc.FleetServiceAsyncStub:
+        return fleet_pb2_grpc.FleetServiceStub(self.channel)
+
+    @property
+    def policy(self) -> policy_pb2_grpc.PolicyServiceAsyncStub:
+        return policy_pb2_grpc.PolicyServiceStub(self.channel)
+
+
+class Peers:
+    """`others` are the live replicas besides this one; `credentials` show them who this one is, and are read again when
+    they change. Raises OSError or ValueError where they cannot be used."""
+
+    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: Credentials) -> None:
+        self._others = others
+        self._tls = Reloaded(credentials.files(), credentials.channel)
+        self._shown = self._tls.get()
+        self._known: dict[str, Peer] = {}
+        # Replicas whose failure to answer, or to record, has been logged.
+        self._silent: set[str] = set()
+        self._not_recording: set[str] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _peers(self) -> list[Peer]:
+        """Those that live now; channels to the others are closed."""
+        live = {replica.replica_id: replica for replica in self._others()}
+        renewed = (tls := self._tls.get()) is not self._shown
+        self._shown = tls
+        for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
+            closing = asyncio.create_task(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for replica_id in live.keys() - self._known.keys():
+            self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
+        return [self._known[replica_id] for replica_id in sorted(live)]
+
+    async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
+        """What each replica answers, by id, and the ids of those that did not. `call` bounds its own time."""
+        peers = self._peers()
+        answers = await asyncio.gather(*(self._asked(peer, call) for peer in peers))
+        heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
+        return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
+
+    async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
+        """What those answer that know what is asked for, where others answer NOT_FOUND, and the ids of the silent."""
+
+        async def asked(peer: Peer) -> list[Answer]:
+            try:
+                return [await call(peer)]
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return []
+                raise
+
+        heard, unreachable = await self.ask(asked)
+        return [answer for answers in heard.values() for answer in answers], unreachable
+
+    async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
+        replica_id = peer.replica.replica_id
+        try:
+            answer = await call(peer)
+        except grpc.aio.AioRpcError as error:
+            if replica_id not in self._silent:
+                logger.warning("replica %s was not heard: %s: %s", replica_id, error.code(), error.details())
+            self._silent.add(replica_id)
+            return []
+        self._silent.discard(replica_id)
+        return [answer]
+
+    async def relay(self, recording: Recording, began: asyncio.Event) -> None:
+        """Bring the others' records into a recording until cancelled, those of replicas that come later too.
+
+        `began` is set once all that live now record, as far as they can be reached.
+        """
+        streams: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                peers = self._peers()
+                waiting = [self._begin(peer, recording, streams) for peer in peers]
+                await asyncio.gather(*(begun.wait() for begun in waiting if begun is not None))
+                recording.unreachable = [p.replica.replica_id for p in peers if streams[p.replica.replica_id].done()]
+                began.set()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for stream in streams.values():
+                stream.cancel()
+            await asyncio.gather(*streams.values(), return_exceptions=True)
+
+    def _begin(self, peer: Peer, recording: Recording, streams: dict[str, asyncio.Task[None]]) -> asyncio.Event | None:
+        """Record from a replica, unless that goes on; what is returned is set once it records, or has failed."""
+        running = streams.get(peer.replica.replica_id)
+        if running is not None and not running.done():
+            return None
+        begun = asyncio.Event()
+        streams[peer.replica.replica_id] = asyncio.create_task(self._relay_one(peer, recording, begun))
+        return begun
+
+    async def _relay_one(self, peer: Peer, recording: Recording, begun: asyncio.Event) -> None:
+        request = fleet_pb2.RecordTraceRequest(engine_id=recording.engine_id, local_only=True)
+        call: Any = peer.fleet.RecordTrace(request)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await call.initial_metadata()
+            begun.set()
+            async for response in call:
+                self._not_recording.discard(peer.replica.replica_id)
+                recording.add(response.record)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                recording.overflow()
+            if (replica_id := peer.replica.replica_id) not in self._not_recording:
+                self._not_recording.add(replica_id)
+                logger.warning("replica %s does not record: %s: %s", replica_id, error.code(), error.details())
+        except TimeoutError:
+            pass
+        finally:
+            # At once: by the next look it may be forgotten.
+            recording.unreachable = [*{*recording.unreachable, peer.replica.replica_id}]
+            begun.set()
+            call.cancel()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), *self._closing)
+        self._known.clear()
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, tls, OPTIONS) if tls else grpc.aio.insecure_channel(address, OPTIONS)

@@ -1,0 +1,82 @@
+"""The decision log as a file: a JSON line for each decision once its outcome is known, rotated by size.
+
+The event loop only queues; a thread of its own makes the text and writes it. Where it falls behind, decisions are left
+out of the file and counted in the log, never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import contextmanager
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
+from queue import Full, Queue
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import json_format
+
+from meridian_control.decision_log.messages import decision_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from meridian_control.decision_log.log import Logged
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES, OLD_FILES = 64 << 20, 4
+# Decisions that may wait to be written.
+WAITING = 10_000
+
+
+@contextmanager
+def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[Logged], None] | None]:
+    """Where settled decisions go, None without a path; what waits is written before it closes. Raises OSError when it
+    cannot be opened."""
+    if path is None:
+        yield None
+        return
+    waiting: Queue[Any] = Queue(WAITING)
+    file = _File(path, maxBytes=max_bytes, backupCount=OLD_FILES, encoding="utf-8")
+    file.setFormatter(_Lines())
+    listener = QueueListener(waiting, file)
+    queue = _Queue(waiting)
+    listener.start()
+    try:
+        yield lambda made: queue.emit(logging.makeLogRecord({"msg": made}))
+    finally:
+        listener.stop()
+        file.close()
+
+
+class _Queue(QueueHandler):
+    full = False
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+            self.full = False
+        except Full:
+            if not self.full:
+                logger.warning("the decision log's file is written too slowly: decisions are left out of it")
+            self.full = True
+
+
+class _File(RotatingFileHandler):
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not self.failed:
+            logger.exception("%s: decisions cannot be written", self.baseFilename)
+        self.failed = True
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        made: Any = record.msg
+        told = json_format.MessageToDict(decision_message(made), preserving_proto_field_name=True)
+        return json.dumps(told, separators=(",", ":"))

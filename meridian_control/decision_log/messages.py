@@ -1,0 +1,263 @@
+"""The decision log as FleetService tells it: lives, decisions, and what each rule compared.
+
+Owns the way from what the log keeps to messages; pure functions of it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common import paging
+from meridian_control.common.errors import NotFound
+from meridian_control.decision_log.log import Logged
+from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from meridian_control.decision_log.log import DecisionLog, Event, Life
+    from meridian_control.policy.model import Policy
+
+# Signal, its value, an operator, the limit's name and value.
+Compared = tuple[str, float, str, str, float]
+THINK_TOKENS = "think_tokens"
+# A token is a time in microseconds.
+TOKEN_DIGITS = 18
+START = datetime.fromtimestamp(0, UTC)
+
+
+def explain_request(
+    log: DecisionLog, live: Iterable[fleet_pb2.LiveRequest], request: fleet_pb2.ExplainRequestRequest
+) -> fleet_pb2.ExplainRequestResponse:
+    """Raises NotFound, which says whether such a request lives and is merely not in the sample."""
+    life = log.find(request.request_id, request.engine_id) if request.request_id else None
+    now = [r for r in live if life is not None and (r.engine_id, r.request_id) == (life.engine_id, _id(life))]
+    if life is None:
+        where = f' of engine "{request.engine_id}"' if request.engine_id else ""
+        if any(r.request_id == request.request_id for r in live):
+            why = "it lives, but is not in the sample (telemetry.decision_log_sample_ratio)"
+        else:
+            why = "it was never here, is not in the sample, or was dropped for newer ones"
+        raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
+    return fleet_pb2.ExplainRequestResponse(life=life_message(life), live=now[0] if now else None)
+
+
+def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+    """Raises InvalidRequest."""
+    limit, before_us = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
+
+    def wanted(made: Logged) -> bool:
+        return (
+            request.engine_id in ("", made.life.engine_id)
+            and request.kind in ("", made.kind)
+            and request.reason in ("", made.reason)
+            and made.life.is_called(request.request_id)
+        )
+
+    before = START + timedelta(microseconds=before_us) if before_us is not None else None
+    found: list[Logged] = []
+    for made in log.decisions(wanted, before):
+        if len(found) >= limit and made.time != found[-1].time:
+            break
+        found.append(made)
+    return page_of(map(decision_message, found), limit)
+
+
+def page_of(decisions: Iterable[fleet_pb2.LoggedDecision], limit: int) -> fleet_pb2.ListDecisionsResponse:
+    """The newest decisions and those of the same moment as the last of them."""
+    ordered = sorted(decisions, key=_microseconds, reverse=True)
+    end = limit
+    while 0 < end < len(ordered) and _microseconds(ordered[end]) == _microseconds(ordered[end - 1]):
+        end += 1
+    # A full page may be the last one: then another, empty one follows.
+    token = str(_microseconds(ordered[end - 1])) if len(ordered) >= limit else ""
+    return fleet_pb2.ListDecisionsResponse(decisions=ordered[:end], next_page_token=token)
+
+
+def _microseconds(decision: fleet_pb2.LoggedDecision) -> int:
+    return decision.time.ToMicroseconds()
+
+
+def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb2.ExplainRequestResponse:
+    """What several replicas know of a request whose engine moved between them, as one life. `answers` is not empty."""
+    by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
+    newest = by_time[-1].life
+    parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
+    told = fleet_pb2.ExplainRequestResponse()
+    for part in parts:
+        told.MergeFrom(part)
+    told.life.open_time.CopyFrom(parts[0].life.open_time)
+    told.life.joined_late = parts[0].life.joined_late
+    told.life.events_left_out = sum(part.life.events_left_out for part in parts)
+    told.life.events.sort(key=lambda event: event.time.ToNanoseconds())
+    return told
+
+
+def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
+    return life.engine_id, life.incarnation, life.request_id
+
+
+def life_message(life: Life) -> fleet_pb2.RequestLife:
+    opened = life.opened
+    told = fleet_pb2.RequestLife(
+        engine_id=life.engine_id,
+        incarnation=life.incarnation,
+        request_id=opened.request_id,
+        model=opened.model,
+        tenant=opened.tenant,
+        slo_class=opened.slo_class,
+        effort=opened.effort,
+        prompt_tokens=opened.prompt_tokens,
+        max_tokens=opened.max_tokens,
+        min_think_tokens=opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
+        max_think_tokens=opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+        joined_late=life.joined_late,
+        think_tokens=life.think_tokens,
+        output_tokens=life.output_tokens,
+        events=map(_event, life.in_order()),
+        events_left_out=life.left_out,
+    )
+    _set(told.open_time, life.open_time)
+    if life.close_time is not None:
+        _set(told.close_time, life.close_time)
+    return told
+
+
+def _event(event: Event | Logged) -> fleet_pb2.RequestEvent:
+    if isinstance(event, Logged):
+        seen, kind, detail = event.signals, "decision", ""
+        phase = seen.phase
+    else:
+        seen, kind, detail, phase = event, event.kind, event.detail, event.phase  # type: ignore[assignment]
+    told = fleet_pb2.RequestEvent(
+        kind=kind,
+        phase=phase,  # type: ignore[arg-type]
+        think_tokens=seen.think_tokens,
+        output_tokens=seen.output_tokens,
+        detail=detail,
+        decision=decision_message(event) if isinstance(event, Logged) else None,
+    )
+    _set(told.time, event.time)
+    return told
+
+
+def decision_message(made: Logged) -> fleet_pb2.LoggedDecision:
+    life = made.life
+    told = fleet_pb2.LoggedDecision(
+        decision_id=made.decision_id,
+        session_id=made.session_id,
+        engine_id=life.engine_id,
+        incarnation=life.incarnation,
+        request_id=_id(life),
+        tenant=life.opened.tenant,
+        slo_class=life.opened.slo_class,
+        revision=made.revision,
+        kind=made.kind,
+        reason=made.reason,
+        shadow=made.shadow,
+        signals=fleet_pb2.Signals(**made.signals._asdict()),
+        outcome=made.outcome,
+        outcome_think_tokens=made.outcome_think_tokens,
+        detail=made.detail,
+        measured_eat_nats=made.measured_eat_nats,
+    )
+    for row in compared(made):
+        told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
+    _set(told.time, made.time)
+    if made.outcome_time is not None:
+        _set(told.outcome_time, made.outcome_time)
+    return told
+
+
+def compared(made: Logged) -> list[Compared]:
+    """What the rule behind a decision compared, from the policy that held and what was seen then."""
+    rules = {
+        ("force", "eat"): _eat,
+        ("force", "rank"): _rank,
+        ("force", "rpdi"): _rpdi,
+        ("force", "soft_close"): _soft_close,
+        ("cap", "hard_cap"): _cap,
+        ("cap", "empty_answer"): _cap,
+        ("probe", "eat"): _probe,
+        ("probe", "empty_answer"): _cap_probe,
+    }
+    rule = rules.get((made.kind, made.reason))
+    return list(rule(made, made.policy)) if rule else []
+
+
+def _eat(made: Logged, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = made.signals, policy.entropy
+    yield _floor(made, policy)
+    yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    level, variance = entropy.eat_level_threshold_nats, entropy.eat_ema_variance_threshold
+    yield "eat_ema_variance", seen.eat_ema_variance, "<", "entropy.eat_ema_variance_threshold", variance
+    yield "eat_ema_nats", seen.eat_ema_nats, "<", "entropy.eat_level_threshold_nats", level
+
+
+def _rank(made: Logged, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    ranks = made.signals.boundary_ranks
+    for index, condition in enumerate(policy.entropy.rank_conditions):
+        bounds = condition.max_ranks
+        if len(ranks) >= len(bounds) and all(rank <= bound for rank, bound in zip(ranks, bounds, strict=False)):
+            for k, (rank, bound) in enumerate(zip(ranks, bounds, strict=False)):
+                yield f"boundary_ranks[{k}]", rank, "<=", f"entropy.rank_conditions[{index}].max_ranks[{k}]", bound
+            return
+
+
+def _rpdi(made: Logged, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", policy.entropy.rpdi_threshold
+
+
+def _soft_close(made: Logged, policy: Policy) -> Iterator[Compared]:
+    own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
+    name = "scheduler.soft_think_tokens" if soft >= own else "own min_think_tokens"
+    yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
+    rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
+    yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
+
+
+def _cap(made: Logged, policy: Policy) -> Iterator[Compared]:
+    cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
+    name = "scheduler.max_think_tokens"
+    if made.reason == "empty_answer":
+        limit += policy.scheduler.empty_answer_extension_tokens
+        name += " + scheduler.empty_answer_extension_tokens"
+    if made.life.opened.HasField("max_think_tokens") and made.life.opened.max_think_tokens < limit:
+        limit, name = made.life.opened.max_think_tokens, "own max_think_tokens"
+    if cap is not None:
+        yield "max_think_tokens", cap, "=", name, limit
+
+
+def _probe(made: Logged, policy: Policy) -> Iterator[Compared]:
+    lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
+    signal, value, operator, name, floor = _floor(made, policy)
+    yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
+    if gate := policy.entropy.eat_probe_max_rank:
+        yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
+
+
+def _cap_probe(made: Logged, policy: Policy) -> Iterator[Compared]:
+    if (cap := made.signals.max_think_tokens) is not None:
+        name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
+        yield THINK_TOKENS, made.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
+
+
+def _floor(made: Logged, policy: Policy) -> Compared:
+    own, floor = made.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
+    name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
+    return THINK_TOKENS, made.signals.think_tokens, ">=", name, max(floor, own)
+
+
+def _id(life: Life) -> str:
+    return life.opened.request_id
+
+
+def _set(field: Timestamp, time: datetime) -> None:
+    field.FromDatetime(time)

@@ -1,0 +1,221 @@
+"""Requests at single moments of a report: the request table's columns as they were there.
+
+A rule is asked about moments as about the table itself. Knows no rule and no policy. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.decisions.token_rows import FLAG_END, differs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from meridian_control.decisions.history import History
+    from meridian_control.decisions.request_table import RequestTable
+
+THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+
+T = TypeVar("T")
+
+
+class kept(Generic[T]):  # noqa: N801
+    """A property that is worked out once: `functools.cached_property` without the lock that Python 3.11 has in it."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, made_for: Any, owner: type | None = None) -> T:
+        made: T = self._make(made_for)
+        made_for.__dict__[self._name] = made
+        return made
+
+
+class Unsampled(NamedTuple):
+    """What a sample of EAT changes, as it was before, [slots] or [moments]."""
+
+    eat_nats: NDArray[np.float64]
+    eat_ema_nats: NDArray[np.float64]
+    eat_ema_variance: NDArray[np.float64]
+    eat_count: NDArray[np.int64]
+    empty_answer: NDArray[np.bool_]
+
+
+class Moments:
+    """Requests as they stood at places of a report: the columns of `RequestTable` that rules and the decision log read,
+    [moments], each worked out once it is read.
+
+    slot: ascending. place: within a slot ascending. step: where it is given, the step that was over; else that of the
+    place's newest row. To be read before the table takes in anything else.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        history: History,
+        slot: NDArray[np.int64],
+        place: NDArray[np.intp],
+        step: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._table, self._history = table, history
+        self.slot, self.place = slot, place
+        if step is not None:
+            self.step = step
+        # Only its width is read.
+        self.window = table.window
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        """What does not change within a report."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        column: NDArray[Any] = getattr(self._table, name)[self.slot]
+        if name in Unsampled._fields and len(earlier := self._earlier):
+            column[earlier] = getattr(self._history.unsampled(self.slot[earlier]), name)
+        setattr(self, name, column)
+        return column
+
+    @kept
+    def _earlier(self) -> NDArray[np.intp]:
+        """Moments before EAT was measured in the report."""
+        history = self._history
+        if not history.sampled:
+            return np.zeros(0, np.intp)
+        sampled_in = np.full(len(self._table.live), -1)
+        sampled_in[history.sampled_slots] = history.sampled_steps
+        return np.flatnonzero(self.step < sampled_in[self.slot])
+
+    @kept
+    def step(self) -> NDArray[np.int64]:
+        return self._row_step
+
+    @kept
+    def _row_step(self) -> NDArray[np.int64]:
+        """The step of the newest row; -1 before the first."""
+        step = np.append(-1, self._history.step)
+        row_step: NDArray[np.int64] = step[np.where(self._has_row, self.place, 0)]
+        return row_step
+
+    @kept
+    def _has_row(self) -> NDArray[np.bool_]:
+        return self.place > self._begin
+
+    @kept
+    def live(self) -> NDArray[np.bool_]:
+        return np.ones(len(self.slot), bool)
+
+    @kept
+    def thinking(self) -> NDArray[np.bool_]:
+        thinking: NDArray[np.bool_] = self.phase == THINK
+        return thinking
+
+    @kept
+    def phase(self) -> NDArray[np.uint8]:
+        rows = self._history.rows
+        return self._newest(np.where(rows.flags & FLAG_END, OUTPUT, rows.phase), "phase")
+
+    @kept
+    def entropy_nats(self) -> NDArray[np.float32]:
+        return self._newest(self._history.rows.entropy_nats, "entropy_nats")
+
+    @kept
+    def end_rank(self) -> NDArray[np.uint32]:
+        return self._newest(self._history.rows.end_rank, "end_rank")
+
+    def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
+        """A column of rows in the newest one, or what the table held before the first."""
+        held: NDArray[Any] = getattr(self._table, name)[self.slot]
+        if not len(column):
+            return held
+        rows, before = self._history.rows, getattr(self._history.before, name)
+        earlier = before[np.minimum(np.searchsorted(rows.s, self.slot), len(rows.s) - 1)]
+        earlier = np.where(self._over > 0, earlier, held)
+        return np.where(self._has_row, column[self.place - 1], earlier)
+
+    def _back(self, name: str, running: NDArray[Any]) -> NDArray[Any]:
+        """A column that rows add to: as the table has it, less what came after the moment."""
+        told: NDArray[Any] = getattr(self._table, name)[self.slot] - (running[self._over] - running[self.place])
+        return told
+
+    def _back_by_entropies(self, name: str, running: NDArray[Any]) -> NDArray[Any]:
+        (here, over), column = self._entropies, getattr(self._table, name)
+        told: NDArray[Any] = column[self.slot] - (running[over] - running[here])
+        return told
+
+    @kept
+    def _entropies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many entropies of the report come before each moment, and before its slot's last row is over."""
+        number = self._history.entropy_number
+        return number[self.place], number[self._over]
+
+    @kept
+    def _begin(self) -> NDArray[np.intp]:
+        """The place before the slot's first row."""
+        return self._history.span(self.slot)[0]
+
+    @kept
+    def _over(self) -> NDArray[np.intp]:
+        """The place after the slot's last row."""
+        return np.maximum(self._history.span(self.slot)[1], self.place)
+
+    @kept
+    def think_tokens(self) -> NDArray[np.int64]:
+        return self._back("think_tokens", self._history.think)
+
+    @kept
+    def output_tokens(self) -> NDArray[np.int64]:
+        return self._back("output_tokens", self._history.output)
+
+    @kept
+    def entropy_count(self) -> NDArray[np.int64]:
+        here, over = self._entropies
+        told: NDArray[np.int64] = self._table.entropy_count[self.slot] - (over - here)
+        return told
+
+    @kept
+    def entropy_sum(self) -> NDArray[np.float64]:
+        return self._back_by_entropies("entropy_sum", self._history.entropy_nats)
+
+    @kept
+    def entropy_window_sum(self) -> NDArray[np.float64]:
+        return self._back_by_entropies("entropy_window_sum", self._history.window_nats)
+
+    @kept
+    def boundary_now(self) -> NDArray[np.bool_]:
+        number = self._history.end_number
+        is_end = self._has_row & (number[self.place] > number[self.place - 1])
+        return is_end & (self.step == self._row_step) if "step" in vars(self) else is_end
+
+    @kept
+    def boundary_count(self) -> NDArray[np.int64]:
+        return self._back("boundary_count", self._history.end_number)
+
+    @kept
+    def boundary_ranks(self) -> NDArray[np.int64]:
+        ends, number = self._history.ends, self._history.end_number
+        held: NDArray[np.int64] = self._table.boundary_ranks[self.slot]
+        if not len(ends.row):
+            return held
+        here, begin, end = number[self.place], number[self._begin], number[self._over]
+        before = np.where((end > begin)[:, None], ends.before[np.minimum(begin, len(ends.row) - 1)], held)
+        return np.where((here > begin)[:, None], ends.ranks[here - 1], before)
+
+
+def joined(table: RequestTable, history: History, parts: Sequence[tuple[NDArray[Any], ...]]) -> Moments:
+    """The moments of these slots, places and steps, each once, in order."""
+    slot, place, step = (np.concatenate(part) for part in zip(*parts, strict=True))
+    order = np.lexsort((place, step, slot))
+    slot, place, step = slot[order], place[order], step[order]
+    once = differs(slot) | differs(step) | differs(place)
+    return Moments(table, history, slot[once], place[once], step[once])

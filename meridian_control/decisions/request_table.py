@@ -1,0 +1,348 @@
+"""The live requests of one engine, as NumPy columns indexed by slot.
+
+Owns counts, phases and raw signals; the rules read it, the session writes it. Pure: no I/O, no clock, no policy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds
+from meridian_control.decisions.token_rows import (
+    FLAG_BOUNDARY,
+    FLAG_END,
+    FLAG_FROM_OUTPUT,
+    FLAG_MARKER,
+    TAKE_BACK_SHIFT,
+    differs,
+    nth,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from meridian_control.decisions.token_rows import Rows
+
+PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+# What the phases of a newer agent count as here.
+UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
+
+# Sentence ends whose end-marker rank is remembered.
+RANK_HISTORY = 8
+AGES = np.arange(RANK_HISTORY)
+
+NO_ENDS = SentenceEnds(*(np.zeros(shape, np.int64) for shape in (0, (0, RANK_HISTORY), 0, (0, RANK_HISTORY))))
+
+# Slots are dense by contract; one beyond this is a broken or hostile agent.
+MAX_SLOTS = 1 << 16
+
+# A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
+NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
+
+# Largest count of tokens, and longest text, of a request that is opened.
+MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
+COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
+TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
+
+# What the agent was told of a request: nothing yet, or that it has no cap.
+UNTOLD, NO_CAP = -1, -2
+
+# name: (dtype, value of a row that is opened)
+COLUMNS: dict[str, tuple[Any, Any]] = {
+    "live": (bool, True),
+    "phase": (np.uint8, 0),
+    # Which of the session's policies holds for the request.
+    "group": (np.int64, 0),
+    # The request's own floor.
+    "own_min_think_tokens": (np.int64, 0),
+    "prompt_tokens": (np.int64, 0),
+    "think_tokens": (np.int64, 0),
+    "output_tokens": (np.int64, 0),
+    "preempted": (bool, False),
+    # When its newest token was reported, or it was opened: milliseconds on the session's clock.
+    "token_ms": (np.float64, 0.0),
+    "newest_token": (np.uint8, NO_TOKEN),
+    # Newest token's signals.
+    "entropy_nats": (np.float32, np.nan),
+    "end_rank": (np.uint32, 0),
+    "end_logprob_nats": (np.float32, np.nan),
+    # Token entropies of the thinking so far, for RPDI.
+    "entropy_sum": (np.float64, 0.0),
+    "entropy_window_sum": (np.float64, 0.0),
+    "entropy_count": (np.int64, 0),
+    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known with it; how many
+    # are known.
+    "at_boundary": (bool, False),
+    "boundary_now": (bool, False),
+    "boundary_count": (np.int64, 0),
+    # EAT samples and their exponential moving mean and variance.
+    "eat_nats": (np.float64, np.nan),
+    "eat_ema_nats": (np.float64, np.nan),
+    "eat_ema_variance": (np.float64, 0.0),
+    "eat_count": (np.int64, 0),
+    "next_probe_tokens": (np.int64, 0),
+    "probe_open": (bool, False),
+    # The newest probe found that the answer would be empty; the cap was probed for that; the cap was extended for it.
+    "empty_answer": (bool, False),
+    "cap_probed": (bool, False),
+    "extended": (bool, False),
+    # Closed in the report that is being taken in.
+    "closing": (bool, False),
+    # Decisions: what the agent was last told.
+    "rank": (np.int64, UNTOLD),
+    "tier": (np.uint8, 0),
+    "max_think_tokens": (np.int64, UNTOLD),
+    "cap_shadow": (bool, False),
+    # Thinking has ended at least once; the newest end was forced.
+    "ended": (bool, False),
+    "forced": (bool, False),
+    # The rule that decided to end this request's thinking, as a ForceReason.
+    "end_decided": (np.uint8, 0),
+    # The rules in shadow that did, a bit for each ForceReason.
+    "shadow_decided": (np.uint8, 0),
+}
+
+
+class RequestTable:
+    """Columns over slots; `table.phase[slot]`. Capacity doubles as slots appear and is never given back."""
+
+    live: NDArray[np.bool_]
+    phase: NDArray[np.uint8]
+    group: NDArray[np.int64]
+    own_min_think_tokens: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    think_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    preempted: NDArray[np.bool_]
+    token_ms: NDArray[np.float64]
+    newest_token: NDArray[np.uint8]
+    entropy_nats: NDArray[np.float32]
+    end_rank: NDArray[np.uint32]
+    end_logprob_nats: NDArray[np.float32]
+    entropy_sum: NDArray[np.float64]
+    entropy_window_sum: NDArray[np.float64]
+    entropy_count: NDArray[np.int64]
+    at_boundary: NDArray[np.bool_]
+    boundary_now: NDArray[np.bool_]
+    boundary_count: NDArray[np.int64]
+    eat_nats: NDArray[np.float64]
+    eat_ema_nats: NDArray[np.float64]
+    eat_ema_variance: NDArray[np.float64]
+    eat_count: NDArray[np.int64]
+    next_probe_tokens: NDArray[np.int64]
+    probe_open: NDArray[np.bool_]
+    empty_answer: NDArray[np.bool_]
+    cap_probed: NDArray[np.bool_]
+    extended: NDArray[np.bool_]
+    closing: NDArray[np.bool_]
+    rank: NDArray[np.int64]
+    tier: NDArray[np.uint8]
+    max_think_tokens: NDArray[np.int64]
+    cap_shadow: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
+    forced: NDArray[np.bool_]
+    end_decided: NDArray[np.uint8]
+    shadow_decided: NDArray[np.uint8]
+
+    def __init__(self, window_tokens: int, capacity: int = 64) -> None:
+        self.window = np.zeros((0, window_tokens), np.float32)
+        # End-marker ranks at the sentence ends of the thinking, newest first.
+        self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
+        # Of the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
+        self.output_itl_ms = self.ttot_ms = np.zeros(0)
+        # How requests stood within the newest report.
+        self.history = _no_history()
+        self.info: list[agent_pb2.RequestOpened | None] = []
+        self._resize(capacity)
+
+    def _resize(self, capacity: int) -> None:
+        old = len(self.info)
+        for name, (dtype, _) in COLUMNS.items():
+            column = np.zeros(capacity, dtype)
+            if old:
+                column[:old] = getattr(self, name)
+            setattr(self, name, column)
+        # Memory that nobody has written to is not there yet: rows of free slots are not copied.
+        live = self.live[:old].nonzero()[0]
+        for name in ("window", "boundary_ranks"):
+            rows = getattr(self, name)
+            grown = np.zeros((capacity, rows.shape[1]), rows.dtype)
+            grown[live] = rows[live]
+            setattr(self, name, grown)
+        self.info += [None] * (capacity - old)
+        self.slot = np.arange(capacity)
+
+    def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
+        """Begin a row. Raises ValueError for a slot, a count or a text out of range."""
+        slot = opened.slot
+        if slot >= MAX_SLOTS:
+            raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
+        for name in COUNTS:
+            if (count := getattr(opened, name)) > MAX_COUNT:
+                raise ValueError(f"{name} must be at most {MAX_COUNT}; got {count}")
+        for name in TEXTS:
+            if (length := len(getattr(opened, name))) > MAX_TEXT:
+                raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
+        if slot >= len(self.info):
+            self._resize(1 << slot.bit_length())
+        for name, (_, value) in COLUMNS.items():
+            getattr(self, name)[slot] = value
+        self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
+        self.token_ms[slot] = now_ms
+        self.prompt_tokens[slot] = opened.prompt_tokens
+        self.think_tokens[slot] = opened.think_tokens
+        self.output_tokens[slot] = opened.output_tokens
+        self.preempted[slot] = opened.preempted
+        self.own_min_think_tokens[slot] = opened.min_think_tokens
+        self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP if opened.forced else 0
+        self.ended[slot] = self.forced[slot] = opened.forced
+        self.info[slot] = opened
+
+    def close(self, slot: int) -> None:
+        if self.holds(slot):
+            self.live[slot] = False
+            self.info[slot] = None
+
+    def holds(self, slot: int) -> bool:
+        return slot < len(self.info) and bool(self.live[slot])
+
+    def clear(self) -> None:
+        for slot in self.slots():
+            self.close(int(slot))
+
+    @property
+    def thinking(self) -> NDArray[np.bool_]:
+        """Live requests that think, [slots]."""
+        thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
+        return thinking
+
+    def slots(self) -> NDArray[np.intp]:
+        """Live slots, ascending."""
+        return np.flatnonzero(self.live)
+
+    def set_window(self, tokens: int) -> None:
+        """Change the length of the local entropy window; the windows begin anew."""
+        if tokens != self.window.shape[1]:
+            self.window = np.zeros((len(self.info), tokens), np.float32)
+            self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
+            self.entropy_count[:] = 0
+
+    def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
+        """Account a report's token rows, which came at `at_ms`, [rows] or one for all; returns how many belonged to
+        live requests.
+
+        Raises ValueError when the columns differ in length, and for too many rows of a slot.
+        """
+        rows = rows_of(columns, self.live, at_ms)
+        s, last = rows.s, rows.last
+        before = Before(self.phase[s], self.entropy_nats[s], self.end_rank[s])
+        self._intervals(rows)
+        ends = self._boundaries(rows)
+        counted = self._count(rows)
+        self.history = History(rows, before, ends, counted, self._signals(rows))
+        self.token_ms[s], self.entropy_nats[s] = rows.at_ms[last], rows.entropy_nats[last]
+        self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
+        return len(rows.slot)
+
+    def _intervals(self, rows: Rows) -> None:
+        """Tokens of one request that came at one time are taken to have come evenly spread since its tokens before.
+        What came before its first is not known to be a token's time, so those that come with it give no interval."""
+        s, newest = rows.s, self.newest_token[rows.s]
+        answer = (rows.phase == OUTPUT) & ((rows.flags & FLAG_MARKER) == 0)
+        kind = np.where(rows.flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
+        # Rows that came together, each time as one.
+        together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
+        took_ms = rows.at_ms - rows.before(rows.at_ms, self.token_ms[s])
+        is_known = rows.before(np.ones(len(kind), bool), newest != NO_TOKEN)
+        count = np.empty_like(together)
+        count[:-1], count[-1:] = together[1:] - together[:-1], len(kind) - together[-1:]
+        # A report that was longer under way than the one before it makes its steps seem older.
+        interval_ms = (np.maximum(took_ms[together], 0.0) / count).repeat(count)
+        answer &= is_known[together].repeat(count)
+        before = rows.before(kind, newest)
+        self.output_itl_ms = interval_ms[answer & (before == ANSWER_TOKEN)]
+        self.ttot_ms = interval_ms[answer & (before == THINK_END)]
+        self.newest_token[s] = kind[rows.last]
+
+    def _count(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns what each row adds to the thinking and to the output."""
+        s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
+        text = (flags & FLAG_MARKER) == 0
+        back = flags >> TAKE_BACK_SHIFT
+        from_output = (flags & FLAG_FROM_OUTPUT) != 0
+        think = (text & (phase == THINK)) - np.where(from_output, 0, back)
+        output = (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
+        if len(s):
+            # No agent takes back more than it counted, but one may say so.
+            self.think_tokens[s] = np.maximum(self.think_tokens[s] + np.add.reduceat(think, rows.first), 0)
+            self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
+        self.phase[s] = np.where(flags[last] & FLAG_END, OUTPUT, phase[last])
+        self.preempted[s] = False
+        return think, output
+
+    def _boundaries(self, rows: Rows) -> SentenceEnds:
+        """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
+        thinks = rows.phase == THINK
+        ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
+        is_known = rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)
+        self.at_boundary[rows.s], self.boundary_now[rows.s] = ends[rows.last], is_known[rows.last]
+        known = is_known.nonzero()[0]
+        if not len(known):
+            return NO_ENDS
+        slot = rows.slot[known]
+        begins = differs(slot)
+        first = begins.nonzero()[0]
+        owner = begins.cumsum() - 1
+        before, number = self.boundary_ranks[slot[first]], np.arange(len(known))
+        # Each slot's ranks in a line, oldest first: those that are remembered, then those of the report.
+        at = number + RANK_HISTORY * (owner + 1)
+        line = np.empty(len(known) + before.size, np.int64)
+        line[at] = rows.end_rank[known]
+        line[(at[first] - 1)[:, None] - AGES] = before
+        ranks = line[at[:, None] - AGES]
+        count = self.boundary_count[slot] + (number - first[owner] + 1)
+        # The last one written is the newest.
+        self.boundary_ranks[slot], self.boundary_count[slot] = ranks, count
+        return SentenceEnds(known, ranks, count, before[owner])
+
+    def _signals(self, rows: Rows) -> Entropies:
+        text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
+        measured = (text & np.isfinite(rows.entropy_nats)).nonzero()[0]
+        slot = rows.slot[measured]
+        # Doubles: what is added to the window's sum is taken out again exactly.
+        entropy = rows.entropy_nats[measured].astype(np.float64)
+        number, width = nth(slot), self.window.shape[1]
+        count = self.entropy_count[slot] + number
+        at = count % width
+        # What lies in the row before it is full is of the slot's last request.
+        oldest = np.where(count < width, 0.0, self.window[slot, at])
+        if len(slot) and number.max() >= width:
+            # Of more than a window holds, some leave it in the report that they came in.
+            passed = (number >= width).nonzero()[0]
+            oldest[passed] = entropy[passed - width]
+        change = entropy - oldest
+        np.add.at(self.entropy_window_sum, slot, change)
+        np.add.at(self.entropy_sum, slot, entropy)
+        np.add.at(self.entropy_count, slot, 1)
+        # The last one written is the newest.
+        self.window[slot, at] = entropy
+        return Entropies(measured, entropy, change)
+
+    def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
+        for slot in self.slots():
+            info = self.info[slot]
+            assert info is not None
+            yield int(slot), info
+
+
+def _no_history() -> History:
+    rows = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0)
+    none, nothing = np.zeros(0, np.int64), np.zeros(0)
+    before = Before(none.astype(np.uint8), nothing.astype(np.float32), none.astype(np.uint32))
+    return History(rows, before, NO_ENDS, (none, none), Entropies(none, nothing, nothing))

@@ -1,0 +1,266 @@
+"""Who thinks on and who has thought enough. Pure functions of policy and table, or of moments within a report.
+
+A rule is asked at each sentence end, with what was known there, whatever came after it in the report.
+
+Precedence when several rules fire for a request at the same token: EAT, rank, RPDI, soft close. A rule in shadow fires
+once for a request and keeps no other from firing. The hard cap is sent ahead and kept by the agent, so that it is exact
+to the token and holds without a stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.decisions.moments import joined
+from meridian_control.decisions.signals import rpdi
+from meridian_control.decisions.token_rows import differs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from meridian_control.decisions.moments import Moments, Unsampled
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
+
+Seen: TypeAlias = "RequestTable | Moments"
+
+# Thinking tokens before the cap at which a probe finds out whether the answer would be empty.
+EXTENSION_LEAD_TOKENS = 64
+
+
+def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool = False) -> int:
+    """A request's hard cap: its own wish, clamped by policy. An extension never exceeds the request's own wish."""
+    limit = policy.max_think_tokens + (policy.empty_answer_extension_tokens if extended else 0)
+    return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
+
+
+def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
+    """The policy's entropy and scheduler sections, and those of its overrides, where what is not set is None."""
+    sections: list[Any] = [policy, *policy.override]
+    return [s.entropy for s in sections], [s.scheduler for s in sections]
+
+
+def needs_signals(policy: Policy) -> bool:
+    """Whether any rule, of any request, reads what the workers measure."""
+    entropy, scheduler = _of_any_request(policy)
+    reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
+
+
+def reads_sentence_ends(policy: Policy) -> bool:
+    """Whether a rule, of any request, ends thinking at a sentence end by the end marker's rank there."""
+    entropy, scheduler = _of_any_request(policy)
+    ranked = any(e.enabled for e in entropy) and any(e.rank_conditions or e.eat_probe_max_rank for e in entropy)
+    return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
+
+
+def probes_within(policy: Policy, tokens: int) -> bool:
+    """Whether probes, of any request, may follow each other in fewer tokens, where nobody waits for their results."""
+    entropy, _ = _of_any_request(policy)
+    dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
+    unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
+    return any(e.enabled for e in entropy) and dense and unheld
+
+
+def ends(
+    policy: Policy, seen: Seen, among: NDArray[np.bool_] | None = None
+) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
+    """Requests whose thinking a rule ends now, with the reason; each at most once, and once for each rule in shadow.
+
+    seen: the table, or moments of its requests: then the first at which a rule fires counts, and its index is returned.
+    among: [slots] or [moments] the requests this policy holds for; all of them when absent.
+    """
+    candidates = seen.thinking & (seen.end_decided == 0)
+    if among is not None:
+        candidates &= among
+    if policy.scheduler.empty_answer_extension_tokens:
+        candidates &= ~seen.empty_answer
+    found = []
+    for precedence, (reason, fires) in enumerate(_rules(policy, seen) if candidates.any() else ()):
+        shadow = is_shadowed(policy, reason)
+        fired = (candidates & fires).nonzero()[0]
+        if shadow and len(fired):
+            fired = fired[(seen.shadow_decided[fired] & (1 << reason)) == 0]
+        if len(fired):
+            fired = fired[differs(seen.slot[fired])]
+        found += [(int(seen.slot[index]), index, precedence, reason, shadow) for index in fired.tolist()]
+    return _first(found)
+
+
+def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable) -> Moments:
+    """Where rules are asked in the newest report: at each sentence end, where EAT was measured, and where a request for
+    which EAT has settled passes its floor. groups: each policy with the requests it holds for, [slots]."""
+    at_ends = table.history.sentence_ends(table)
+    parts = [part for policy, among in groups for part in _eat_may_fire(policy, table, among)]
+    if not parts:
+        return at_ends
+    return joined(table, table.history, [(at_ends.slot, at_ends.place, at_ends.step), *parts])
+
+
+def _eat_may_fire(
+    policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None
+) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Slots, places and steps at which EAT may fire other than at a sentence end."""
+    if not policy.entropy.enabled:
+        return
+    history, now = table.history, table.live & (table.end_decided == 0)
+    if among is not None:
+        now &= among
+    now &= eat_converged(policy.entropy, table)
+    before, sampled_in = now, None
+    if history.sampled:
+        slots, sampled_in = history.sampled_slots, np.full(len(now), -1)
+        sampled_in[slots] = history.sampled_steps
+        measured = slots[now[slots]]
+        yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
+        before = now.copy()
+        before[slots] = eat_converged(policy.entropy, history.unsampled(slots))
+    if not (now.any() or before.any()):
+        return
+    slot = history.rows.slot
+    after = np.ones(len(slot), bool) if sampled_in is None else history.step >= sampled_in[slot]
+    row = np.flatnonzero(np.where(after, now[slot], before[slot]) & history.thinks)
+    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
+    row = row[history.at_rows(table, row).think_tokens >= floor[slot[row]]]
+    row = row[differs(slot[row]) | differs(after[row])]
+    yield slot[row], row + 1, history.step[row]
+
+
+def _first(
+    found: list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]],
+) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
+    """Of what fired, by slot, index and precedence, all in shadow until a rule ends the thinking, and that."""
+    kept, over = [], -1
+    for slot, index, precedence, reason, shadow in sorted(found):
+        if slot != over:
+            kept.append((precedence, slot, index, reason))
+            over = over if shadow else slot
+    return [(index, reason) for *_, index, reason in sorted(kept)]
+
+
+def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
+    """Whether a rule's decisions are only counted."""
+    section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
+    return section.shadow
+
+
+def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
+    """The rules that are on, in their order of precedence, each with the requests it fires for, [slots]."""
+    entropy, scheduler = policy.entropy, policy.scheduler
+    if entropy.enabled:
+        above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
+        at_boundary = above_floor & seen.boundary_now
+        if (converged := eat_converged(entropy, seen)).any():
+            yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
+        yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
+        yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
+    if scheduler.enabled and scheduler.soft_think_tokens:
+        yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
+
+
+def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
+    """EAT is flat *and* low: a trace that is flat at a high level has not converged."""
+    warm = seen.eat_count >= policy.eat_warmup_samples
+    if not warm.any():
+        return warm
+    flat = seen.eat_ema_variance < policy.eat_ema_variance_threshold
+    low: NDArray[np.bool_] = seen.eat_ema_nats < policy.eat_level_threshold_nats
+    return warm & flat & low
+
+
+def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
+    """Recent tokens are more uncertain than the thinking as a whole; a threshold of 0 switches the rule off."""
+    if policy.rpdi_threshold == 0:
+        return np.zeros(len(seen.slot), bool)
+    return rpdi(seen) > policy.rpdi_threshold
+
+
+def rank_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
+    """Any condition holds: the end marker ranked low enough at each of the newest sentence ends it looks at."""
+    reached = np.zeros(len(seen.slot), bool)
+    for condition in policy.rank_conditions:
+        depth = len(condition.max_ranks)
+        if not (seen.boundary_ranks[:, 0] <= condition.max_ranks[0]).any():
+            continue
+        low = (seen.boundary_ranks[:, :depth] <= np.array(condition.max_ranks)).all(axis=1)
+        reached |= low & (seen.boundary_count >= depth)
+    return reached
+
+
+def soft_closed(policy: SchedulerPolicy, seen: Seen) -> NDArray[np.bool_]:
+    """Past the soft budget, at a sentence end, with the end marker among the likeliest tokens."""
+    over = seen.boundary_now & (seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))
+    likely: NDArray[np.bool_] = seen.boundary_ranks[:, 0] <= policy.soft_close_rank
+    return over & likely
+
+
+def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    thinking = table.thinking & ~table.preempted & (table.think_tokens > 0)
+    found: NDArray[np.bool_] = thinking & ~table.probe_open
+    return found if among is None else found & among
+
+
+def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Slots whose EAT is to be measured now: every interval, early enough to be warm at the floor.
+
+    Gated by rank, only those that just passed a sentence end where the end marker ranked low enough.
+    """
+    entropy = policy.entropy
+    if not entropy.enabled:
+        return np.zeros(0, np.intp)
+    due = _wait_for_probe(table, among) & (table.think_tokens >= _probed_from(policy, table))
+    if entropy.eat_probe_max_rank:
+        due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)
+    return np.flatnonzero(due)
+
+
+def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> Moments | None:
+    """The same after a report, each where it came due in it; None for none."""
+    entropy, history = policy.entropy, table.history
+    if not entropy.enabled:
+        return None
+    since, waits = _probed_from(policy, table), _wait_for_probe(table, among)
+    if entropy.eat_probe_max_rank:
+        row, due = history.ends.row, np.zeros(0, np.intp)
+        row = row[(history.ends.ranks[:, 0] <= entropy.eat_probe_max_rank) & waits[history.rows.slot[row]]]
+    else:
+        due = np.flatnonzero(waits & (table.think_tokens >= since))
+        row = history.rows_of(due) if len(due) else due
+    if not (len(row) or len(due)):
+        return None
+    # After the outcome of the probe before it, where that came in the report too.
+    row = row[history.thinks[row] & (history.at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
+    if history.probed:
+        free_in = np.full(len(waits), -1)
+        free_in[list(history.probed)] = list(history.probed.values())
+        row = row[history.step[row] >= free_in[history.rows.slot[row]]]
+    row = row[differs(history.rows.slot[row])]
+    return history.at_rows_or_end(table, row, due)
+
+
+def _wait_for_probe(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    measured = (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_EAT)) != 0
+    waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
+    return waits
+
+
+def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
+    """Thinking tokens from which on the next probe is due."""
+    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
+    lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
+    since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
+    return since
+
+
+def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Slots so near their cap that it is time to look, once, whether their answer would be empty."""
+    if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
+        return np.zeros(0, np.intp)
+    near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
+    return np.flatnonzero(_may_be_probed(table, among) & near & ~table.cap_probed)

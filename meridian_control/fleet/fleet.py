@@ -1,0 +1,383 @@
+"""All engines: their sessions, the policy they should have, and what FleetService shows of them.
+
+Owns the set of sessions and their outgoing queues. Runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import __version__
+from meridian_control.common.errors import MeridianError, NotFound, StoreUnavailable
+from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.fleet.departed import Departed
+from meridian_control.fleet.recording import (
+    Recording,
+    down_record,
+    freeze_records,
+    hello_record,
+    policy_record,
+    up_record,
+)
+from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.policy.diff import Subject
+from meridian_control.policy.model import Who
+from meridian_control.rollout.transitions import Rollout, revision_of
+from meridian_control.session.counters import Totals
+from meridian_control.session.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from datetime import datetime
+
+    from meridian_control.fleet.freeze_store import Freeze
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.store import StoredRevision
+    from meridian_control.session.shadow_comparison import Comparison
+
+logger = logging.getLogger(__name__)
+
+# A changed policy is sent once nothing newer has come for QUIET_S, or MAX_WAIT_S after the first change.
+QUIET_S, MAX_WAIT_S = 0.1, 2.0
+# Between two attempts to read from the store.
+RETRY_S = 1.0
+# Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
+QUEUE_MESSAGES = 1024
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A session and what waits to be sent to its agent; None closes the stream."""
+
+    session: Session
+    outgoing: asyncio.Queue[agent_pb2.ConnectResponse | None] = field(
+        default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
+    )
+    overflowed: bool = False
+    # Why this side ends the stream, once it does.
+    closing: str = ""
+    # Brings back the last good revision, where the newest was refused.
+    restoring: asyncio.Task[None] | None = None
+
+    def close(self, reason: str) -> None:
+        """End the stream, after what waits."""
+        self.closing = reason
+        self.put([None])
+
+    def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
+        for response in responses:
+            try:
+                self.outgoing.put_nowait(response)
+            except asyncio.QueueFull:
+                self.overflowed = True
+
+
+class Fleet:
+    """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
+    now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound.
+    `decisions` is where decisions are kept."""
+
+    def __init__(
+        self,
+        clock: Callable[[], datetime],
+        *,
+        refresh: Callable[[], Awaitable[None]] | None = None,
+        revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self.clock = clock
+        self._refresh, self._revision = refresh, revision
+        # What waits for the store; never cancelled, for a driver that is leaves its connection behind.
+        self._waiting: set[asyncio.Task[None]] = set()
+        self.decisions = decisions or DecisionLog()
+        # By engine, over its streams.
+        self.shadows: dict[str, Comparison] = {}
+        self.connections: set[Connection] = set()
+        # With those that a newer stream of their engine has replaced and that have not ended yet: counters never fall.
+        self._counted: set[Connection] = set()
+        self.recordings: set[Recording] = set()
+        self.departed = Departed()
+        self.closed_totals = Totals()
+        self.stream_ends: dict[str, int] = {}
+        self._policy: StoredRevision | None = None
+        # The active rollout and its candidate.
+        self._staged: tuple[Rollout, StoredRevision] | None = None
+        # When engines are to be given it, and by when at the latest, in the event loop's time.
+        self._sending: asyncio.TimerHandle | None = None
+        self._send_by = 0.0
+        self._freezes: tuple[Freeze, ...] = ()
+        # When the next of them ends.
+        self._thawing: asyncio.TimerHandle | None = None
+
+    def join(self, hello: agent_pb2.Hello) -> Connection:
+        """Begin a session; its first messages are queued. Raises InvalidRequest."""
+        now = self.clock()
+        session_id = uuid.uuid4().hex
+        journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
+        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id))
+        self.shadows[hello.engine_id] = session.shadow
+        connection = Connection(session)
+        for recording in self._recording(session):
+            recording.add(hello_record(session, now))
+        welcome = agent_pb2.Welcome(session_id=session.session_id, server_version=__version__)
+        self._say(connection, [agent_pb2.ConnectResponse(welcome=welcome)], now)
+        freezes = self._freezes_of(session)
+        if freezes or session.frozen:
+            self._say(connection, session.on_freezes(freezes, now), now)
+        wanted = self._wanted(session)
+        if wanted is not None and hello.revision > wanted.revision and self._refresh is not None:
+            self._start(self._catch_up(connection, self._refresh))
+        elif wanted is not None:
+            self._give_policy(connection, wanted, now)
+        same = (hello.engine_id, hello.incarnation)
+        for older in [c for c in self.connections if c.session.identity == same]:
+            # The agent has one stream: this one's end has not been noticed yet.
+            self.connections.discard(older)
+            older.close("replaced")
+        self.connections.add(connection)
+        self._counted.add(connection)
+        self.departed.remove(hello.engine_id)
+        return connection
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return task
+
+    async def settle(self) -> None:
+        """Wait for what still waits for the store; with every connection gone that is one answer."""
+        await asyncio.gather(*self._waiting, return_exceptions=True)
+
+    async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Serve an engine that has a newer policy than this replica knows of: it gets no older one than the store's.
+
+        While the store does not answer it keeps what it has.
+        """
+        while connection in self.connections:
+            try:
+                await refresh()
+                break
+            except MeridianError as error:
+                logger.warning("engine %s is ahead of this replica: %s", connection.session.hello.engine_id, error)
+                await asyncio.sleep(RETRY_S)
+        wanted = self._wanted(connection.session)
+        if wanted is not None and connection in self.connections and not connection.session.revision:
+            self._give_policy(connection, wanted, self.clock())
+
+    def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
+        """A message of an agent's; the answers are queued. Raises InvalidRequest, and then no trace has the message."""
+        session, now = connection.session, self.clock()
+        responses = session.on_message(message, now)
+        for recording in self._recording(session):
+            recording.add(up_record(session, now, message))
+        self._say(connection, responses, now)
+        self._restore_last_good(connection)
+
+    def _restore_last_good(self, connection: Connection) -> None:
+        """See to it that an engine which refuses the newest revision is governed by the one that it has in force."""
+        wanted = connection.session.last_good_wanted
+        if wanted and connection.restoring is None and self._revision is not None:
+            connection.restoring = self._start(self._give_last_good(connection, wanted, self._revision))
+
+    async def _give_last_good(
+        self, connection: Connection, revision: int, read: Callable[[int], Awaitable[StoredRevision]]
+    ) -> None:
+        session = connection.session
+        while connection in self.connections:
+            try:
+                stored = await read(revision)
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except MeridianError as error:
+                logger.warning("engine %s has no policy that it takes: %s", session.hello.engine_id, error)
+                return
+            if session.last_good_wanted == revision and connection in self.connections:
+                now = self.clock()
+                self._record_policy(session, now, revision, stored.policy)
+                self._say(connection, session.on_last_good(revision, stored.policy), now)
+            return
+
+    def _give_policy(self, connection: Connection, stored: StoredRevision, now: datetime) -> None:
+        session = connection.session
+        self._record_policy(session, now, stored.revision, stored.policy)
+        self._say(connection, session.on_policy(stored.revision, stored.policy), now)
+        self._restore_last_good(connection)
+
+    def _record_policy(self, session: Session, now: datetime, revision: int, policy: Policy) -> None:
+        for recording in self._recording(session):
+            recording.add(policy_record(session, now, revision, policy))
+
+    def _say(self, connection: Connection, responses: list[agent_pb2.ConnectResponse], now: datetime) -> None:
+        for recording in self._recording(connection.session):
+            for response in responses:
+                recording.add(down_record(connection.session, now, response))
+        connection.put(responses)
+
+    def _recording(self, session: Session) -> list[Recording]:
+        return [recording for recording in self.recordings if recording.wants(session)] if self.recordings else []
+
+    def record(self, engine_id: str) -> Recording:
+        """Begin to record; the sessions under way come first. To be discarded from `recordings` in the end."""
+        recording, now = Recording(engine_id), self.clock()
+        for session in (c.session for c in self.connections):
+            if recording.wants(session):
+                recording.add(hello_record(session, now, joined_late=True))
+                for record in freeze_records(session, now):
+                    recording.add(record)
+                for revision, policy in session.given:
+                    recording.add(policy_record(session, now, revision, policy))
+        self.recordings.add(recording)
+        return recording
+
+    def leave(self, connection: Connection, reason: str) -> None:
+        """End a session; `reason` is counted."""
+        self.connections.discard(connection)
+        self._counted.discard(connection)
+        session, now = connection.session, self.clock()
+        session.close(now)
+        self.closed_totals.add(session.totals)
+        self.count_end(reason)
+        engine_id = session.hello.engine_id
+        # One whose newer stream goes on is not gone: what is kept of it must not be forgotten.
+        if all(c.session.hello.engine_id != engine_id for c in self.connections):
+            session.shadow.new_stream()
+            self.departed.add(engine_view(session, connected=False), session.lease_s, now)
+        for forgotten in self.departed.forget(now):
+            self.shadows.pop(forgotten, None)
+
+    def count_end(self, reason: str) -> None:
+        self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
+
+    def set_policy(self, stored: StoredRevision) -> None:
+        """Bring a revision to every engine: at once to those that connect, to the others when changes have settled."""
+        if self._policy is None or stored.revision > self._policy.revision:
+            self._policy = stored
+            self._send_soon()
+
+    def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
+        """The same, with the candidate to the engines of an active rollout's group; None for no rollout."""
+        self._staged = (rollout, candidate) if rollout is not None and candidate is not None else None
+        self._send_soon()
+
+    def _wanted(self, session: Session) -> StoredRevision | None:
+        """The policy that an engine is to have."""
+        stored, hello = self._policy, session.hello
+        if self._staged is None or stored is None:
+            return stored
+        rollout, candidate = self._staged
+        has = session.revision or hello.revision
+        mine = revision_of(rollout, hello.engine_id, hello.labels, has) == candidate.revision
+        # A newer one is in force where the end of the rollout is still to be heard of.
+        return candidate if mine and candidate.revision > stored.revision else stored
+
+    def _send_soon(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._sending is None:
+            self._send_by = loop.time() + MAX_WAIT_S
+        else:
+            self._sending.cancel()
+        self._sending = loop.call_at(min(loop.time() + QUIET_S, self._send_by), self._send_policies)
+
+    def _send_policies(self) -> None:
+        self._sending, now = None, self.clock()
+        for connection in self.connections:
+            session, wanted = connection.session, self._wanted(connection.session)
+            # To be caught up with first.
+            ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
+            # Those that came meanwhile have it, and may have refused it.
+            if wanted is not None and wanted.revision > session.revision and not ahead:
+                self._give_policy(connection, wanted, now)
+
+    def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
+        """Tell every engine at once whose freezes have changed; again when the first of these ends."""
+        self._freezes, now = freezes, self.clock()
+        if self._thawing is not None:
+            self._thawing.cancel()
+            self._thawing = None
+        for connection in self.connections:
+            session = connection.session
+            if (found := self._freezes_of(session)) != session.freezing.freezes:
+                self._say(connection, session.on_freezes(found, now), now)
+        if ends := [freeze.end_time for freeze in freezes if freeze.end_time > now]:
+            delay_s = (min(ends) - now).total_seconds()
+            self._thawing = asyncio.get_running_loop().call_later(delay_s, self.set_freezes, freezes)
+
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        """Those in force, newest first."""
+        now = self.clock()
+        return tuple(freeze for freeze in self._freezes if freeze.end_time > now)
+
+    def _freezes_of(self, session: Session) -> tuple[Freeze, ...]:
+        hello = session.hello
+        return tuple(f for f in self.freezes if f.match.matches(hello.engine_id, hello.model, hello.labels))
+
+    def going_away(self, reason: str) -> None:
+        """Ask every agent to connect elsewhere, and end the streams, the recordings too."""
+        message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
+        for connection in self.connections:
+            self._say(connection, [message], self.clock())
+            connection.close("going_away")
+        for recording in self.recordings:
+            recording.close()
+
+    @property
+    def revision(self) -> int:
+        """Of the policy that engines are given; 0 before there is one."""
+        return self._policy.revision if self._policy is not None else 0
+
+    def totals(self) -> Totals:
+        """Counters over all sessions since the server started."""
+        total = Totals()
+        total.add(self.closed_totals)
+        for connection in self._counted:
+            total.add(connection.session.totals)
+        return total
+
+    def engines(self) -> list[fleet_pb2.Engine]:
+        live = [engine_view(c.session, connected=True) for c in self.connections]
+        ids = {e.engine_id for e in live}
+        now = self.clock()
+        gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
+        return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
+
+    def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
+        sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
+        found = [request for session in sessions for request in request_views(session)]
+        return sorted(found, key=lambda r: (r.engine_id, r.request_id))
+
+    def subject(self, engine_id: str, request_id: str) -> Subject:
+        """Whom a policy is explained for: an engine, a live request of any engine, or one of this one's.
+
+        Raises NotFound when this replica knows neither.
+        """
+        sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
+        if engine_id and not sessions:
+            raise NotFound(f'no engine "{engine_id}" is connected')
+        if not request_id:
+            hello = sessions[0].hello
+            return Subject(Who(hello.model, engine_labels=dict(hello.labels)), hello.model)
+        for session in sessions:
+            for _, opened in session.table.requests():
+                if opened.request_id == request_id:
+                    return _subject(session.hello, opened)
+        where = f'engine "{engine_id}"' if engine_id else "any engine"
+        raise NotFound(f'no live request "{request_id}" on {where}')
+
+
+def _subject(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:
+    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
+    return Subject(
+        who,
+        hello.model,
+        opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
+        opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+    )

@@ -1,0 +1,129 @@
+"""Freezes: which engines run as stock vLLM, and until when; their table in the database.
+
+Owns what a freeze matches, and its identity. Knows nothing of gRPC or of how an engine is frozen. A freeze never
+changes but for its end, which thawing brings forward. Runs on the control plane's event loop; the driver does the
+waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Column, DateTime, Integer, MetaData, Row, Table, Text, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from meridian_control.common.errors import NotFound
+from meridian_control.storage.database import Database, utc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_freezes = Table(
+    "freezes",
+    MetaData(),
+    Column("freeze_id", Integer, primary_key=True, autoincrement=False),
+    # JSON: the globs and labels of `Match`.
+    Column("engines", Text, nullable=False),
+    Column("author", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("create_time", DateTime(timezone=True), nullable=False),
+    Column("end_time", DateTime(timezone=True), nullable=False),
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The engines that every part matches; an empty part matches all. `engine_ids` and `model` are globs."""
+
+    engine_ids: tuple[str, ...] = ()
+    model: str = ""
+    engine_labels: tuple[tuple[str, str], ...] = ()
+
+    def matches(self, engine_id: str, model: str, labels: Mapping[str, str]) -> bool:
+        if self.engine_ids and not any(fnmatchcase(engine_id, glob) for glob in self.engine_ids):
+            return False
+        if self.model and not fnmatchcase(model, self.model):
+            return False
+        return all(labels.get(name) == value for name, value in self.engine_labels)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Matching engines are frozen from `create_time` until before `end_time`, both UTC."""
+
+    freeze_id: int
+    match: Match
+    author: str
+    reason: str
+    create_time: datetime
+    end_time: datetime
+
+
+class FreezeStore:
+    """The freezes in a database. `clock` gives aware time, `on_change` is given those in force whenever they change."""
+
+    def __init__(
+        self, database: Database, clock: Callable[[], datetime], on_change: Callable[[tuple[Freeze, ...]], None]
+    ) -> None:
+        self._database, self._clock, self._on_change = database, clock, on_change
+        # What is handed over is never older than what was before.
+        self._looking = asyncio.Lock()
+
+    async def look(self) -> tuple[Freeze, ...]:
+        """Read the freezes in force, newest first, and hand them over. Raises StoreUnavailable."""
+        query = select(_freezes).order_by(_freezes.c.freeze_id.desc())
+        async with self._looking:
+            in_force = query.where(_freezes.c.end_time > self._clock().astimezone(UTC))
+            async with self._database.reading() as connection:
+                found = tuple(_freeze(row) for row in await connection.execute(in_force))
+            self._on_change(found)
+        return found
+
+    async def add(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
+        """Begin a freeze; on return it is on disk and handed over. Raises StoreUnavailable."""
+        while True:
+            now = self._clock()
+            async with self._database.reading() as connection:
+                newest = await connection.scalar(select(func.max(_freezes.c.freeze_id))) or 0
+            made = Freeze(newest + 1, match, author, reason, now.astimezone(UTC), end_time.astimezone(UTC))
+            row = {column.name: getattr(made, column.name, None) for column in _freezes.columns}
+            try:
+                async with self._database.writing() as connection:
+                    await connection.execute(insert(_freezes).values(row | {"engines": json.dumps(vars(match))}))
+            except IntegrityError:
+                # Somebody else took the number.
+                continue
+            await self.look()
+            return made
+
+    async def thaw(self, freeze_id: int) -> list[Freeze]:
+        """End a freeze now, or for 0 all of them; those that were. Raises NotFound, StoreUnavailable."""
+        ended = [freeze for freeze in await self.look() if freeze_id in (0, freeze.freeze_id)]
+        if freeze_id and not ended:
+            raise NotFound(f"freeze {freeze_id} is not in force")
+        now = self._clock().astimezone(UTC)
+        ids = [freeze.freeze_id for freeze in ended]
+        async with self._database.writing() as connection:
+            await connection.execute(update(_freezes).where(_freezes.c.freeze_id.in_(ids)).values(end_time=now))
+        await self.look()
+        return [replace(freeze, end_time=now) for freeze in ended]
+
+    async def follow(self) -> None:
+        """Look whenever another replica may have changed something, until cancelled; on SQLite not at all."""
+
+        async def look() -> None:
+            await self.look()
+
+        await self._database.follow(look)
+
+
+def _freeze(row: Row[Any]) -> Freeze:
+    engines = json.loads(row.engines)
+    labels = tuple((name, value) for name, value in engines["engine_labels"])
+    match = Match(tuple(engines["engine_ids"]), engines["model"], labels)
+    return Freeze(row.freeze_id, match, row.author, row.reason, utc(row.create_time), utc(row.end_time))

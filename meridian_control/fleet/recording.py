@@ -1,0 +1,131 @@
+"""What FleetService.RecordTrace sends: the records of one client, until it leaves or falls too far behind.
+
+Owns the queue between the agents' streams and that client. Never waits on the side of the agents. Runs on the server's
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from datetime import UTC, timedelta
+from typing import TYPE_CHECKING
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.common.errors import RecordingTooSlow
+from meridian_control.fleet.freeze_store import Freeze, Match
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from datetime import datetime
+
+    from meridian_control.session.session import Session
+
+# Records that a slow client may leave waiting.
+QUEUE_BYTES = 64 << 20
+QUEUE_RECORDS = 1 << 18
+
+
+class Recording:
+    """One client's recording. `engine_id` is empty for all engines."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self._waiting: deque[fleet_pb2.TraceRecord] = deque()
+        self._waiting_bytes = 0
+        self._more = asyncio.Event()
+        self._closed = self.overflowed = False
+        # Replicas whose records are missing at the moment.
+        self.unreachable: list[str] = []
+
+    def wants(self, session: Session) -> bool:
+        return self.engine_id in ("", session.hello.engine_id)
+
+    def add(self, record: fleet_pb2.TraceRecord) -> None:
+        """Queue a record. Where there is no room the recording ends, and what waited is dropped with it."""
+        if self._closed:
+            return
+        self._waiting.append(record)
+        self._waiting_bytes += record.ByteSize()
+        if self._waiting_bytes > QUEUE_BYTES or len(self._waiting) > QUEUE_RECORDS:
+            self.overflow()
+        self._more.set()
+
+    def overflow(self) -> None:
+        """End the recording: its client is too slow."""
+        self._waiting.clear()
+        self.overflowed = True
+        self.close()
+
+    def close(self) -> None:
+        """End the recording after what waits."""
+        self._closed = True
+        self._more.set()
+
+    async def records(self) -> AsyncIterator[fleet_pb2.TraceRecord]:
+        """Records as they come, until the recording is closed. Raises RecordingTooSlow."""
+        while True:
+            while self._waiting:
+                record = self._waiting.popleft()
+                self._waiting_bytes -= record.ByteSize()
+                yield record
+            if self.overflowed:
+                raise RecordingTooSlow(QUEUE_BYTES, QUEUE_RECORDS)
+            if self._closed:
+                return
+            self._more.clear()
+            await self._more.wait()
+
+
+def hello_record(session: Session, now: datetime, joined_late: bool = False) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.up.hello.CopyFrom(session.hello)
+    record.joined_late = joined_late
+    return record
+
+
+def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.up.CopyFrom(message)
+    return record
+
+
+def down_record(session: Session, now: datetime, message: agent_pb2.ConnectResponse) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.down.CopyFrom(message)
+    return record
+
+
+def policy_record(session: Session, now: datetime, revision: int, policy: schema.Policy) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.policy.revision = revision
+    record.policy.policy.CopyFrom(forms.to_proto(policy))
+    return record
+
+
+def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
+    """How it stands with freezes, for a recording that begins now: what the agent was told, and what it confirmed."""
+    if not (told := session.freezing.told(now)).nonce:
+        return []
+    records = [down_record(session, now, agent_pb2.ConnectResponse(freeze=told))]
+    if session.freezing.confirmed:
+        status = session.freezing.status()
+        records.append(up_record(session, now, agent_pb2.ConnectRequest(freeze_status=status)))
+    return records
+
+
+def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
+    """What a session had been given when it said `record.down.freeze`: until when, and why; not which freezes."""
+    now, said = record.time.ToDatetime(UTC), record.down.freeze
+    end = now + timedelta(milliseconds=said.remaining_ms)
+    return (Freeze(0, Match(), "", said.reason, now, end),) if said.remaining_ms else ()
+
+
+def _record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
+    time = Timestamp()
+    time.FromDatetime(now)
+    return fleet_pb2.TraceRecord(time=time, engine_id=session.hello.engine_id, session_id=session.session_id)

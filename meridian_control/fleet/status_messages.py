@@ -1,0 +1,104 @@
+"""A session as FleetService shows it. Pure functions of what the session knows."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.decisions.request_table import OUTPUT, THINK
+from meridian_control.decisions.signals import rpdi
+
+if TYPE_CHECKING:
+    from meridian_control.session.session import Session
+
+
+def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
+    """Its engine."""
+    hello, report, table = session.hello, session.last_report, session.table
+    running = table.live & ~table.preempted
+    state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
+    view = fleet_pb2.Engine(
+        engine_id=hello.engine_id,
+        incarnation=hello.incarnation,
+        model=hello.model,
+        vllm_version=hello.vllm_version,
+        agent_version=hello.agent_version,
+        state=state,
+        revision=session.revision,
+        acked_revision=session.acked_revision,
+        nack_error=session.nack_error,
+        fault=hello.fault,
+        faults=hello.faults,
+        last_fault=hello.last_fault,
+        unknown_markers=hello.unknown_markers,
+        entropy_backend=hello.entropy_backend,
+        entropy_note=hello.entropy_note,
+        thinking=int((running & (table.phase == THINK)).sum()),
+        answering=int((running & (table.phase == OUTPUT)).sum()),
+        token_events=session.totals.token_events,
+        decisions=session.totals.decisions,
+        outcomes=session.totals.outcomes,
+        ends=session.totals.ends,
+        answers=session.totals.answers,
+        output_itl=session.totals.output_itl.message(),
+        ttot=session.totals.ttot.message(),
+        think_tokens=session.totals.think_tokens.message(),
+        open_decisions=len(session.open_decisions),
+        capabilities=hello.capabilities,
+        agent_state=agent_pb2.AGENT_STATE_OFF if hello.fault else session.agent_state,
+        shadow=session.shadow.messages(),
+    )
+    freezing = session.freezing
+    if freezing.freezes or freezing.frozen:
+        view.freeze.freeze_ids.extend(freeze.freeze_id for freeze in freezing.freezes)
+        view.freeze.confirmed = freezing.confirmed
+        if not freezing.locally and freezing.freezes:
+            view.freeze.end_time.FromDatetime(max(freeze.end_time for freeze in freezing.freezes))
+    view.connect_time.FromDatetime(session.connected_at)
+    if hello.HasField("recover_ms"):
+        view.recover_time.FromDatetime(session.connected_at + timedelta(milliseconds=hello.recover_ms))
+    if report is not None and session.reported_at is not None:
+        view.report_time.FromDatetime(session.reported_at)
+        view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
+        view.running, view.waiting = report.running, report.waiting
+        view.counters.CopyFrom(report.counters)
+    return view
+
+
+def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:
+    """Its live requests."""
+    ratio = rpdi(session.table)
+    return [_request(session, slot, info, float(ratio[slot])) for slot, info in session.table.requests()]
+
+
+def _request(session: Session, slot: int, info: agent_pb2.RequestOpened, ratio: float) -> fleet_pb2.LiveRequest:
+    table = session.table
+    view = fleet_pb2.LiveRequest(
+        engine_id=session.hello.engine_id,
+        slot=slot,
+        request_id=info.request_id,
+        model=info.model,
+        tenant=info.tenant,
+        slo_class=info.slo_class,
+        phase=int(table.phase[slot]),  # type: ignore[arg-type]
+        prompt_tokens=info.prompt_tokens,
+        think_tokens=max(0, int(table.think_tokens[slot])),
+        output_tokens=max(0, int(table.output_tokens[slot])),
+        preempted=bool(table.preempted[slot]),
+        entropy_nats=table.entropy_nats[slot],
+        end_rank=int(table.end_rank[slot]),
+        end_logprob_nats=table.end_logprob_nats[slot],
+        rpdi=ratio,
+        eat_nats=table.eat_nats[slot],
+        eat_ema_nats=table.eat_ema_nats[slot],
+        eat_ema_variance=table.eat_ema_variance[slot],
+        rank=max(0, int(table.rank[slot])),
+        tier=int(table.tier[slot]),  # type: ignore[arg-type]
+        max_think_tokens=max(0, int(table.max_think_tokens[slot])),
+    )
+    if decision := session.last_decision.get(slot):
+        view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
+        view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
+    return view

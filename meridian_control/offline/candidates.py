@@ -1,0 +1,158 @@
+"""The rules that calibration tries: families of thresholds taken from what the trace shows.
+
+Owns which thresholds are tried. Knows nothing of what is right.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, product
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from meridian_control.offline.rule_replay import (
+    CAP,
+    EAT_GATED,
+    EAT_PARAGRAPH,
+    EAT_SENTENCE,
+    EAT_SETTLED,
+    RANK,
+    RPDI,
+    SOFT,
+    Replay,
+    Rule,
+    either,
+)
+from meridian_control.policy.schema import RankCondition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+# Shares of all values below which thresholds are tried: more of them where a rule is cautious, and where nearly all
+# values are low.
+GRID = (
+    *(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8),
+    *(0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99),
+)
+COARSE = GRID[1::3]
+ALPHAS = (0.2, 0.4)
+VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
+RANKS = (1, 2, 3, 5, 10, 20, 50, 100)
+DEPTHS = (1, 2, 3)
+# By how much thresholds are loosened to see whether they stand at an edge.
+LAXER, SHORTER = 1.25, 0.9
+# arXiv 2508.17627.
+PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
+RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
+# Rules of one group are variants of one another: pairs are made across groups.
+GROUPS = {
+    EAT_SENTENCE: "EAT",
+    EAT_PARAGRAPH: "EAT",
+    EAT_SETTLED: "EAT",
+    EAT_GATED: "EAT",
+    RANK: RANK,
+    RPDI: RPDI,
+    SOFT: SOFT,
+}
+
+
+def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[Rule]]:
+    """Rules by family, thresholds from the values these requests show; a signal that was not measured gives none."""
+    episodes = replay.episodes
+    here = np.isin(episodes.owner, requests)
+    eat, ranks, ratios = replay.eat_nats[here], episodes.ranks[here, 0], replay.rpdi[here]
+    bounds = sorted({*RANKS, *map(int, _quantiles(ranks, GRID))}) if len(ranks) else []
+    levels, coarse = _quantiles(eat, GRID), _quantiles(eat, COARSE)
+    settled = list(product(ALPHAS, coarse, VARIANCES))
+    gates = [b for b in bounds if b <= np.quantile(ranks, 0.6)] if len(ranks) else []
+    natural = episodes.natural_tokens[requests]
+    budgets = [int(tokens) for tokens in np.quantile(natural, (0.1, 0.2, 0.3, 0.45, 0.6, 0.8))]
+    conditions = [*((bound,) * depth for depth in DEPTHS for bound in bounds), *(PUBLISHED if bounds else ())]
+    rules = {
+        EAT_SENTENCE: [_eat(EAT_SENTENCE, level) for level in levels],
+        EAT_PARAGRAPH: [_eat(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
+        EAT_SETTLED: [_eat(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
+        EAT_GATED: [_eat(EAT_GATED, level, gate=gate) for gate, level in product(_thinned(gates), coarse)],
+        RANK: [Rule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)],
+        RPDI: [Rule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
+        SOFT: [
+            Rule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
+            for budget, bound in product(dict.fromkeys(budgets), _thinned(bounds))
+        ],
+        CAP: [
+            Rule(CAP, {}, {"max_think_tokens": max(1, cap)})
+            for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
+        ],
+    }
+    return {family: found for family, found in rules.items() if found}
+
+
+def loosened(rule: Rule) -> Rule:
+    """The rule with every threshold a quarter laxer, and budgets a tenth smaller."""
+    if rule.either:
+        return either(*(loosened(part) for part in rule.either))
+    entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
+    for name in ("eat_level_threshold_nats", "eat_ema_variance_threshold", "eat_probe_max_rank"):
+        if name in entropy:
+            entropy[name] = LAXER * entropy[name]
+    if "rank_conditions" in entropy:
+        entropy["rank_conditions"] = tuple(
+            RankCondition(max_ranks=tuple(math.ceil(LAXER * bound) for bound in condition.max_ranks))
+            for condition in entropy["rank_conditions"]
+        )
+    if "rpdi_threshold" in entropy:
+        entropy["rpdi_threshold"] = 1 + (entropy["rpdi_threshold"] - 1) / LAXER
+    if "soft_close_rank" in scheduler:
+        scheduler["soft_close_rank"] = math.ceil(LAXER * scheduler["soft_close_rank"])
+    for name in ("soft_think_tokens", "max_think_tokens"):
+        if name in scheduler:
+            scheduler[name] = int(SHORTER * scheduler[name])
+    return Rule(rule.family, entropy, scheduler)
+
+
+def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, gate: int = 0) -> Rule:
+    """An EAT rule that probes at every place it may. With alpha 1 the mean is the newest sample, the variance 0."""
+    return Rule(
+        family,
+        {
+            "ema_alpha": alpha,
+            "eat_warmup_samples": 1 if alpha == 1 else math.ceil(4 / alpha),
+            "eat_ema_variance_threshold": variance,
+            "eat_level_threshold_nats": level,
+            "eat_probe_interval_tokens": 1,
+            "eat_probe_placement": "paragraph" if family == EAT_PARAGRAPH else "sentence",
+            "eat_probe_max_rank": gate,
+        },
+    )
+
+
+def paired(rules: Mapping[str, Iterable[Rule]], most: int) -> dict[str, list[Rule]]:
+    """Two rules of different groups, of which either stops, by family of the pair; `most` rules of each family."""
+    pairs: dict[str, list[Rule]] = {}
+    for (first, ones), (second, others) in combinations(rules.items(), 2):
+        if GROUPS[first] != GROUPS[second]:
+            made = [either(a, b) for a, b in product(_thinned(list(ones), most), _thinned(list(others), most))]
+            if made:
+                pairs[made[0].family] = made
+    return pairs
+
+
+def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[float]:
+    """Distinct values at these shares, to three digits."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return []
+    found = np.quantile(finite, grid, method="inverted_cdf")
+    return sorted({float(f"{value:.3g}") for value in found.tolist() if value > 0})
+
+
+def _thinned(values: list[T], most: int = 8) -> list[T]:
+    """At most so many of the values, evenly spread."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,144 @@
+"""Whether thinking could have ended at a place: from the user's labels, or from what the probes would have answered.
+
+Owns the label file's format and the proxy. Knows no rule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_control.decision_log.request_ids import shortened
+from meridian_control.offline.episodes import KEY
+from meridian_control.offline.trace_file import FileError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from meridian_control.offline.episodes import Episodes
+
+LABEL_KEYS = {"request_id", "think_tokens", "correct"}
+# From here on a probability counts as right where only right or wrong can be counted.
+RIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How right the answer is after so many thinking tokens, 0 to 1, where that is known.
+
+    Places are sorted by request, then by thinking tokens. `natural` is the answer after all of the thinking, NaN for a
+    request that cannot be judged.
+    """
+
+    owner: NDArray[np.int64]
+    think_tokens: NDArray[np.int64]
+    right: NDArray[np.float64]
+    natural: NDArray[np.float64]
+    is_proxy: bool
+
+    def at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How right at these places: what is known at the nearest place not before, else of the whole thinking."""
+        keys = self.owner * KEY + self.think_tokens
+        found = np.searchsorted(keys, owner * KEY + think_tokens)
+        within = found < len(keys)
+        within[within] = self.owner[found[within]] == owner[within]
+        right = self.natural[owner]
+        right[within] = self.right[found[within]]
+        return right
+
+
+def from_probes(episodes: Episodes) -> Judge:
+    """The proxy: a place is right where the trial answer was already the one that then stayed, and is not empty."""
+    owner, same = episodes.sample_owner, episodes.same_answer
+    number = np.arange(len(owner))
+    end = np.searchsorted(owner, owner, "right")
+    last = same[end - 1] if len(owner) else same
+    stays = (number >= end - last) & ~episodes.empty_answer
+    told = np.bincount(owner[same > 0], minlength=len(episodes.ids)) > 0
+    return Judge(owner, episodes.sample_tokens, stays.astype(float), np.where(told, 1.0, np.nan), True)
+
+
+def from_labels(path: Path, episodes: Episodes) -> Judge:
+    """The user's labels. Raises FileError, with the line of one that is malformed or whose request is not in the trace.
+
+    A request without labels of both kinds, natural and cut, cannot be judged.
+    """
+    numbers = _numbers(path, episodes)
+    natural = np.full(len(episodes.ids), np.nan)
+    places: dict[tuple[int, int], float] = {}
+    for line, row in _rows(path):
+        request = numbers.get(row["request_id"])
+        if request is None:
+            raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} is not in the trace")
+        if request < 0:
+            continue
+        if row.get("think_tokens") is None:
+            natural[request] = row["correct"]
+        else:
+            places[request, row["think_tokens"]] = float(row["correct"])
+    cut = np.zeros(len(natural), bool)
+    cut[[request for request, _ in places]] = True
+    natural[~cut] = np.nan
+    ordered = sorted(place for place in places if not np.isnan(natural[place[0]]))
+    return Judge(
+        np.array([request for request, _ in ordered], np.int64),
+        np.array([tokens for _, tokens in ordered], np.int64),
+        np.array([places[place] for place in ordered], np.float64),
+        natural,
+        False,
+    )
+
+
+def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
+    """Requests by id, -1 for those that cannot be used; also by what is left of an id without vLLM's additions."""
+    twice = [request_id for request_id, count in Counter(episodes.ids).items() if count > 1]
+    if twice:
+        raise FileError(path, "", f"cannot be used: the traces hold several requests {twice[0]!r}")
+    exact = dict.fromkeys(episodes.seen, -1) | {request_id: number for number, request_id in enumerate(episodes.ids)}
+    uses = Counter(name for request_id in exact for name in shortened(request_id))
+    short = {name: number for request_id, number in exact.items() for name in shortened(request_id)}
+    return {name: number for name, number in short.items() if uses[name] == 1} | exact
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise FileError(path, "", f"cannot be read: {reason}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise FileError(path, f"{number}:", f"is not JSON: {error}") from error
+            if complaint := _complaint(row):
+                raise FileError(path, f"{number}:", complaint)
+            rows.append((number, row))
+    return rows
+
+
+def _complaint(row: Any) -> str:
+    if not isinstance(row, dict):
+        return "must be an object"
+    request_id, tokens, correct = (row.get(name) for name in ("request_id", "think_tokens", "correct"))
+    obstacles = (
+        (bool(set(row) - LABEL_KEYS), f"{sorted(set(row) - LABEL_KEYS)} are not known keys"),
+        (not isinstance(request_id, str) or not request_id, f"request_id must be a string; got {request_id!r}"),
+        (
+            tokens is not None and (type(tokens) is not int or not 0 <= tokens < KEY),
+            f"think_tokens must be an integer >= 0; got {tokens!r}",
+        ),
+        (
+            not isinstance(correct, bool | int | float) or not 0 <= correct <= 1,
+            f"correct must be true, false or in [0, 1]; got {correct!r}",
+        ),
+    )
+    return next((complaint for holds, complaint in obstacles if holds), "")

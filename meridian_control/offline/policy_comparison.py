@@ -1,0 +1,264 @@
+"""What another policy would have changed in a trace: two runs of it side by side, request by request and step by step.
+
+Owns what counts as a change. Knows neither files nor output. Same trace and policy, same figures, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meridian_control.common.enum_names import reason_name
+from meridian_control.common.errors import MeridianError
+from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_FORCED
+from meridian_control.offline.policy_replay import Fate, Place, Run
+from meridian_control.offline.trace_file import FileError, read
+from meridian_control.session.think_ends import FINISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from meridian.v1 import agent_pb2, fleet_pb2
+
+    from meridian_control.policy.model import Policy
+
+# How thinking ends: by these, or by a rule.
+NATURAL, UNKNOWN, UNENDED, CAP = "natural", "unknown", "unended", "hard_cap"
+BY_ITSELF = (NATURAL, UNENDED, UNKNOWN)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request under both policies. The ends' tokens are what was known where they were decided.
+
+    `recorded` is what really happened; an `after` of reason `unknown` would have gone on from there.
+    """
+
+    request_id: str
+    engine_id: str
+    recorded: Place
+    before: Place
+    after: Place
+    # The shadowed decisions, by reason, and the caps.
+    fates: tuple[Fate, Fate]
+
+    @property
+    def change(self) -> str:
+        """same, added, gone or moved."""
+        if self.before == self.after:
+            return "same"
+        early, late = (place.reason in BY_ITSELF for place in (self.before, self.after))
+        if early and late:
+            return "same"
+        return "added" if early else "gone" if late else "moved"
+
+
+@dataclass
+class Steps:
+    """Over the reports of all sessions: orders and limits under both policies."""
+
+    reports: int = 0
+    # Reports after which two live requests stood in another order; pairs of them, and those in another order.
+    other_order: int = 0
+    pairs: int = 0
+    other_pairs: int = 0
+    # Reports after which what may join a step differed; by limit, reports in which it held under each policy.
+    other_share: int = 0
+    limited: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+
+
+@dataclass
+class _Request:
+    """What really happened."""
+
+    opened: agent_pb2.RequestOpened
+    whole: bool
+    end: Place | None = None
+    forced_by: str = UNKNOWN
+    closed: bool = False
+
+
+class _Session:
+    """One recorded session under both policies."""
+
+    def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy) -> None:
+        self.engine_id = hello.engine_id
+        self.runs = Run(hello, None), Run(hello, policy)
+        self.requests: dict[int, _Request] = {}
+        self.event: fleet_pb2.TraceRecord | None = None
+        self.said: list[agent_pb2.ConnectResponse] = []
+        self.order: tuple[int, int] = (0, 0)
+
+
+class Difference:
+    """Reads traces under their recorded policies and under `policy`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._sessions: dict[str, _Session] = {}
+        self.outcomes: list[Outcome] = []
+        self.left_out: Counter[str] = Counter()
+        self.steps = Steps()
+        self.sessions = 0
+        # By engine: why it would not take the new policy.
+        self.refused: dict[str, str] = {}
+        # Revision and policy, as given to the sessions.
+        self.recorded: dict[int, Policy] = {}
+        self.reproduced = self.of_decisions = 0
+        # EAT probes that each policy asked for, and that a recorded sample answered.
+        self.probes, self.samples = [0, 0], [0, 0]
+
+    def add(self, paths: Iterable[Path]) -> None:
+        """Raises FileError."""
+        for path in paths:
+            for number, record in enumerate(read(path)):
+                try:
+                    self._take(record)
+                except (MeridianError, ValueError, IndexError) as error:
+                    raise FileError(path, "", f"record {number}: {error}") from error
+            for session in self._sessions.values():
+                self._finish(session)
+            self._sessions.clear()
+
+    def _take(self, record: fleet_pb2.TraceRecord) -> None:
+        if record.up.HasField("hello"):
+            if (before := self._sessions.get(record.session_id)) is not None:
+                self._finish(before)
+            self._sessions[record.session_id] = _Session(record, self._policy)
+            self.sessions += 1
+            return
+        session = self._sessions.get(record.session_id)
+        if session is None:
+            raise ValueError("its session has no Hello before it")
+        if record.HasField("down") and not record.down.HasField("freeze"):
+            session.said.append(record.down)
+            return
+        # What was said to a message comes after it.
+        self._play(session)
+        session.event, session.said = record, []
+
+    def _play(self, session: _Session) -> None:
+        event, session.event = session.event, None
+        if event is None:
+            return
+        for run in session.runs:
+            run.take(event, session.said)
+        if event.HasField("policy"):
+            self.recorded[event.policy.revision] = session.runs[0].given
+        for response in session.said:
+            for force in response.directives.forces:
+                if not force.shadow and (request := session.requests.get(force.slot)) is not None:
+                    request.forced_by = reason_name(force.reason)
+        if event.up.HasField("snapshot"):
+            self._snapshot(session, event.up.snapshot)
+        elif event.up.HasField("step"):
+            self._step(session, event.up.step)
+
+    def _snapshot(self, session: _Session, snapshot: agent_pb2.Snapshot) -> None:
+        self.left_out["reports were lost"] += len(session.requests)
+        session.requests = {}
+        for opened in snapshot.requests:
+            if opened.think_tokens or opened.output_tokens:
+                self.left_out["began before the trace"] += 1
+            else:
+                session.requests[opened.slot] = _Request(opened, True)
+
+    def _step(self, session: _Session, report: agent_pb2.StepReport) -> None:
+        table = session.runs[0].session.table
+        for opened in report.opened:
+            session.requests[opened.slot] = _Request(opened, True)
+        for change in table.history.changes(table) if report.steps else ():
+            request = session.requests.get(change.slot)
+            if change.kind == "think_end" and request is not None and request.end is None:
+                forced = request.forced_by if change.flags & FLAG_FORCED else NATURAL
+                request.end = Place(CAP if change.flags & FLAG_BY_CAP else forced, change.think_tokens)
+        for closed in report.closed:
+            if (request := session.requests.pop(closed.slot, None)) is not None:
+                self._close(session, request, closed, int(table.think_tokens[closed.slot]))
+        if report.steps:
+            self._compare(session)
+
+    def _close(self, session: _Session, request: _Request, closed: agent_pb2.RequestClosed, think_tokens: int) -> None:
+        if not think_tokens and request.end is None:
+            self.left_out["did not think"] += 1
+            return
+        if request.end is None and closed.reason not in FINISHED:
+            self.left_out["aborted while thinking"] += 1
+            return
+        recorded = request.end or Place(UNENDED, think_tokens)
+        before, after = (run.fates.pop(closed.slot, Fate()) for run in session.runs)
+        before_end, after_end = (_end(request.opened, recorded, fate) for fate in (before, after))
+        who = request.opened.request_id, session.engine_id
+        self.outcomes.append(Outcome(*who, recorded, before_end, after_end, (before, after)))
+
+    def _compare(self, session: _Session) -> None:
+        before, after = session.runs
+        if before.changed or after.changed:
+            session.order = _reordered(before, after)
+            before.changed = after.changed = False
+        steps = self.steps
+        steps.reports += 1
+        steps.pairs += session.order[0]
+        steps.other_pairs += session.order[1]
+        steps.other_order += session.order[1] > 0
+        steps.other_share += before.share != after.share
+        for side, run in enumerate(session.runs):
+            for name, value in run.share._asdict().items():
+                if name != "max_skip_steps" and value not in (None, False):
+                    steps.limited[name][side] += 1
+
+    def _finish(self, session: _Session) -> None:
+        self._play(session)
+        self.left_out["still under way at the end of the trace"] += len(session.requests)
+        before, after = session.runs
+        self.reproduced += before.reproduced
+        self.of_decisions += max(before.recorded, sum(before.decisions.values()))
+        if after.session.nack_error:
+            self.refused[session.engine_id] = after.session.nack_error
+        for side, run in enumerate((before, after)):
+            self.probes[side] += run.probes
+            self.samples[side] += run.samples
+
+
+def _end(opened: agent_pb2.RequestOpened, recorded: Place, fate: Fate) -> Place:
+    """Where thinking ends under a policy: at what was decided, at the cap, or where the model ended it."""
+    length = recorded.think_tokens
+    caps = [fate.cap_tokens] if fate.cap_tokens is not None and not fate.cap_shadow else []
+    # The agent keeps a request's own cap in shadow too.
+    caps += [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
+    force, cap = fate.force, min(caps, default=None)
+    by_itself = recorded.reason in (NATURAL, UNENDED)
+    if (
+        cap is not None
+        and (force is None or cap <= force.think_tokens)
+        and (cap < length or (cap == length and recorded.reason == CAP))
+    ):
+        return Place(CAP, cap)
+    # Decided with the last token known, it comes too late for an end that the model makes.
+    if force is not None and (force.think_tokens < length or not by_itself):
+        return force
+    return recorded if by_itself else Place(UNKNOWN, length)
+
+
+def _reordered(before: Run, after: Run) -> tuple[int, int]:
+    """Pairs of live requests, and those of which one is strictly first in one run and not in the other.
+
+    Where a run leaves vLLM's own order all are equal. Requests that an ordering run has not ranked yet are left out.
+    """
+    ranked = [run.ranks.keys() for run in (before, after) if run.orders]
+    slots = sorted(set.intersection(*map(set, ranked))) if ranked else []
+    count, signs = len(slots), []
+    if count < 2:
+        return 0, 0
+    for run in (before, after):
+        ranks = np.array([run.ranks.get(slot, 0) if run.orders else 0 for slot in slots])
+        signs.append(np.sign(ranks[:, None] - ranks[None, :]))
+    return count * (count - 1) // 2, int(np.count_nonzero(signs[0] != signs[1])) // 2
+
+
+def changed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    return (outcome for outcome in outcomes if outcome.change != "same")

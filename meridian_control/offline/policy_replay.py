@@ -1,0 +1,362 @@
+"""A recorded trace, run again through `Session` under another policy, by the code that decides live.
+
+The engine's course stays as recorded: what a decision would have changed in it is not known, so nothing feeds back.
+Owns the part of the agent in that, which answers decisions that were never made: those that the recorded stream made
+too get their recorded outcomes, other ends, caps, tiers and plans count as carried out at once, and an EAT probe is
+answered by a sample recorded in its place, or not at all. Draws no conclusions. Pure: the times are the recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import UTC
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.common.enum_names import reason_name
+from meridian_control.decisions.request_table import THINK
+from meridian_control.decisions.token_rows import FLAG_BOUNDARY, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from meridian_control.fleet.recording import given_freezes
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+from meridian_control.session.merged_steps import ages_ms, step_of
+from meridian_control.session.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime
+
+    from meridian_control.policy.model import Policy
+
+FLAG_PARAGRAPH = 64
+PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
+
+
+class Place(NamedTuple):
+    """Where an end of thinking was decided: why, and the thinking tokens known then."""
+
+    reason: str
+    think_tokens: int
+
+
+@dataclass(slots=True)
+class Fate:
+    """What one policy decided for one request. cap_tokens: in force at last, None for none."""
+
+    force: Place | None = None
+    shadowed: dict[str, int] = field(default_factory=dict)
+    cap_tokens: int | None = None
+    cap_shadow: bool = False
+
+
+class Share(NamedTuple):
+    """What the agent was told about steps; None for no limit."""
+
+    think_per_step: int | None = None
+    output_per_step: int | None = None
+    prefill_tokens_per_step: int | None = None
+    max_skip_steps: int = 0
+    hold_admission: bool = False
+
+
+class Made(NamedTuple):
+    """A decision in a message: its id, its slot where it has one, and all else about it."""
+
+    kind: str
+    decision_id: int
+    slot: int | None
+    message: Any
+    content: bytes
+
+
+class Ask(NamedTuple):
+    """A probe under way: its decision, where it is to be placed, and the thinking tokens when it was asked for."""
+
+    decision_id: int
+    placement: int
+    think_tokens: int
+
+
+class _Came:
+    """The steps of a recorded report in which its probes and outcomes came, and those of what replaces them.
+
+    Raises ValueError when the report's columns of merged steps do not fit it.
+    """
+
+    def __init__(self, report: agent_pb2.StepReport) -> None:
+        ages_ms(report)
+        self.last = max(report.steps, 1) - 1
+        self.recorded_probes = step_of(report, "probes").tolist()
+        self.recorded_outcomes = step_of(report, "outcomes").tolist()
+        self.probes: list[int] = []
+        self._outcomes: list[tuple[int, agent_pb2.DecisionOutcome]] = []
+
+    def add(self, step: int, outcome: agent_pb2.DecisionOutcome) -> None:
+        """Have an outcome told with the step in which it came."""
+        self._outcomes.append((step, outcome))
+
+    def tell(self, report: agent_pb2.StepReport) -> None:
+        """Put the outcomes into the report in the order of their steps, and tell the steps where it merges several."""
+        self._outcomes.sort(key=lambda came: came[0])
+        report.outcomes.extend(outcome for _, outcome in self._outcomes)
+        if not report.HasField("merged"):
+            return
+        for column, steps in (
+            (report.merged.probes, self.probes),
+            (report.merged.outcomes, [step for step, _ in self._outcomes]),
+        ):
+            column[:] = np.bincount(np.array(steps, np.int64), minlength=report.steps).tolist()
+
+
+class Run:
+    """One recorded session under one policy; `policy` None stands for the recorded ones."""
+
+    def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy | None) -> None:
+        self._policy, self._joined_late = policy, hello.joined_late
+        self.session = Session(hello.session_id, hello.up.hello, _time(hello))
+        if policy is not None:
+            # What the engine refused before were other policies.
+            self.session.delivery.refused.clear()
+        # Recorded decisions under way, by id: the same decision here.
+        self._same: dict[int, int] = {}
+        # By slot: a probe that only this run asked for. By recorded id: one that only the recorded session did.
+        self._asked: dict[int, Ask] = {}
+        self._lent: dict[int, int] = {}
+        # Decisions of this run alone that are carried out with the next report: id and outcome.
+        self._due: list[tuple[int, agent_pb2.Outcome.ValueType]] = []
+        # The policy given last; the nonces of settings and of freezes here by the recorded ones.
+        self.given = policy or schema.Policy()
+        self._nonces: dict[int, int] = {}
+        self._freeze_nonces: dict[int, int] = {}
+        self._nonce = 0
+        # By slot: sentence ends of the thinking, by thinking tokens, and the count.
+        self._flags: dict[int, dict[int, int]] = {}
+        self._think: dict[int, int] = {}
+        self.fates: dict[int, Fate] = {}
+        self.ranks: dict[int, int] = {}
+        self.share = Share()
+        # The plan in force asks for an order of its own.
+        self.orders = False
+        self.changed = True
+        self.decisions: Counter[str] = Counter()
+        # Of the recorded decisions, and those that this run made too; EAT probes asked for and answered.
+        self.recorded = self.reproduced = self.probes = self.samples = 0
+
+    def take(self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]) -> None:
+        """One record that the session was given, and what the recorded one said to it.
+
+        Freezes are not recorded as they were given: what the session said of them stands for that.
+        """
+        kind = event.up.WhichOneof("message")
+        if event.HasField("policy"):
+            responses = self._give(event, said)
+        elif event.down.HasField("freeze"):
+            (freeze,) = self.session.on_freezes(given_freezes(event), _time(event))
+            self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
+            responses = []
+        elif kind == "freeze_status":
+            confirmed = agent_pb2.ConnectRequest()
+            confirmed.CopyFrom(event.up)
+            confirmed.freeze_status.nonce = self._freeze_nonces.get(event.up.freeze_status.nonce, 0)
+            responses = self.session.on_message(confirmed, _time(event))
+        elif kind == "settings_status":
+            status = agent_pb2.ConnectRequest()
+            status.CopyFrom(event.up)
+            status.settings_status.nonce = self._nonces.get(event.up.settings_status.nonce, self._nonce)
+            responses = self.session.on_message(status, _time(event))
+        elif kind == "snapshot":
+            for state in (self._asked, self._flags, self._think, self.fates, self.ranks):
+                state.clear()
+            for opened in event.up.snapshot.requests:
+                self._open(opened)
+            responses = self.session.on_message(event.up, _time(event))
+        else:
+            responses = self.session.on_message(self._translated(event.up), _time(event))
+        self._pair(_decisions(responses), _decisions(said))
+
+    def _give(
+        self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]
+    ) -> list[agent_pb2.ConnectResponse]:
+        self.given = self._policy or forms.from_proto(event.policy.policy)
+        sent = self.session.on_policy(event.policy.revision, self.given)
+        if not sent:
+            # The engine cannot honour it: `session.nack_error` says why.
+            return []
+        self._nonce = sent[0].settings.nonce
+        for response in said:
+            if response.HasField("settings"):
+                self._nonces[response.settings.nonce] = self._nonce
+        if not self._joined_late or self.session.policy is not None:
+            return []
+        # The agent had taken it before the recording began.
+        taken = agent_pb2.SettingsStatus(nonce=self._nonce, revision=event.policy.revision)
+        return self.session.on_message(agent_pb2.ConnectRequest(settings_status=taken), _time(event))
+
+    def _translated(self, up: agent_pb2.ConnectRequest) -> agent_pb2.ConnectRequest:
+        """A report as the agent would have sent it to this run."""
+        message = agent_pb2.ConnectRequest()
+        message.CopyFrom(up)
+        report, came = message.step, _Came(up.step)
+        report.ClearField("outcomes")
+        report.ClearField("probes")
+        for opened in report.opened:
+            self._open(opened)
+        self._count(report.tokens)
+        for decision_id, outcome in self._due:
+            came.add(0, agent_pb2.DecisionOutcome(decision_id=decision_id, outcome=outcome))
+        self._due = []
+        self._probes(up.step.probes, report, came)
+        for outcome_, step in zip(up.step.outcomes, came.recorded_outcomes, strict=True):
+            self._lent.pop(outcome_.decision_id, None)
+            if (same := self._same.pop(outcome_.decision_id, None)) is not None:
+                settled = agent_pb2.DecisionOutcome()
+                settled.CopyFrom(outcome_)
+                settled.decision_id = same
+                came.add(step, settled)
+        for closed in report.closed:
+            self.ranks.pop(closed.slot, None)
+            self.changed = True
+            if (ask := self._asked.pop(closed.slot, None)) is not None:
+                gone = agent_pb2.OUTCOME_REQUEST_GONE
+                came.add(came.last, agent_pb2.DecisionOutcome(decision_id=ask.decision_id, outcome=gone))
+        came.tell(report)
+        return message
+
+    def _open(self, opened: agent_pb2.RequestOpened) -> None:
+        slot = opened.slot
+        self._asked.pop(slot, None)
+        self.ranks.pop(slot, None)
+        self._flags[slot], self._think[slot], self.fates[slot] = {}, opened.think_tokens, Fate()
+        self.changed = True
+
+    def _count(self, tokens: agent_pb2.TokenColumns) -> None:
+        """Note sentence ends, counted as the request table counts."""
+        for slot, phase, flags in zip(tokens.slot, tokens.phase, tokens.flags, strict=False):
+            if phase == THINK and slot in self._think:
+                back = 0 if flags & FLAG_FROM_OUTPUT else flags >> TAKE_BACK_SHIFT
+                self._think[slot] += (not flags & FLAG_MARKER) - back
+                if flags & FLAG_BOUNDARY:
+                    self._flags[slot][self._think[slot]] = flags
+
+    def _probes(self, recorded: agent_pb2.ProbeColumns, out: agent_pb2.StepReport, came: _Came) -> None:
+        """Recorded samples: each to the probe it belongs to, or to one that it could have been taken for."""
+        for row, (recorded_id, slot) in enumerate(zip(recorded.decision_id, recorded.slot, strict=True)):
+            decision_id = self._same.get(recorded_id)
+            if decision_id is None and (ask := self._asked.get(slot)) is not None:
+                if not self._fits(ask, slot, recorded.think_tokens[row], self._lent.get(recorded_id)):
+                    continue
+                decision_id = ask.decision_id
+                del self._asked[slot]
+                carried_out = agent_pb2.DecisionOutcome(
+                    decision_id=decision_id,
+                    outcome=agent_pb2.OUTCOME_APPLIED,
+                    think_tokens=recorded.think_tokens[row],
+                )
+                came.add(came.recorded_probes[row], carried_out)
+            if decision_id is None:
+                continue
+            self.samples += 1
+            for name in ("slot", "think_tokens", "eat_nats", "cost_tokens", "same_answer", "empty_answer"):
+                column = getattr(recorded, name)
+                if column:
+                    getattr(out.probes, name).append(column[row])
+            out.probes.decision_id.append(decision_id)
+            came.probes.append(came.recorded_probes[row])
+
+    def _fits(self, ask: Ask, slot: int, think_tokens: int, placement: int | None) -> bool:
+        if think_tokens < ask.think_tokens:
+            return False
+        wanted = PLACES.get(ask.placement, 0)  # type: ignore[call-overload]
+        return not wanted or ask.placement == placement or bool(self._flags.get(slot, {}).get(think_tokens, 0) & wanted)
+
+    def _pair(self, mine: list[Made], recorded: list[Made]) -> None:
+        """Find the decisions that both made, and note the others."""
+        left: dict[tuple[str, bytes], list[int]] = {}
+        for made in recorded:
+            left.setdefault((made.kind, made.content), []).append(made.decision_id)
+        self.recorded += len(recorded)
+        for made in mine:
+            self._note(made)
+            if same := left.get((made.kind, made.content)):
+                self._same[same.pop(0)] = made.decision_id
+                self.reproduced += 1
+            elif made.kind == "probe" and made.slot is not None:
+                tokens = int(self.session.table.think_tokens[made.slot])
+                self._asked[made.slot] = Ask(made.decision_id, made.message.placement, tokens)
+            else:
+                shadow = getattr(made.message, "shadow", False)
+                outcome = agent_pb2.OUTCOME_SHADOWED if shadow else agent_pb2.OUTCOME_APPLIED
+                self._due.append((made.decision_id, outcome))
+        unpaired = {number for numbers in left.values() for number in numbers}
+        for made in recorded:
+            if made.kind == "probe" and made.decision_id in unpaired:
+                self._lent[made.decision_id] = made.message.placement
+
+    def _note(self, made: Made) -> None:
+        """Be told, as the agent would."""
+        message = made.message
+        self.decisions[made.kind] += 1
+        if made.kind == "plan":
+            self.ranks |= dict(zip(message.slot, message.rank, strict=True))
+            self.orders = not (message.shadow or message.stock)
+            self.share = _share(message)
+            self.changed = True
+            return
+        self.probes += made.kind == "probe"
+        fate = self.fates.get(made.slot) if made.slot is not None else None
+        if fate is None or made.slot is None:
+            return
+        if made.kind == "cap":
+            fate.cap_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
+            fate.cap_shadow = message.shadow
+        elif made.kind == "force":
+            place = Place(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
+            if message.shadow:
+                fate.shadowed.setdefault(*place)
+            else:
+                fate.force = fate.force or place
+
+
+def _share(plan: agent_pb2.DispatchPlan) -> Share:
+    if plan.shadow or plan.stock:
+        return Share(hold_admission=plan.hold_admission)
+
+    def limit(name: str) -> int | None:
+        return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
+
+    return Share(
+        limit("think_per_step"),
+        limit("output_per_step"),
+        limit("prefill_tokens_per_step"),
+        plan.max_skip_steps,
+        plan.hold_admission,
+    )
+
+
+def _decisions(responses: list[agent_pb2.ConnectResponse]) -> list[Made]:
+    return [made for response in responses for made in _of(response.directives)]
+
+
+def _of(directives: agent_pb2.Directives) -> Iterator[Made]:
+    lists: list[tuple[str, Any]] = [
+        ("force", directives.forces),
+        ("cap", directives.caps),
+        ("tier", directives.tiers),
+        ("probe", directives.probes),
+        ("plan", [directives.plan] if directives.HasField("plan") else []),
+    ]
+    for kind, messages in lists:
+        for message in messages:
+            content = type(message)()
+            content.CopyFrom(message)
+            content.ClearField("decision_id")
+            text = content.SerializeToString(deterministic=True)
+            slot = None if kind == "plan" else message.slot
+            yield Made(kind, message.decision_id, slot, message, text)
+
+
+def _time(record: fleet_pb2.TraceRecord) -> datetime:
+    return record.time.ToDatetime(UTC)

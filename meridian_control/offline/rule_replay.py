@@ -1,0 +1,260 @@
+"""What a rule would have done to the requests of a trace, by the same code that decides live.
+
+Owns the way from a rule to the places where it stops requests. One call of `termination` looks at every sentence end of
+every request at once: a table whose slots are those sentence ends. Knows no statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_control.decisions import termination
+from meridian_control.decisions.request_table import THINK, RequestTable
+from meridian_control.decisions.signals import rpdi
+from meridian_control.offline.episodes import KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from meridian_control.offline.correctness import Judge
+    from meridian_control.offline.episodes import Episodes
+    from meridian_control.policy.model import Policy
+
+# Families of rules, and the signals each rests on.
+EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
+EAT_GATED, RANK, RPDI, SOFT, CAP = "EAT gated by rank", "rank", "RPDI", "soft close", "fixed cap"
+SIGNALS = {
+    EAT_SENTENCE: ("EAT",),
+    EAT_PARAGRAPH: ("EAT",),
+    EAT_SETTLED: ("EAT",),
+    EAT_GATED: ("EAT", "rank"),
+    RANK: ("rank",),
+    RPDI: ("RPDI",),
+    SOFT: ("rank",),
+    CAP: (),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The policy fields of one rule, or of two of which either stops."""
+
+    family: str
+    entropy: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    either: tuple[Rule, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return self.either or (self,)
+
+    @property
+    def signals(self) -> set[str]:
+        return {signal for part in self.parts for signal in SIGNALS[part.family]}
+
+    def __str__(self) -> str:
+        return " or ".join(part._text() for part in self.parts)
+
+    def _text(self) -> str:
+        e, s = self.entropy, self.scheduler
+        if self.family == CAP:
+            return f"at {s['max_think_tokens']} tokens"
+        if self.family == SOFT:
+            return f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on"
+        if self.family == RPDI:
+            return f"RPDI > {e['rpdi_threshold']:g}"
+        if self.family == RANK:
+            return f"end marker <= {list(e['rank_conditions'][0].max_ranks)}"
+        text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
+        if self.family == EAT_SETTLED:
+            text += f", variance < {e['eat_ema_variance_threshold']:g} (alpha {e['ema_alpha']:g})"
+        if self.family == EAT_GATED:
+            text += f" where the end marker <= {e['eat_probe_max_rank']}"
+        return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
+
+
+def either(first: Rule, second: Rule) -> Rule:
+    return Rule(
+        f"{first.family} or {second.family}",
+        {**first.entropy, **second.entropy},
+        {**first.scheduler, **second.scheduler},
+        (first, second),
+    )
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What a rule does, [requests].
+
+    at_tokens: thinking tokens where it ends thinking, infinity where the model does. right: of the answer then.
+    first_tokens: thinking tokens known to the decision. probes: EAT probes asked for until then.
+    """
+
+    at_tokens: NDArray[np.float64]
+    right: NDArray[np.float64]
+    first_tokens: NDArray[np.float64]
+    probes: NDArray[np.int64]
+
+
+class Replay:
+    """A trace, ready for rules. A stop takes effect `delay_tokens` after the sentence end that it is decided at, one
+    that a probe decides at once where the base policy holds probed requests."""
+
+    def __init__(self, episodes: Episodes, judge: Judge, base: Policy, delay_tokens: int) -> None:
+        self.episodes, self.judge, self.base = episodes, judge, base
+        self._late = delay_tokens - 1
+        self.cost_tokens = float(np.median(episodes.cost_tokens)) if len(episodes.cost_tokens) else 0.0
+        self.window_tokens = self._window(base.entropy.rpdi_window_tokens)
+        self._table = self._boundary_table()
+        found = episodes.sample
+        has = found >= 0
+        self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
+        self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
+        placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
+        # A held request thinks no token on between its probe and what is decided from it.
+        held = base.entropy.eat_hold_ms > 0
+        arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
+        places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
+        # Under a gate a probe is asked for once the rank is known, and comes a way later.
+        asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
+        self._eat = {gated: (at, self._judged(placed, at)) for gated, at in ((False, places), (True, places + asked))}
+        self._eat_state = cache(self._eat_state_of)
+        self._subset = cache(self._subset_of)
+
+    def _judged(self, seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The trial answer that was seen, for the proxy; the answer that follows, for labels."""
+        return self.judge.at(self.episodes.owner, seen_at if self.judge.is_proxy else stops_at)
+
+    def _window(self, wanted: int) -> int:
+        """RPDI's window: the policy's where half of the requests think twice as long, else one that fits."""
+        natural = self.episodes.natural_tokens
+        typical = int(np.median(natural)) if len(natural) else 0
+        return wanted if typical >= 2 * wanted else max(4, typical // 4)
+
+    def _boundary_table(self) -> RequestTable:
+        episodes, count = self.episodes, len(self.episodes.owner)
+        table = RequestTable(1, capacity=max(1, count))
+        here = slice(0, count)
+        table.live[here], table.phase[here], table.boundary_now[here] = True, THINK, True
+        table.think_tokens[here] = episodes.decided_tokens
+        table.boundary_ranks[here], table.boundary_count[here] = episodes.ranks, episodes.rank_count
+        table.entropy_count[here], table.entropy_sum[here] = episodes.entropy_count, episodes.entropy_sum
+        table.entropy_window_sum[here] = episodes.window_sum(self.window_tokens)
+        # Only its width is read.
+        table.window = np.broadcast_to(np.zeros((), np.float32), (max(1, count), self.window_tokens))
+        return table
+
+    @property
+    def rpdi(self) -> NDArray[np.float64]:
+        return rpdi(self._table)[: len(self.episodes.owner)]
+
+    # ---------------------------------------------------------------------------------------------------------- rules
+
+    def policy(self, rule: Rule) -> Policy:
+        """The base policy with a rule's fields."""
+        entropy = self.base.entropy.model_copy(update={**rule.entropy, "rpdi_window_tokens": self.window_tokens})
+        scheduler = self.base.scheduler.model_copy(update=dict(rule.scheduler))
+        return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
+
+    def stops(self, rule: Rule) -> Stops:
+        """What a rule would have done."""
+        parts = [self._stops(part) for part in rule.parts]
+        at = np.minimum.reduce([part.at_tokens for part in parts])
+        right, first = parts[0].right, parts[0].first_tokens
+        for part in parts[1:]:
+            sooner = part.at_tokens < parts[0].at_tokens
+            right, first = np.where(sooner, part.right, right), np.where(sooner, part.first_tokens, first)
+        return Stops(at, right, first, self._probes(rule, at))
+
+    def _stops(self, rule: Rule) -> Stops:
+        episodes, natural = self.episodes, self.episodes.natural_tokens
+        everyone, none = np.arange(len(natural)), np.zeros(len(natural), np.int64)
+        if rule.family == CAP:
+            at = np.full(len(natural), rule.scheduler["max_think_tokens"])
+            right, first = self.judge.at(everyone, at), at.astype(float)
+        else:
+            place, places, rights = self._fires(rule)
+            fired = place >= 0
+            at = np.where(fired, places[place], KEY) if len(places) else np.full(len(natural), KEY)
+            right = rights[place] if len(rights) else self.judge.natural
+            first = np.where(fired, episodes.decided_tokens[place], KEY) if len(places) else at
+        stopped = at < natural
+        return Stops(
+            np.where(stopped, at, np.inf),
+            np.where(stopped, right, self.judge.natural),
+            np.where(stopped, first, np.inf),
+            none,
+        )
+
+    def _fires(self, rule: Rule) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Each request's first boundary at which a rule fires, -1 for none; by boundary, where a stop decided there
+        takes effect and how right the answer then is."""
+        episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
+        places, right = episodes.decided_tokens + self._late, self.right
+        if "EAT" in SIGNALS[rule.family]:
+            table.eat_count[:count], table.eat_ema_nats[:count], table.eat_ema_variance[:count] = self._eat_state(
+                policy.entropy.ema_alpha, *_probing(rule)
+            )
+            fires = termination.eat_converged(policy.entropy, table)
+            places, right = self._eat[rule.family == EAT_GATED]
+        elif rule.family == RANK:
+            fires = termination.rank_reached(policy.entropy, table)
+        elif rule.family == RPDI:
+            fires = termination.rpdi_exceeded(policy.entropy, table)
+        else:
+            fires = termination.soft_closed(policy.scheduler, table)
+        found = np.flatnonzero(fires[:count])[::-1]
+        first = np.full(len(episodes.ids), -1)
+        # The last one written is the earliest.
+        first[episodes.owner[found]] = found
+        return first, places, right
+
+    # ------------------------------------------------------------------------------------------------------------ EAT
+
+    def _subset_of(self, paragraph: bool, gate: int) -> NDArray[np.intp]:
+        """Boundaries at which EAT is asked for."""
+        episodes = self.episodes
+        wanted = episodes.paragraph | (not paragraph)
+        if gate:
+            wanted &= episodes.ranks[:, 0] <= gate
+        return np.flatnonzero(wanted)
+
+    def _probes(self, rule: Rule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
+        probed = [part for part in rule.parts if "EAT" in SIGNALS[part.family]]
+        count = np.zeros(len(self.episodes.ids), np.int64)
+        for part in probed:
+            asked = self._subset(*_probing(part))
+            keys = self.episodes.owner[asked] * KEY + self.episodes.think_tokens[asked]
+            begins = np.arange(len(count)) * KEY
+            until = np.minimum(at_tokens, self.episodes.natural_tokens).astype(np.int64)
+            count += np.searchsorted(keys, begins + until, side="right") - np.searchsorted(keys, begins)
+        return count
+
+    def _eat_state_of(self, alpha: float, paragraph: bool, gate: int) -> tuple[NDArray[Any], ...]:
+        """Number of samples, moving mean and variance at each boundary that has a sample, as `signals.add_eat_sample`
+        has them; 0 samples elsewhere, where nothing new can fire."""
+        owner, eat = self.episodes.owner, self.eat_nats
+        count, mean, variance = np.zeros(len(owner), np.int64), np.zeros(len(owner)), np.zeros(len(owner))
+        sampled = self._subset(paragraph, gate)
+        sampled = sampled[np.isfinite(eat[sampled])]
+        position = np.arange(len(sampled)) - np.searchsorted(owner[sampled], owner[sampled])
+        count[sampled] = position + 1
+        now = sampled[position == 0]
+        mean[now] = eat[now]
+        for number in range(1, int(position.max(initial=0)) + 1):
+            later = np.flatnonzero(position == number)
+            now, before = sampled[later], sampled[later - 1]
+            mean[now] = alpha * eat[now] + (1 - alpha) * mean[before]
+            variance[now] = alpha * (eat[now] - mean[now]) ** 2 + (1 - alpha) * variance[before]
+        return count, mean, variance
+
+
+def _probing(rule: Rule) -> tuple[bool, int]:
+    """Whether a rule's probes are placed at paragraphs only, and their gate."""
+    return rule.entropy["eat_probe_placement"] == "paragraph", rule.entropy["eat_probe_max_rank"]

@@ -1,0 +1,117 @@
+"""A policy field by field: what differs between two, and which rule gave each value.
+
+Owns the flat form, dotted path to value, and how a value is spelled. Knows nothing of engines, storage or gRPC. Pure
+functions, usable on any thread.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from meridian_control.policy.model import PER_REQUEST, Policy, Who
+from meridian_control.policy.schema import ModelPolicy
+from meridian_control.policy.validation_errors import dotted, quoted
+
+DEFAULT, POLICY, REQUEST = "default", "policy", "request"
+FLOOR, CAP = "scheduler.min_think_tokens", "scheduler.max_think_tokens"
+
+
+class Change(NamedTuple):
+    """One field that differs; values as TOML spells them, empty where the field is not set."""
+
+    path: str
+    before: str
+    after: str
+
+
+class Explained(NamedTuple):
+    """The value that holds and what gave it: default, policy, `override[i]` or request."""
+
+    path: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Whom a policy is explained for: what overrides match on, the engine's model, a request's own limits."""
+
+    who: Who
+    served_model: str
+    own_floor_tokens: int | None = None
+    own_cap_tokens: int | None = None
+
+
+def diff(before: Policy, after: Policy) -> list[Change]:
+    """The fields in which two policies differ; what is set to no effect counts as not set."""
+    old, new = _flat(before), _flat(after)
+    differing = (path for path in old | new if old.get(path) != new.get(path))
+    return [Change(path, *(spelled(side[path]) if path in side else "" for side in (old, new))) for path in differing]
+
+
+def explain(policy: Policy, subject: Subject) -> list[Explained]:
+    """Every field's value for one engine or request, the same as `Policy.of` and the request's own limits give."""
+    holds = policy.of(subject.who)
+    model = policy.model.get(subject.served_model)
+    values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
+    unset = _sections(Policy()) | dict(_model_values(subject.served_model, ModelPolicy()))
+    plain = values | _sections(policy)
+    origins = {path: DEFAULT if plain[path] == unset[path] else POLICY for path in values}
+    for index, override in enumerate(policy.override):
+        if override.matches(subject.who):
+            changed = _sections(override, PER_REQUEST)
+            plain |= changed
+            origins |= dict.fromkeys(changed, f"override[{index}]")
+    if values[FLOOR] != plain[FLOOR]:
+        # Where they cross, the cap wins.
+        origins[FLOOR] = origins[CAP]
+    if subject.own_cap_tokens is not None and subject.own_cap_tokens < values[CAP]:
+        values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
+    if subject.own_floor_tokens is not None and subject.own_floor_tokens > values[FLOOR]:
+        values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
+    return [Explained(path, spelled(value), origins[path]) for path, value in values.items()]
+
+
+def spelled(value: Any) -> str:
+    """A value on one line, as TOML spells it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{dotted((key,))} = {spelled(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(spelled, value)) + "]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(policy: Policy) -> dict[str, Any]:
+    """What is set, by dotted path: models and overrides only where they say anything."""
+    flat = _sections(policy)
+    default = dict(_model_values("", ModelPolicy())).values()
+    for name, model in policy.model.items():
+        flat |= {path: v for (path, v), d in zip(_model_values(name, model), default, strict=True) if v != d}
+    for index, override in enumerate(policy.override):
+        flat |= dict(_leaves(("override", index), override.model_dump(mode="json", exclude_none=True)))
+    return flat
+
+
+def _sections(policy: Any, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The set fields of the sections that are not lists or tables by name."""
+    dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override"})
+    return {
+        dotted((section, field)): value
+        for section, fields in dumped.items()
+        if names is None or section in names
+        for field, value in fields.items()
+    }
+
+
+def _model_values(name: str, model: ModelPolicy) -> Iterator[tuple[str, Any]]:
+    return ((dotted(("model", name, field)), value) for field, value in model.model_dump(mode="json").items())
+
+
+def _leaves(loc: tuple[int | str, ...], value: Any) -> Iterator[tuple[str, Any]]:
+    """Values below `loc`; a list is one value, an empty pattern none."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves((*loc, key), entry)
+    elif value != "" or "engine_labels" in loc:
+        yield dotted(loc), value

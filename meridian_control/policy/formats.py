@@ -1,0 +1,116 @@
+"""The forms of a policy: TOML text, file, message.
+
+Knows no field. Pure functions, usable on any thread; only `load` and `find` touch the file system.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from meridian.v1 import policy_pb2
+from pydantic import (
+    ValidationError,
+)
+
+from meridian_control.common.errors import PolicyError, Violation
+from meridian_control.policy.model import Policy
+from meridian_control.policy.schema import Section
+from meridian_control.policy.validation_errors import syntax_message, violation
+
+FILE_NAME = "meridian.toml"
+
+Schema = TypeVar("Schema", bound=Section)
+
+
+def parse_toml(text: str, source: str = "<string>") -> Policy:
+    """Read a policy from TOML text; `source` names it in syntax errors. Raises PolicyError."""
+    return parse_toml_as(Policy, text, source)
+
+
+def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> Schema:
+    """Read TOML text of another schema. Raises PolicyError."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError([Violation(f"{source}:", syntax_message(error, text))]) from error
+    return _validate(schema, values)
+
+
+def load(path: str | os.PathLike[str]) -> Policy:
+    """Read a policy file. Raises PolicyError, which lists every bad field, for a missing or unreadable file too."""
+    return load_as(Policy, Path(path))
+
+
+def load_as(schema: type[Schema], path: Path) -> Schema:
+    """Read a TOML file of another schema. Raises PolicyError, for an unreadable file too."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
+    return parse_toml_as(schema, text, str(path))
+
+
+def find(explicit: Path | None) -> Path | None:
+    """The policy file to use: `explicit`, which must exist, or the first that exists of ./meridian.toml and the user's.
+
+    Raises PolicyError when `explicit` is not a file.
+    """
+    if explicit is not None:
+        if not explicit.is_file():
+            raise PolicyError([Violation(f"{explicit}:", "is not a file")])
+        return explicit
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    candidates = (Path(FILE_NAME), config_home / "meridian" / FILE_NAME)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def from_proto(message: policy_pb2.Policy) -> Policy:
+    """Validate a policy message; absent fields get their defaults. Raises PolicyError, for unknown fields too."""
+    return from_proto_as(Policy, message)
+
+
+def from_proto_as(schema: type[Schema], message: Message) -> Schema:
+    """Validate a message whose fields are another schema's. Raises PolicyError, for unknown fields too."""
+    return _validate(schema, _plain(message))
+
+
+def to_proto(policy: Policy) -> policy_pb2.Policy:
+    """The message with every field set."""
+    return json_format.ParseDict(policy.model_dump(mode="json", exclude_none=True), policy_pb2.Policy())
+
+
+def to_toml(policy: Policy) -> str:
+    """TOML text with every field, which parse_toml reads back to an equal policy."""
+    return tomli_w.dumps(policy.model_dump(mode="json", exclude_none=True))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Set fields by name, as plain Python values; unlike JSON it keeps NaN a number."""
+    known = {field.name: _plain_value(field, value) for field, value in message.ListFields()}
+    unknown = UnknownFieldSet(message)
+    return known | {f"field {unknown[index].field_number}": None for index in range(len(unknown))}
+
+
+def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is None:
+        return list(value) if field.is_repeated else value
+    if field.is_repeated and not field.message_type.GetOptions().map_entry:
+        return [_plain(entry) for entry in value]
+    if field.message_type.GetOptions().map_entry:
+        return {key: _plain(entry) if isinstance(entry, Message) else entry for key, entry in value.items()}
+    return _plain(value)
+
+
+def _validate(schema: type[Schema], values: Mapping[str, Any]) -> Schema:
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise PolicyError(violation(schema, found) for found in error.errors()) from None

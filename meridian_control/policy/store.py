@@ -1,0 +1,235 @@
+"""The policy store: every accepted policy revision, append-only, in SQLite or PostgreSQL.
+
+Owns the revision numbers, the etags and the request ids. Knows nothing of gRPC, of what a policy means, or of who is
+told about a change. Runs on the control plane's event loop; the driver does the waiting.
+
+Appending reads the newest revision and inserts the next number. The primary key makes that atomic: when somebody else
+took the number first, the insert fails and the append starts over with what is newest then. The candidate of an active
+rollout is stored but not in force, and nothing is appended meanwhile.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    DateTime,
+    Integer,
+    MetaData,
+    Row,
+    String,
+    Table,
+    Text,
+    column,
+    func,
+    insert,
+    select,
+    table,
+)
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from meridian_control.common.errors import (
+    EtagMismatch,
+    InvalidRequest,
+    NotFound,
+    PolicyError,
+    RolloutActive,
+    StoredPolicyUnreadable,
+)
+from meridian_control.policy.formats import parse_toml, to_toml
+from meridian_control.policy.model import Policy
+from meridian_control.storage.database import Database, utc
+
+logger = logging.getLogger(__name__)
+
+# The etag of a store that holds nothing yet.
+EMPTY_ETAG = "none"
+MAX_REQUEST_ID_CHARS = 128
+MAX_REVISION = 2**31 - 1
+
+_revisions = Table(
+    "policy_revisions",
+    MetaData(),
+    Column("revision", Integer, primary_key=True, autoincrement=False),
+    Column("etag", String(64), nullable=False),
+    # TOML, as an operator would read it.
+    Column("policy", Text, nullable=False),
+    Column("author", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
+)
+# Of the rollouts, what concerns revisions.
+_rollouts = table("rollouts", column("rollout_id"), column("active"), column("candidate_revision"))
+_active = _rollouts.c.active == 1
+_in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
+_HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at")]
+
+
+@dataclass(frozen=True)
+class RevisionHeader:
+    """A revision without its policy; `created_at` is UTC."""
+
+    revision: int
+    etag: str
+    author: str
+    reason: str
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class StoredRevision:
+    """One immutable revision; `created_at` is UTC."""
+
+    revision: int
+    etag: str
+    policy: Policy
+    author: str
+    reason: str
+    created_at: datetime
+
+
+class PolicyStore:
+    """The policy's revisions in a database."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    async def current(self) -> StoredRevision | None:
+        """The revision in force, None in an empty store: the newest, or while a rollout is active the one before it.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable.
+        """
+        row = await self._newest()
+        return None if row is None else _stored(row)
+
+    async def get(self, revision: int) -> StoredRevision:
+        """One revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
+        query = select(_revisions).where(_revisions.c.revision == revision)
+        row = await self._one(query) if revision <= MAX_REVISION else None
+        if row is None:
+            raise NotFound(f"policy revision {revision} is not stored")
+        return _stored(row)
+
+    async def history(self, limit: int, before: int | None = None) -> list[RevisionHeader]:
+        """The newest revisions, newest first; `before` leaves out that one and all newer. Raises StoreUnavailable."""
+        query = select(*_HEADER).order_by(_revisions.c.revision.desc()).limit(limit)
+        if before is not None:
+            query = query.where(_revisions.c.revision < before)
+        async with self.database.reading() as connection:
+            return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
+
+    async def check(self, etag: str) -> int:
+        """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty, and
+        RolloutActive while nothing may be appended."""
+        row = await self._newest()
+        # In this order: of a rollout that begins in between, the candidate has the number that an append would take.
+        rollout = await self._one(select(_rollouts.c.rollout_id).where(_active))
+        if rollout is not None:
+            raise RolloutActive(rollout.rollout_id)
+        actual = EMPTY_ETAG if row is None else row.etag
+        if etag and etag != actual:
+            raise EtagMismatch(etag, actual)
+        return 0 if row is None else row.revision
+
+    async def answered(self, request_id: str, policy: Policy) -> StoredRevision | None:
+        """What was stored under `request_id`, None where nothing was or it is empty.
+
+        Raises InvalidRequest when that was another policy; StoreUnavailable, StoredPolicyUnreadable.
+        """
+        query = select(_revisions).where(_revisions.c.request_id == request_id)
+        row = await self._one(query) if request_id else None
+        if row is None:
+            return None
+        stored = _stored(row)
+        if stored.policy != policy:
+            message = f'must be a new one; got "{request_id}", which stored another policy as revision {row.revision}'
+            raise InvalidRequest("request_id", message)
+        return stored
+
+    async def append(
+        self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
+    ) -> StoredRevision:
+        """Store `policy` as the next revision; on return it is on disk.
+
+        `etag` must be that of the newest revision, empty skips the check; `now` is aware. What `request_id` stored
+        before is returned as it is. Raises EtagMismatch, RolloutActive, InvalidRequest, StoreUnavailable.
+        """
+        while True:
+            if (stored := await self.answered(request_id, policy)) is not None:
+                return stored
+            stored = new_revision(await self.check(etag) + 1, policy, author, reason, now)
+            if await self._insert(stored, request_id):
+                return stored
+
+    async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
+        """Call `on_change` with the newest revision now and whenever another replica stored one, until cancelled.
+
+        Returns at once on SQLite, which is for one replica.
+        """
+        known = 0
+
+        async def look() -> None:
+            nonlocal known
+            async with self.database.reading() as connection:
+                newest = await connection.scalar(select(func.max(_revisions.c.revision)).where(_in_force)) or 0
+            if newest <= known:
+                return
+            try:
+                on_change(await self.get(newest))
+            except StoredPolicyUnreadable as error:
+                # A newer version wrote it; the policy that is known stays in force.
+                logger.error("%s", error)
+            known = newest
+
+        await self.database.follow(look)
+
+    async def _newest(self) -> Row[Any] | None:
+        return await self._one(select(_revisions).where(_in_force).order_by(_revisions.c.revision.desc()).limit(1))
+
+    async def _one(self, query: Any) -> Row[Any] | None:
+        async with self.database.reading() as connection:
+            return (await connection.execute(query)).one_or_none()
+
+    async def _insert(self, stored: StoredRevision, request_id: str) -> bool:
+        """False when the revision number or the request id is already taken."""
+        try:
+            async with self.database.writing() as connection:
+                await insert_revision(connection, stored, request_id)
+        except IntegrityError:
+            return False
+        return True
+
+
+def new_revision(revision: int, policy: Policy, author: str, reason: str, now: datetime) -> StoredRevision:
+    """As it would be stored; `now` is aware."""
+    return StoredRevision(revision, _etag(revision, to_toml(policy)), policy, author, reason, now.astimezone(UTC))
+
+
+async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:
+    """Store it. Raises SQLAlchemy's IntegrityError where the number or the request id is taken."""
+    row = {**vars(stored), "policy": to_toml(stored.policy), "request_id": request_id or None}
+    await connection.execute(insert(_revisions).values(row))
+
+
+def _etag(revision: int, text: str) -> str:
+    return hashlib.sha256(f"{revision}\n{text}".encode()).hexdigest()[:16]
+
+
+def _stored(row: Row[Any]) -> StoredRevision:
+    values = _values(row)
+    del values["request_id"]
+    try:
+        values["policy"] = parse_toml(row.policy)
+    except PolicyError as error:
+        raise StoredPolicyUnreadable(row.revision, error) from error
+    return StoredRevision(**values)
+
+
+def _values(row: Row[Any]) -> dict[str, Any]:
+    return {**row._mapping, "created_at": utc(row.created_at)}

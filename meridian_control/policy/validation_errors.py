@@ -1,0 +1,116 @@
+"""What is wrong with a policy or a plan, in words: the text of every complaint, from what validation found.
+
+Owns how paths and values are spelled. Knows no field. Pure functions, usable on any thread.
+"""
+
+import json
+import re
+from typing import Any, get_args
+
+from pydantic import (
+    BaseModel,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from meridian_control.common.errors import Violation
+from meridian_control.policy.schema import Section
+
+MAX_VALUE_CHARS = 60
+
+
+def violation(schema: type[Section], error: ErrorDetails) -> Violation:
+    """What is wrong with a value, where."""
+    path = dotted(error["loc"])
+    if error["type"] == "extra_forbidden":
+        return Violation(path, "is not a known key")
+    return Violation(path, _requirement(schema, error), _render(error["input"]))
+
+
+def dotted(loc: tuple[int | str, ...]) -> str:
+    """Dotted path in TOML's own spelling: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc).removeprefix(".")
+
+
+def _key(part: str) -> str:
+    return part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else quoted(part)
+
+
+def quoted(text: str) -> str:
+    """A string as TOML spells it: as JSON does, which leaves one character plain that TOML does not."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_TYPES = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "model_type": "a table",
+    "dict_type": "a table",
+}
+_LENGTHS = {
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "string_too_long": "at most {max_length} characters",
+}
+
+
+def _requirement(schema: type[Section], error: ErrorDetails) -> str:
+    kind = error["type"]
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}"
+    if kind in _LENGTHS:
+        return "must have " + _LENGTHS[kind].format_map(error["ctx"])
+    if kind == "literal_error":
+        return f"must be {error['ctx']['expected']}"
+    if kind.startswith(("greater_than", "less_than")):
+        return f"must be {_range(_field(schema, error['loc']).metadata)}"
+    return error["msg"]
+
+
+def _range(metadata: list[Any]) -> str:
+    """The interval a field's constraints allow: every number has a lower limit, most have an upper one."""
+    limits = {name: getattr(limit, name) for limit in metadata for name in ("gt", "ge", "le") if hasattr(limit, name)}
+    exclusive = "gt" in limits
+    low = limits["gt" if exclusive else "ge"]
+    if "le" not in limits:
+        return f"{'>' if exclusive else '>='} {low}"
+    return f"in {'(' if exclusive else '['}{low}, {limits['le']}]"
+
+
+def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
+    """The schema of the value at `loc`; table names and list indexes lead to the type of their values."""
+    field = FieldInfo.from_annotation(schema)
+    for part in loc:
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            field = annotation.model_fields[str(part)]
+        else:
+            field = FieldInfo.from_annotation([arg for arg in get_args(annotation) if arg is not ...][-1])
+        if type(None) in get_args(field.annotation):
+            field = FieldInfo.from_annotation(get_args(field.annotation)[0])
+    return field
+
+
+def _render(value: Any) -> str:
+    """The value as TOML spells it, cut to a line's length."""
+    if isinstance(value, float):
+        return repr(value)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a very long value"
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
+
+
+def syntax_message(error: ValueError | RecursionError, text: str) -> str:
+    """Where TOML text cannot be read, and why."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    message, _, position = str(error).removesuffix(")").rpartition(" (at ")
+    if position == "end of document":
+        position = f"line {text.count(chr(10)) + 1}, column {len(text) - text.rfind(chr(10))}"
+    return f"{position}: {message}" if message else str(error)

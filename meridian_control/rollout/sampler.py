@@ -1,0 +1,111 @@
+"""What a rollout is judged by, taken from the engines as FleetService shows them: what was observed between two looks.
+
+Knows nothing of what follows from it. Time is passed in. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.rollout.transitions import Measured, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from meridian_control.rollout.transitions import Rollout
+
+Engine: TypeAlias = fleet_pb2.Engine
+Key = tuple[str, str]
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+BUCKETS = len(TIME_BOUNDS_S) + 1
+FINISHED = ("answered_after_", "empty_after_", "long_after_")
+
+
+class Sampler:
+    """Counters of engines grow from their connection on: what is new since the look before is what was observed."""
+
+    def __init__(self) -> None:
+        # Of the look before, by engine and incarnation: when it connected, what it had applied, and its counters.
+        self._seen: dict[Key, tuple[datetime, int, NDArray[np.int64]]] = {}
+        self._looked_at: datetime | None = None
+        self._gone_since: dict[str, datetime] = {}
+
+    def sample(self, engines: Iterable[Engine], rollout: Rollout, lease_s: float, now: datetime) -> Sample:
+        """The sample of a look at the whole fleet; past `lease_s` without a stream an engine is DEGRADED."""
+        found = list(engines)
+        connected = [engine for engine in found if engine.state == CONNECTED]
+        observed = {rollout.candidate_revision: _nothing(), rollout.stable_revision: _nothing()}
+        seen = {}
+        for engine in connected:
+            key = (engine.engine_id, engine.incarnation)
+            seen[key] = at = (engine.connect_time.ToDatetime(UTC), engine.acked_revision, _counters(engine))
+            if engine.acked_revision in observed:
+                observed[engine.acked_revision] += self._since(key, *at)
+        group = [engine for engine in found if rollout.candidate_revision in (engine.revision, engine.acked_revision)]
+        applied = [engine for engine in connected if engine.acked_revision == rollout.candidate_revision]
+        refused = [engine for engine in group if engine.nack_error]
+        waiting = [engine for engine in group if engine.state == CONNECTED and engine not in applied]
+        self._seen, self._looked_at = seen, now
+        missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, now)
+        off = [engine for engine in group if engine.state == CONNECTED and engine.fault]
+        return Sample(
+            candidate=_measured(observed[rollout.candidate_revision]),
+            stable=_measured(observed[rollout.stable_revision]),
+            candidate_engines=len(applied),
+            other_engines=len(connected) - len(applied),
+            pending=len([engine for engine in waiting if not engine.nack_error]),
+            missing=missing,
+            nacks=len(refused),
+            degraded=late + len(off),
+        )
+
+    def _since(self, key: Key, connected_at: datetime, acked: int, counters: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What is new. Nothing on the first look at the fleet, nor where the engine changed policy in between."""
+        before = self._seen.get(key)
+        if before is not None and before[0] == connected_at:
+            return counters - before[2] if before[1] == acked else _nothing()
+        new = self._looked_at is not None and connected_at > self._looked_at
+        return counters if new else _nothing()
+
+    def _gone(self, group: list[Engine], connected: set[str], lease_s: float, now: datetime) -> tuple[int, int]:
+        """Engines of the group without a stream: within the lease, and past it."""
+        gone = {engine.engine_id for engine in group} - connected
+        self._gone_since = {engine_id: self._gone_since.get(engine_id, now) for engine_id in gone}
+        late = [since for since in self._gone_since.values() if (now - since).total_seconds() > lease_s]
+        return len(gone) - len(late), len(late)
+
+
+def _counters(engine: Engine) -> NDArray[np.int64]:
+    """In the order that `_measured` reads."""
+    answers = engine.answers
+    finished = sum(count for kind, count in answers.items() if kind.startswith(FINISHED))
+    empty = sum(count for kind, count in answers.items() if kind.startswith("empty_after_"))
+    reentries = sum(count for kind, count in answers.items() if kind.startswith("reentry_after_"))
+    return np.array([*_buckets(engine.output_itl), *_buckets(engine.ttot), finished, empty, reentries], np.int64)
+
+
+def _buckets(histogram: fleet_pb2.Histogram) -> Iterable[int]:
+    """All zero where another version measured in other buckets."""
+    return histogram.counts if len(histogram.counts) == BUCKETS else [0] * BUCKETS
+
+
+def _nothing() -> NDArray[np.int64]:
+    return np.zeros(2 * BUCKETS + 3, np.int64)
+
+
+def _measured(observed: NDArray[np.int64]) -> Measured:
+    output_itl, ttot, (answers, empty, reentries) = np.split(observed, (BUCKETS, 2 * BUCKETS))
+    return Measured(
+        output_itl=tuple(output_itl.tolist()),
+        ttot=tuple(ttot.tolist()),
+        answers=int(answers),
+        empty=int(empty),
+        reentries=int(reentries),
+    )

@@ -1,0 +1,175 @@
+"""Rollouts in the policy database: their state, and the revisions that they bring and take back.
+
+Owns rollout ids, and that a change is made to the state it was made from. Knows nothing of what a rollout decides. Runs
+on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from sqlalchemy import Column, Integer, MetaData, String, Table, Text, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from meridian_control.common.errors import InvalidRequest, NotFound, StoreUnavailable
+from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, insert_revision, new_revision
+from meridian_control.rollout.transitions import TAKEN_BACK, By, Rollout, begin
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.store import PolicyStore
+    from meridian_control.rollout.plan import Plan
+
+    Fence = Callable[[AsyncConnection], Awaitable[None]]
+
+MAX_ID = 2**31 - 1
+
+_rollouts = Table(
+    "rollouts",
+    MetaData(),
+    Column("rollout_id", Integer, primary_key=True, autoincrement=False),
+    # 1 or NULL: there is one at most.
+    Column("active", Integer, unique=True),
+    Column("candidate_revision", Integer, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
+    # JSON.
+    Column("rollout", Text, nullable=False),
+)
+
+
+class RolloutStore:
+    """The rollouts beside the policy's revisions. All methods raise StoreUnavailable."""
+
+    def __init__(self, policies: PolicyStore) -> None:
+        self.policies, self.database = policies, policies.database
+
+    async def active(self) -> Rollout | None:
+        return await self._one(select(_rollouts).where(_rollouts.c.active == 1))
+
+    async def newest(self) -> Rollout | None:
+        """The one begun last, which is the active one where there is one."""
+        return await self._one(select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(1))
+
+    async def get(self, rollout_id: int) -> Rollout:
+        """One rollout; for 0 the newest. Raises NotFound."""
+        one = select(_rollouts).where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
+        found = await self._one(one) if rollout_id else await self.newest()
+        if found is None:
+            raise NotFound(f"there is no rollout {rollout_id}" if rollout_id else "there is no rollout yet")
+        return found
+
+    async def history(self, limit: int, before: int | None = None) -> list[Rollout]:
+        """The newest rollouts, newest first; `before` leaves out that one and all newer."""
+        query = select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(limit)
+        if before is not None:
+            query = query.where(_rollouts.c.rollout_id < before)
+        async with self.database.reading() as connection:
+            return [_read(row) for row in await connection.execute(query)]
+
+    async def answered(self, request_id: str, plan: Plan, policy: Policy) -> Rollout | None:
+        """What was started under `request_id`, None where nothing was or it is empty.
+
+        Raises InvalidRequest when that had another policy or plan.
+        """
+        query = select(_rollouts).where(_rollouts.c.request_id == request_id)
+        found = await self._one(query) if request_id else None
+        if found is not None and (
+            found.plan != plan or (await self.policies.get(found.candidate_revision)).policy != policy
+        ):
+            message = f'must be a new one; got "{request_id}", which started rollout {found.rollout_id} otherwise'
+            raise InvalidRequest("request_id", message)
+        return found
+
+    async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> Rollout:
+        """Store the policy as a candidate, and its rollout. `etag` is that of the policy in force, empty for any.
+
+        Raises EtagMismatch, RolloutActive, InvalidRequest, NotFound where no policy is in force.
+        """
+        while True:
+            if (found := await self.answered(by.request_id, plan, policy)) is not None:
+                return found
+            stable = await self.policies.check(etag)
+            if not stable:
+                raise NotFound("no policy is stored yet")
+            async with self.database.reading() as connection:
+                newest = await connection.scalar(select(func.max(_rollouts.c.rollout_id))) or 0
+            made = begin(newest + 1, plan, (stable, stable + 1), by)
+            reason = by.reason or f"candidate of rollout {made.rollout_id}"
+            candidate = new_revision(stable + 1, policy, by.author, reason, by.now)
+            try:
+                async with self.database.writing() as connection:
+                    await insert_revision(connection, candidate)
+                    await connection.execute(
+                        insert(_rollouts).values(_row(made) | {"request_id": by.request_id or None})
+                    )
+            except IntegrityError:
+                # Somebody else was quicker, with a rollout or a revision.
+                continue
+            return made
+
+    async def change(self, rollout: Rollout, change: Callable[[Rollout], Rollout]) -> Rollout:
+        """Store what `change` makes of a rollout, made again of what is stored where that is newer.
+
+        Raises what `change` raises.
+        """
+        while True:
+            changed = change(rollout)
+            if changed == rollout:
+                return rollout
+            if (saved := await self.save(changed)) is not None:
+                return saved
+            rollout = await self.get(rollout.rollout_id)
+
+    async def save(self, rollout: Rollout, fence: Fence | None = None) -> Rollout | None:
+        """Store a rollout that was changed; None when somebody else stored it since it was read.
+
+        With one that is taken back its former policy is stored again, as the newest revision. `fence` is called within
+        the transaction, to raise where it must not be.
+        """
+        taken_back = rollout.state in TAKEN_BACK and not rollout.rollback_revision
+        stable = await self.policies.get(rollout.stable_revision) if taken_back else None
+        saved = rollout.model_copy(update={"version": rollout.version + 1})
+        if stable is not None:
+            saved = saved.model_copy(update={"rollback_revision": rollout.candidate_revision + 1})
+        same = (_rollouts.c.rollout_id == rollout.rollout_id) & (_rollouts.c.version == rollout.version)
+        async with self.database.writing() as connection:
+            if fence is not None:
+                await fence(connection)
+            done = await connection.execute(update(_rollouts).where(same).values(_row(saved)))
+            if not done.rowcount:
+                return None
+            if stable is not None:
+                event = saved.events[-1]
+                reason = f"rollout {saved.rollout_id} {saved.state.word}" + f": {event.reason}" * bool(event.reason)
+                again = new_revision(saved.rollback_revision, stable.policy, event.author, reason, event.time)
+                await insert_revision(connection, again)
+        return saved
+
+    async def _one(self, query: Any) -> Rollout | None:
+        async with self.database.reading() as connection:
+            row = (await connection.execute(query)).one_or_none()
+        return None if row is None else _read(row)
+
+
+def _row(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout.rollout_id,
+        "active": 1 if rollout.active else None,
+        "candidate_revision": rollout.candidate_revision,
+        "version": rollout.version,
+        "rollout": rollout.model_dump_json(exclude_none=True),
+    }
+
+
+def _read(row: Any) -> Rollout:
+    try:
+        return Rollout.model_validate_json(row.rollout)
+    except ValidationError as error:
+        # During an upgrade; that version's replicas go on with it.
+        raise StoreUnavailable(f"policy store: rollout {row.rollout_id} was stored by a newer version") from error

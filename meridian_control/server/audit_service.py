@@ -1,0 +1,76 @@
+"""AuditService over the audit records. Runs on the event loop of the gRPC server."""
+
+from __future__ import annotations
+
+from datetime import UTC
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import audit_pb2, audit_pb2_grpc
+
+from meridian_control.access.audit_log import wanted
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.paging import checked
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    import grpc
+
+    from meridian_control.access.audit_log import AuditLog, Record
+
+# Of a record's id.
+ID_DIGITS = 19
+
+
+class AuditService(audit_pb2_grpc.AuditServiceServicer):
+    def __init__(self, audit: AuditLog) -> None:
+        self._audit = audit
+
+    async def ListAudit(  # noqa: N802
+        self, request: audit_pb2.ListAuditRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> audit_pb2.ListAuditResponse:
+        limit, before = checked(request.page_size, request.page_token, ID_DIGITS)
+        conditions = wanted(
+            principal=request.principal,
+            method=request.method,
+            outcome=request.outcome,
+            request_id=request.request_id,
+            since=_time(request, "since"),
+            until=_time(request, "until"),
+        )
+        found = await self._audit.list(limit + 1, before, conditions)
+        page = found[:limit]
+        token = str(page[-1].id) if len(found) > limit else ""
+        return audit_pb2.ListAuditResponse(records=map(_to_message, page), next_page_token=token)
+
+
+def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
+    if not request.HasField(name):  # type: ignore[arg-type]
+        return None
+    stamp: Timestamp = getattr(request, name)
+    # What a record's id can hold.
+    if not 0 <= stamp.seconds < 2**32 or not 0 <= stamp.nanos < 10**9:
+        raise InvalidRequest(name, f"must be between 1970 and 2106; got {stamp.seconds} s {stamp.nanos} ns")
+    return stamp.ToDatetime(tzinfo=UTC)
+
+
+def _to_message(record: Record) -> audit_pb2.AuditRecord:
+    time = Timestamp()
+    time.FromDatetime(record.time)
+    call, outcome = record.call, record.outcome
+    return audit_pb2.AuditRecord(
+        id=record.id,
+        time=time,
+        principal=call.principal,
+        role=call.role,
+        peer=call.peer,
+        method=call.method,
+        request_id=call.request_id,
+        reason=call.reason,
+        details=call.details,
+        before_etag=outcome.before_etag,
+        after_etag=outcome.after_etag,
+        outcome=outcome.code,
+        error=outcome.error,
+    )

@@ -1,0 +1,98 @@
+"""FreezeService over the freeze store: checks what is asked for. Runs on the event loop of the gRPC server."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import freeze_pb2, freeze_pb2_grpc
+
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.paging import page
+from meridian_control.fleet.freeze_store import Freeze, Match
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    import grpc
+
+    from meridian_control.fleet.freeze_store import FreezeStore
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+MIN_DURATION, MAX_DURATION = timedelta(seconds=1), timedelta(days=7)
+# Of globs and labels of one freeze, and of the characters of each.
+MAX_PARTS, MAX_CHARS = 100, 256
+MAX_TEXT_CHARS = 2000
+
+
+class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
+    """The servicer. `clock` gives aware time."""
+
+    def __init__(self, store: FreezeStore, clock: Callable[[], datetime]) -> None:
+        self._store, self._clock = store, clock
+
+    async def Freeze(  # noqa: N802
+        self, request: freeze_pb2.FreezeRequest, context: Context
+    ) -> freeze_pb2.FreezeResponse:
+        match, duration = _match(request.match), _duration(request)
+        for name in ("author", "reason"):
+            _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
+        made = await self._store.add(match, self._clock() + duration, request.author, request.reason)
+        return freeze_pb2.FreezeResponse(freeze=_to_message(made))
+
+    async def Thaw(self, request: freeze_pb2.ThawRequest, context: Context) -> freeze_pb2.ThawResponse:  # noqa: N802
+        ended = await self._store.thaw(request.freeze_id)
+        return freeze_pb2.ThawResponse(freezes=map(_to_message, ended))
+
+    async def ListFreezes(  # noqa: N802
+        self, request: freeze_pb2.ListFreezesRequest, context: Context
+    ) -> freeze_pb2.ListFreezesResponse:
+        found = await self._store.look()
+        begin, end, token = page(len(found), request.page_size, request.page_token)
+        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, found[begin:end]), next_page_token=token)
+
+
+def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:
+    """Raises InvalidRequest."""
+    seconds = request.duration.seconds + request.duration.nanos / 1e9
+    low, high = MIN_DURATION.total_seconds(), MAX_DURATION.total_seconds()
+    if not low <= seconds <= high:
+        raise InvalidRequest("duration", f"must be in [{low:.0f}, {high:.0f}] seconds; got {seconds:g}")
+    return timedelta(seconds=seconds)
+
+
+def _match(message: freeze_pb2.FreezeMatch) -> Match:
+    """Raises InvalidRequest."""
+    if (count := len(message.engine_ids) + len(message.engine_labels)) > MAX_PARTS:
+        raise InvalidRequest("match", f"must have at most {MAX_PARTS} globs and labels; got {count}")
+    for index, glob in enumerate(message.engine_ids):
+        _check_text(f"match.engine_ids[{index}]", glob, MAX_CHARS)
+        if not glob:
+            raise InvalidRequest(f"match.engine_ids[{index}]", "must not be empty")
+    _check_text("match.model", message.model, MAX_CHARS)
+    for name, value in message.engine_labels.items():
+        _check_text("match.engine_labels", name, MAX_CHARS)
+        _check_text("match.engine_labels", value, MAX_CHARS)
+    return Match(tuple(message.engine_ids), message.model, tuple(sorted(message.engine_labels.items())))
+
+
+def _check_text(field: str, text: str, limit: int) -> None:
+    """What a database cannot hold. Raises InvalidRequest."""
+    if "\0" in text:
+        raise InvalidRequest(field, "must not contain the character U+0000")
+    if len(text) > limit:
+        raise InvalidRequest(field, f"must have at most {limit} characters; got {len(text)}")
+
+
+def _to_message(freeze: Freeze) -> freeze_pb2.StoredFreeze:
+    match = freeze_pb2.FreezeMatch(
+        engine_ids=freeze.match.engine_ids, model=freeze.match.model, engine_labels=dict(freeze.match.engine_labels)
+    )
+    message = freeze_pb2.StoredFreeze(
+        freeze_id=freeze.freeze_id, match=match, author=freeze.author, reason=freeze.reason
+    )
+    message.create_time.FromDatetime(freeze.create_time)
+    message.end_time.FromDatetime(freeze.end_time)
+    return message

@@ -1,0 +1,196 @@
+"""PolicyService over the policy store.
+
+Owns the order of checks and the hand-over of an accepted policy. Knows nothing of engines or of how a policy reaches
+them. Served behind `gate`, which tells callers of failures, and sees to it that a caller who hangs up does not stop a
+change half-way. Runs on the event loop of the gRPC server.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import datetime
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+from meridian.v1 import policy_pb2, policy_pb2_grpc
+
+from meridian_control.access.audit_log import changed
+from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
+from meridian_control.common.paging import checked
+from meridian_control.policy.diff import Change, Subject, diff, explain
+from meridian_control.policy.formats import from_proto, to_proto
+from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Writing: TypeAlias = policy_pb2.UpdatePolicyRequest | policy_pb2.RollbackPolicyRequest
+Elsewhere: TypeAlias = Callable[
+    [policy_pb2.ExplainPolicyRequest, NotFound], Awaitable[policy_pb2.ExplainPolicyResponse]
+]
+
+
+class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
+    """The servicer.
+
+    `clock` gives aware time. `on_change` is called on the event loop with each revision this service stored, in order,
+    before its caller has the answer, and again where a request is repeated; it must neither block nor raise. `subject`
+    finds an engine or a request of this replica by their ids and raises NotFound; `elsewhere` asks the other replicas.
+    """
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        clock: Callable[[], datetime],
+        on_change: Callable[[StoredRevision], None],
+        subject: Callable[[str, str], Subject],
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._on_change = on_change
+        self._subject = subject
+        self._elsewhere = elsewhere
+        self._one_at_a_time = asyncio.Lock()
+
+    async def GetPolicy(  # noqa: N802
+        self, request: policy_pb2.GetPolicyRequest, context: Context
+    ) -> policy_pb2.GetPolicyResponse:
+        return policy_pb2.GetPolicyResponse(revision=_to_message(await self._stored(request.revision)))
+
+    async def UpdatePolicy(  # noqa: N802
+        self, request: policy_pb2.UpdatePolicyRequest, context: Context
+    ) -> policy_pb2.UpdatePolicyResponse:
+        if not request.HasField("policy"):
+            raise InvalidRequest("policy", "must be set")
+        stored, changes = await self._put(from_proto(request.policy), request, request.reason)
+        return policy_pb2.UpdatePolicyResponse(revision=_to_message(stored), changes=_changes(changes))
+
+    async def RollbackPolicy(  # noqa: N802
+        self, request: policy_pb2.RollbackPolicyRequest, context: Context
+    ) -> policy_pb2.RollbackPolicyResponse:
+        if not request.revision:
+            raise InvalidRequest("revision", "must be at least 1; got 0")
+        wanted = await self._store.get(request.revision)
+        reason = request.reason or f"rollback to revision {request.revision}"
+        stored, changes = await self._put(wanted.policy, request, reason)
+        return policy_pb2.RollbackPolicyResponse(revision=_to_message(stored), changes=_changes(changes))
+
+    async def ListRevisions(  # noqa: N802
+        self, request: policy_pb2.ListRevisionsRequest, context: Context
+    ) -> policy_pb2.ListRevisionsResponse:
+        limit, before = checked(request.page_size, request.page_token)
+        found = await self._store.history(limit + 1, before)
+        page = found[:limit]
+        token = str(page[-1].revision) if len(found) > limit else ""
+        return policy_pb2.ListRevisionsResponse(revisions=map(_header, page), next_page_token=token)
+
+    async def DiffPolicies(  # noqa: N802
+        self, request: policy_pb2.DiffPoliciesRequest, context: Context
+    ) -> policy_pb2.DiffPoliciesResponse:
+        after = await self._stored(request.after)
+        number = request.before or after.revision - 1
+        before = (await self._store.get(number)).policy if number else Policy()
+        changes = diff(before, after.policy)
+        return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=_changes(changes))
+
+    async def ExplainPolicy(  # noqa: N802
+        self, request: policy_pb2.ExplainPolicyRequest, context: Context
+    ) -> policy_pb2.ExplainPolicyResponse:
+        stored = await self._stored(request.revision)
+        found = None
+        if request.engine_id or request.request_id:
+            try:
+                found = self._subject(request.engine_id, request.request_id)
+            except NotFound as unknown:
+                if request.local_only or self._elsewhere is None:
+                    raise
+                return await self._elsewhere(request, unknown)
+        rows = explain(stored.policy, _subject(request, found))
+        values = [policy_pb2.ExplainedValue(path=row.path, value=row.value, origin=row.origin) for row in rows]
+        return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)
+
+    async def _stored(self, revision: int) -> StoredRevision:
+        """One revision, or for 0 the one in force."""
+        stored = await self._store.get(revision) if revision else await self._store.current()
+        if stored is None:
+            raise NotFound("no policy is stored yet")
+        return stored
+
+    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[Change]]:
+        """Store a policy, or with validate_only fail as that would; and what it changes."""
+        check_texts(request)
+        stored: StoredRevision | None
+        if request.validate_only:
+            newest = 0
+            if (stored := await self._store.answered(request.request_id, policy)) is None:
+                newest = await self._store.check(request.etag)
+                stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
+        else:
+            stored = await self._commit(policy, request, reason)
+        before = await self._readable(stored.revision - 1 if stored.revision else newest)
+        if before is not None:
+            changed.get({})["etag"] = before.etag
+        return stored, diff(before.policy if before is not None else Policy(), policy)
+
+    async def _commit(self, policy: Policy, request: Writing, reason: str) -> StoredRevision:
+        async with self._one_at_a_time:
+            stored = await self._store.append(
+                policy,
+                etag=request.etag,
+                author=request.author,
+                reason=reason,
+                now=self._clock(),
+                request_id=request.request_id,
+            )
+            self._on_change(stored)
+            return stored
+
+    async def _readable(self, revision: int) -> StoredRevision | None:
+        """A revision; None for 0 and for what this version cannot read."""
+        try:
+            return await self._store.get(revision) if revision else None
+        except StoredPolicyUnreadable:
+            return None
+
+
+def check_texts(request: Any) -> None:
+    """Author, reason and request id, as far as a database can hold them. Raises InvalidRequest."""
+    for name in ("author", "reason", "request_id"):
+        if "\0" in getattr(request, name):
+            raise InvalidRequest(name, "must not contain the character U+0000")
+    if (length := len(request.request_id)) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters; got {length}")
+
+
+def _subject(request: policy_pb2.ExplainPolicyRequest, found: Subject | None) -> Subject:
+    """What the caller says of itself, and for the rest what was found."""
+    who = found.who if found else Who()
+    said = {name: getattr(request, name) for name in ("model", "tenant", "slo_class", "effort")}
+    who = who._replace(**{name: value for name, value in said.items() if value})
+    if request.engine_labels:
+        who = who._replace(engine_labels=dict(request.engine_labels))
+    if found is None:
+        return Subject(who, who.model)
+    return Subject(who, found.served_model, found.own_floor_tokens, found.own_cap_tokens)
+
+
+def _changes(changes: Iterable[Change]) -> list[policy_pb2.PolicyChange]:
+    return [policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in changes]
+
+
+def _to_message(stored: StoredRevision) -> policy_pb2.PolicyRevision:
+    message = _header(stored)
+    message.policy.CopyFrom(to_proto(stored.policy))
+    return message
+
+
+def _header(stored: StoredRevision | RevisionHeader) -> policy_pb2.PolicyRevision:
+    create_time = Timestamp()
+    create_time.FromDatetime(stored.created_at)
+    return policy_pb2.PolicyRevision(
+        revision=stored.revision,
+        etag=stored.etag,
+        author=stored.author,
+        reason=stored.reason,
+        create_time=create_time,
+    )

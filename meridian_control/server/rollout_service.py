@@ -1,0 +1,111 @@
+"""RolloutService over the rollout store: checks what is asked for, and has what was changed brought to the engines.
+
+Knows nothing of engines, nor of how a rollout goes on. Runs on the event loop of the gRPC server.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+
+from meridian_control.access.audit_log import changed
+from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
+from meridian_control.common.paging import checked
+from meridian_control.policy.diff import diff
+from meridian_control.policy.formats import from_proto, from_proto_as
+from meridian_control.rollout import transitions as rules
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.transitions import By, Rollout
+from meridian_control.server.policy_service import check_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    import grpc
+
+    from meridian_control.rollout.driver import Rollouts
+
+    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+Steering: TypeAlias = (
+    rollout_pb2.PauseRolloutRequest | rollout_pb2.ResumeRolloutRequest | rollout_pb2.AbortRolloutRequest
+)
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """The servicer. `clock` gives aware time. A caller that hangs up does not undo what is stored; the fleet then hears
+    of it from `Rollouts.follow` or its next tick."""
+
+    def __init__(self, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
+        self._rollouts, self._store, self._clock = rollouts, rollouts.store, clock
+
+    async def StartRollout(  # noqa: N802
+        self, request: rollout_pb2.StartRolloutRequest, context: Context
+    ) -> rollout_pb2.StartRolloutResponse:
+        for name in ("policy", "plan"):
+            if not request.HasField(name):
+                raise InvalidRequest(name, "must be set")
+        policy, plan = from_proto(request.policy), from_proto_as(Plan, request.plan)
+        check_texts(request)
+        by = By(self._clock(), request.author, request.reason, request.request_id)
+        if (made := await self._store.answered(request.request_id, plan, policy)) is None:
+            if request.validate_only:
+                made = rules.begin(0, plan, (await self._store.policies.check(request.etag), 0), by)
+            else:
+                made = await self._store.start(plan, policy, request.etag, by)
+                await self._rollouts.look()
+        before = await self._store.policies.get(made.stable_revision)
+        changed.get({})["etag"] = before.etag
+        changes = [
+            policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
+        ]
+        return rollout_pb2.StartRolloutResponse(rollout=made.message(), changes=changes)
+
+    async def GetRollout(  # noqa: N802
+        self, request: rollout_pb2.GetRolloutRequest, context: Context
+    ) -> rollout_pb2.GetRolloutResponse:
+        return rollout_pb2.GetRolloutResponse(rollout=(await self._store.get(request.rollout_id)).message())
+
+    async def ListRollouts(  # noqa: N802
+        self, request: rollout_pb2.ListRolloutsRequest, context: Context
+    ) -> rollout_pb2.ListRolloutsResponse:
+        limit, before = checked(request.page_size, request.page_token)
+        found = await self._store.history(limit + 1, before)
+        page = found[:limit]
+        token = str(page[-1].rollout_id) if len(found) > limit else ""
+        return rollout_pb2.ListRolloutsResponse(rollouts=[r.message() for r in page], next_page_token=token)
+
+    async def PauseRollout(  # noqa: N802
+        self, request: rollout_pb2.PauseRolloutRequest, context: Context
+    ) -> rollout_pb2.PauseRolloutResponse:
+        return rollout_pb2.PauseRolloutResponse(rollout=await self._steer(request, rules.pause))
+
+    async def ResumeRollout(  # noqa: N802
+        self, request: rollout_pb2.ResumeRolloutRequest, context: Context
+    ) -> rollout_pb2.ResumeRolloutResponse:
+        return rollout_pb2.ResumeRolloutResponse(rollout=await self._steer(request, rules.resume))
+
+    async def AbortRollout(  # noqa: N802
+        self, request: rollout_pb2.AbortRolloutRequest, context: Context
+    ) -> rollout_pb2.AbortRolloutResponse:
+        return rollout_pb2.AbortRolloutResponse(rollout=await self._steer(request, rules.abort))
+
+    async def _steer(self, request: Steering, change: Callable[[Rollout, By], Rollout]) -> rollout_pb2.Rollout:
+        check_texts(request)
+        by = By(self._clock(), request.author, request.reason, request.request_id)
+
+        def steered(rollout: Rollout) -> Rollout:
+            made = change(rollout, by)
+            if made is not rollout and request.etag not in ("", rollout.etag):
+                raise EtagMismatch(request.etag, rollout.etag, f"rollout {rollout.rollout_id}")
+            return made
+
+        found = await self._store.get(request.rollout_id)
+        if not request.rollout_id and not found.active and not rules.knows(found, by):
+            raise NotFound("no rollout is active")
+        changed.get({})["etag"] = found.etag
+        saved = await self._store.change(found, steered)
+        await self._rollouts.look()
+        return saved.message()

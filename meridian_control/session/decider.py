@@ -1,0 +1,199 @@
+"""What one engine is told: from the policy in force and its table to directives.
+
+Owns the order in which kinds of decision are made, and that only changes are told. What is decided is in `termination`,
+`dispatch` and `eviction`. Pure: time is passed in; one session at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.enum_names import reason_name
+from meridian_control.decisions import dispatch, eviction, termination
+from meridian_control.decisions.request_table import NO_CAP, THINK, UNTOLD
+from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
+from meridian_control.session.merged_steps import steps
+
+if TYPE_CHECKING:
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.model import Policy
+    from meridian_control.session.decision_ledger import Ledger
+    from meridian_control.session.effective_policies import Among, Groups
+
+    Out = agent_pb2.Directives
+
+PLACEMENTS = {
+    "anywhere": agent_pb2.PLACEMENT_ANYWHERE,
+    "sentence": agent_pb2.PLACEMENT_SENTENCE,
+    "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
+}
+# A step that takes longer than this was interrupted.
+MAX_STEP_MS = 600_000
+
+
+class Decider:
+    """`review`: the policy has changed since the last decisions, and what the agent was told is gone over again."""
+
+    def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
+        self._can, self._table, self._groups, self._ledger = hello.capabilities, table, groups, ledger
+        # Without them no request is known to think.
+        self._knows_markers = not hello.unknown_markers
+        self._kv_tokens = hello.num_blocks * hello.block_size_tokens
+        self.cost = dispatch.StepCost()
+        self._share, self._hold = dispatch.Share(), False
+        self.review = self._reported = False
+
+    def learn(self, report: agent_pb2.StepReport) -> None:
+        """Learn from its steps what steps cost."""
+        for rows, prefill_tokens, took_ms in steps(report):
+            if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+                self.cost.add(rows, prefill_tokens, took_ms)
+
+    def end_thinking(self, policy: Policy, out: Out, reported: bool) -> None:
+        """Caps and ends of thinking, under the policy in force.
+
+        reported: the table has just taken in a report, and the rules are asked about every moment in it that concerns
+        them, of requests that it closes too. They are asked about what stands now where the policy has changed.
+        """
+        self._reported = reported
+        if not (self._can.force_end and self._knows_markers):
+            return
+        self._caps(policy, out)
+        groups = list(self._groups.in_use())
+        if reported and len(moments := termination.moments(groups, self._table)):
+            for own, among in groups:
+                self._ends(own, out, moments, None if among is None else among[moments.slot])
+        if self.review:
+            for own, among in groups:
+                stays = ~self._table.closing
+                self._ends(own, out, self._table, stays if among is None else among & stays)
+
+    def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
+        """Everything else that is due, once closed requests are gone."""
+        groups, review = list(self._groups.in_use()), self.review
+        self.review = False
+        if self._can.eat_probe and self._knows_markers:
+            for own, among in groups:
+                self._probes(own, out, among)
+        if self._can.dispatch:
+            self._plan(policy, out, review, now_ms)
+        self._tiers(policy, out, review)
+
+    def _caps(self, policy: Policy, out: Out) -> None:
+        table, shadow = self._table, policy.scheduler.shadow
+        extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
+        table.extended[extend] = True
+        for slot in np.flatnonzero(table.live & (self.review | extend | (table.max_think_tokens == UNTOLD))).tolist():
+            cap = self._cap(policy, slot)
+            if (cap, shadow) != (table.max_think_tokens[slot], table.cap_shadow[slot]):
+                self._tell_cap(slot, cap, shadow, "empty_answer" if extend[slot] else "hard_cap", out)
+
+    def _cap(self, policy: Policy, slot: int) -> int:
+        info = self._table.info[slot]
+        assert info is not None
+        if not policy.scheduler.enabled:
+            return NO_CAP
+        return termination.cap(self._groups.of(slot).scheduler, info, bool(self._table.extended[slot]))
+
+    def _tell_cap(self, slot: int, cap: int, shadow: bool, why: str, out: Out) -> None:
+        table = self._table
+        first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
+        table.max_think_tokens[slot], table.cap_shadow[slot] = cap, shadow
+        if table.closing[slot]:
+            return
+        if cap != NO_CAP:
+            made = self._ledger.make("cap", why, slot, shadow)
+            out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=shadow)
+        elif not first:
+            out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
+
+    def _ends(self, policy: Policy, out: Out, seen: termination.Seen, among: Among) -> None:
+        table = self._table
+        for index, reason in termination.ends(policy, seen, among):
+            slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
+            if shadow:
+                table.shadow_decided[slot] |= 1 << reason
+            else:
+                table.end_decided[slot] = reason
+            made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
+            if table.closing[slot]:
+                self._ledger.too_late(made)
+            else:
+                out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
+
+    def _probes(self, policy: Policy, out: Out, among: Among) -> None:
+        table, entropy = self._table, policy.entropy
+        hold_ms = 0 if entropy.shadow else entropy.eat_hold_ms
+        placement = PLACEMENTS["anywhere" if entropy.eat_probe_max_rank > 0 else entropy.eat_probe_placement]
+        near_cap = termination.cap_probes_due(policy, table, among).tolist()
+        for seen, index in self._due(policy, among):
+            slot, think_tokens = int(seen.slot[index]), int(seen.think_tokens[index])
+            if slot in near_cap and max(1, table.max_think_tokens[slot] - EXTENSION_LEAD_TOKENS) < think_tokens:
+                # It came near its cap before, and has one probe at a time.
+                continue
+            table.next_probe_tokens[slot] = think_tokens + entropy.eat_probe_interval_tokens
+            self._probe(slot, "eat", placement, out, (seen, index)).hold_ms = hold_ms
+        for slot in near_cap:
+            if not table.probe_open[slot]:
+                table.cap_probed[slot] = True
+                self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
+
+    def _due(self, policy: Policy, among: Among) -> list[tuple[termination.Seen, int]]:
+        """Where EAT is to be measured was seen."""
+        found: list[tuple[termination.Seen, int]] = []
+        if self._reported and (came := termination.probes_came_due(policy, self._table, among)) is not None:
+            found = [(came, index) for index in range(len(came))]
+        elif not self._reported:
+            found = [(self._table, slot) for slot in termination.probes_due(policy, self._table, among).tolist()]
+        return found
+
+    def _probe(
+        self,
+        slot: int,
+        reason: str,
+        where: agent_pb2.Placement.ValueType,
+        out: Out,
+        seen: tuple[termination.Seen, int] | None = None,
+    ) -> agent_pb2.EatProbe:
+        self._table.probe_open[slot] = True
+        made = self._ledger.make("probe", reason, slot, seen=seen)
+        return out.probes.add(decision_id=made, slot=slot, placement=where)
+
+    def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
+        scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table
+        hold = eviction.hold_admission(memory, table, self._kv_tokens) and not memory.shadow
+        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), list[int]()
+        stock = not scheduler.enabled or scheduler.strategy == "stock"
+        if not stock:
+            if review:
+                table.rank[:] = UNTOLD
+            budgets = dispatch.budgets(scheduler, table, self.cost)
+            slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
+            share = dispatch.share(scheduler, table, budgets, self.cost, self._share)
+        if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
+            return
+        self._share, self._hold = share, hold
+        plan = out.plan
+        plan.decision_id = self._ledger.make("plan", "stock" if stock else scheduler.strategy)
+        plan.slot.extend(slots.tolist())
+        plan.rank.extend(ranks)
+        for name, limit in asdict(share).items():
+            if limit is not None:
+                setattr(plan, name, limit)
+        plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
+
+    def _tiers(self, policy: Policy, out: Out, review: bool) -> None:
+        memory = policy.kv_memory
+        if review:
+            for slot in eviction.reusable_again(memory, self._table).tolist():
+                made = self._ledger.make("tier", "reusable", slot)
+                out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
+        if memory.enabled:
+            for slot in eviction.newly_unreachable(self._can, self._table).tolist():
+                made = self._ledger.make("tier", "unreachable", slot, memory.shadow)
+                tier = agent_pb2.EVICTION_TIER_UNREACHABLE
+                out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)

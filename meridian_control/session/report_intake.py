@@ -1,0 +1,175 @@
+"""What an agent reports, taken into the engine's request table and counted.
+
+Owns the order in which the parts of a report count: `take`, then what follows from it is decided, then `finish`. Knows
+nothing of what that is. Pure: time is passed in; one session at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.common.enum_names import phase_name
+from meridian_control.decisions.request_table import MAX_SLOTS, NO_CAP, THINK
+from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.session.merged_steps import ages_ms, step_of
+from meridian_control.session.think_ends import FINISHED, Endings
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_control.decision_log.log import Journal
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.session.counters import Totals
+    from meridian_control.session.decision_ledger import Ledger
+    from meridian_control.session.effective_policies import Groups
+    from meridian_control.session.shadow_comparison import Comparison
+
+# Fields of which each entry counts in its own step.
+ONE_BY_ONE = ("preempted", "resumed", "outcomes")
+
+
+class Intake:
+    """Times are milliseconds on the session's clock."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        groups: Groups,
+        ledger: Ledger,
+        totals: Totals,
+        *,
+        shadow: Comparison,
+        journal: Journal | None,
+    ) -> None:
+        self._table, self._groups, self._ledger = table, groups, ledger
+        self._totals, self._shadow, self._journal = totals, shadow, journal
+        self._endings = Endings(table, totals)
+        # The step of each entry of the report that is being taken in, by field.
+        self._steps: dict[str, list[int]] = {}
+
+    def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
+        """All live requests, told anew. Raises ValueError."""
+        _check_length("requests", snapshot.requests)
+        self._table.clear()
+        for opened in snapshot.requests:
+            self._table.open(opened, now_ms)
+            self._groups.assign(opened.slot, opened)
+        self._shadow.new_stream()
+        if self._journal is not None:
+            self._journal.snapshot(snapshot.requests, self._sample_ratio)
+
+    def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+        """A report of steps. Requests that it closes are still in the table afterwards. Raises ValueError."""
+        for name in ("opened", "preempted", "resumed", "closed"):
+            _check_length(name, getattr(report, name))
+        table = self._table
+        self._totals.reports += 1
+        for opened in report.opened:
+            self._open(opened, now_ms)
+        self._add_tokens(report, now_ms)
+        self._steps = {name: step_of(report, name).tolist() for name in ONE_BY_ONE if len(getattr(report, name))}
+        if report.HasField("probes"):
+            self._add_probes(report.probes, step_of(report, "probes").tolist())
+        if self._steps or report.HasField("probes"):
+            table.history.tell_steps(step_of(report, "tokens"))
+        for slot in filter(table.holds, report.preempted):
+            table.preempted[slot] = True
+        for slot in filter(table.holds, report.resumed):
+            table.preempted[slot] = False
+        for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
+            if (probed := self._ledger.settle(outcome, report.step)) is not None:
+                table.history.probed[probed] = step
+        for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
+            table.closing[closed.slot] = True
+
+    def finish(self, report: agent_pb2.StepReport) -> None:
+        """Count what the report's requests came to, in the order in which it happened, and forget those it closes."""
+        table = self._table
+        if len(table.history.rows.slot) < len(report.tokens.slot):
+            self._endings.count_unknown(report.tokens)
+        ended = self._count_changes(report)
+        self._compare([*ended, *((c.slot, self._think_tokens(c.slot)) for c in report.closed if self._is_cut(c))])
+        if self._journal is not None:
+            self._journal.closed(report.closed, table)
+        for closed in report.closed:
+            self._endings.count_answer(closed)
+            table.close(closed.slot)
+            self._ledger.last.pop(closed.slot, None)
+
+    def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
+        """Phases, ends of thinking and preemptions. Returns slots and thinking tokens of the ends."""
+        history, table = self._table.history, self._table
+        changes = history.changes(table)
+        for kind in ("preempted", "resumed"):
+            if slots := getattr(report, kind):
+                changes += history.at_steps(table, kind, slots, self._steps[kind])
+                changes.sort(key=lambda change: change.step)
+        ended = []
+        for change in changes:
+            slot, kind, reason = change.slot, change.kind, ""
+            if kind == "preempted":
+                self._totals.preempted[phase_name(change.phase)] += 1
+            if kind == "think_end":
+                reason = self._endings.count(slot, change.flags, change.think_tokens)
+                ended.append((slot, change.think_tokens))
+            if self._journal is not None:
+                self._journal.happened(change, reason)
+        return ended
+
+    def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
+        # One with tokens was opened before: an agent that has come back takes it up again.
+        self._totals.requests += not (opened.think_tokens or opened.output_tokens)
+        self._table.open(opened, now_ms)
+        self._groups.assign(opened.slot, opened)
+        self._shadow.opened(opened.slot)
+        if self._journal is not None:
+            self._journal.opened(opened, self._sample_ratio)
+
+    def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
+        self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
+        self._totals.output_itl.add(self._table.output_itl_ms / 1e3)
+        self._totals.ttot.add(self._table.ttot_ms / 1e3)
+
+    def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
+        # Agents of the first version do not say whether the answer would be empty.
+        empty_answers = probes.empty_answer or [False] * len(probes.slot)
+        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError("probe columns must have one length")
+        for decision_id, slot, eat_nats, empty_answer, step in zip(*columns, steps, strict=True):
+            decision = self._ledger.open.get(decision_id)
+            if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
+                self._table.history.sample(self._table, slot, step)
+                add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
+                self._table.empty_answer[slot] = empty_answer
+                if decision.logged is not None:
+                    decision.logged.measured_eat_nats = eat_nats
+
+    def _compare(self, ended: list[tuple[int, int]]) -> None:
+        """Hold the rules in shadow against thinking that ended, by slots and tokens, if any had a policy."""
+        for slot, think_tokens in ended if self._groups.policy is not None else ():
+            cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
+            for (section, reason), saved in self._shadow.ended(slot, think_tokens, self._groups.of(slot), cap).items():
+                self._totals.shadow_saved[section, reason or "any"] += saved
+                self._totals.shadow_think_tokens[section] += 0 if reason else think_tokens
+
+    def _think_tokens(self, slot: int) -> int:
+        return int(self._table.think_tokens[slot])
+
+    def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
+        """Whether a request finished while it thought."""
+        table, slot = self._table, closed.slot
+        return closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
+
+    @property
+    def _sample_ratio(self) -> float:
+        policy = self._groups.policy
+        return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
+
+
+def _check_length(name: str, told: Sized) -> None:
+    """Raises ValueError: a request is told of once in a message."""
+    if len(told) > MAX_SLOTS:
+        raise ValueError(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")

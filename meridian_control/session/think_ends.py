@@ -1,0 +1,84 @@
+"""How thinking ends on one engine, and what comes of it: counted from what the agent reports, whoever ended it.
+
+Owns the table's columns `ended` and `forced`. Pure; one session at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.enum_names import reason_name
+from meridian_control.decisions.request_table import THINK
+from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_END, FLAG_FORCED
+
+if TYPE_CHECKING:
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.session.counters import Totals
+
+FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+# An answer is long that has LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after natural ends,
+# once MIN_ANSWERS of them are known.
+LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
+
+
+class Endings:
+    def __init__(self, table: RequestTable, totals: Totals) -> None:
+        self._table, self._totals = table, totals
+        # Lengths of the newest answers after natural ends, in tokens.
+        self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
+
+    def count(self, slot: int, flags: int, think_tokens: int) -> str:
+        """Count an end of a live request's thinking, at so many tokens of it; returns why it ended."""
+        table, forced = self._table, bool(flags & FLAG_FORCED)
+        reason = "hard_cap" if flags & FLAG_BY_CAP else self._rule(slot, think_tokens) if forced else "natural"
+        self._totals.ends[reason] += 1
+        if table.ended[slot]:
+            self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
+        table.ended[slot], table.forced[slot] = True, forced
+        return reason
+
+    def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
+        """Count ends in a report's rows of requests that nobody has told of."""
+        flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
+        for row in np.flatnonzero(flags & FLAG_END).tolist():
+            if not self._table.holds(tokens.slot[row]):
+                self._totals.ends["hard_cap" if flags[row] & FLAG_BY_CAP else "natural"] += 1
+
+    def _rule(self, slot: int, think_tokens: int) -> str:
+        """The rule that ended a request's thinking; what it left to the cap is counted."""
+        table = self._table
+        reason = reason_name(int(table.end_decided[slot]))
+        if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
+            self._totals.below_cap[reason] += max(0, int(table.max_think_tokens[slot]) - think_tokens)
+        return reason
+
+    def count_answer(self, closed: agent_pb2.RequestClosed) -> None:
+        """Count what a finished request made of its thinking; an aborted one says nothing."""
+        slot, table, totals = closed.slot, self._table, self._totals
+        if not table.holds(slot) or closed.reason not in FINISHED:
+            return
+        if think_tokens := int(table.think_tokens[slot]):
+            totals.think_tokens.add(np.array([think_tokens]))
+        if table.phase[slot] == THINK:
+            totals.answers["unended"] += 1
+        elif table.ended[slot]:
+            length, forced = int(table.output_tokens[slot]), bool(table.forced[slot])
+            totals.answers[f"{self._answer(length)}_after_{how(forced)}"] += 1
+            if not forced:
+                self._usual_answers.append(length)
+
+    def _answer(self, length: int) -> str:
+        if length <= 1:
+            return "empty"
+        usual = self._usual_answers
+        is_long = len(usual) >= MIN_ANSWERS and length > LONG_ANSWER * statistics.median(usual)
+        return "long" if is_long else "answered"
+
+
+def how(forced: bool) -> str:
+    return "forced" if forced else "natural"

@@ -1,0 +1,252 @@
+"""What the status page is told of the fleet, as plain data: FleetService, RolloutService and PolicyService for eyes.
+
+Owns what is worth a place on the page, how much of it, and the words for the state of an engine. Knows nothing of HTTP.
+All but `contents` are pure functions. Runs on the control plane's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from google.protobuf.json_format import MessageToDict
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control import __version__
+from meridian_control.cluster import decision_queries
+from meridian_control.common.enum_names import outcome_name, phase_name, state_name
+from meridian_control.common.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from google.protobuf.message import Message
+
+    from meridian_control.cluster.cluster_fleet import WholeFleet
+    from meridian_control.fleet.freeze_store import Freeze, Match
+    from meridian_control.policy.store import PolicyStore, RevisionHeader
+    from meridian_control.rollout.store import RolloutStore
+
+# Rows of each table; the numbers above them are of everything.
+MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
+ASKED_DECISIONS = 200
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
+CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
+PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
+
+
+async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
+    """Everything on the page but the life of a request. Raises MeridianError."""
+    state, ends = await asyncio.gather(whole.watched(), newest_ends(whole))
+    engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
+    freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
+    rows = [engine_row(engine, freezes, now) for engine in engines]
+    rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
+    return {
+        "version": __version__,
+        "replica": whole.replica_id,
+        "revision": whole.fleet.revision,
+        "unreachable": list(state.unreachable_replicas),
+        "totals": totals(engines, requests) | {"troubled": sum(bool(row["level"]) for row in rows)},
+        "engines": rows[:MAX_ENGINES],
+        "engines_left_out": max(0, len(rows) - MAX_ENGINES),
+        "freezes": [freeze_row(freeze, engines, now) for freeze in list(freezes.values())[:MAX_FREEZES]],
+        "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
+        "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
+        "ends": [plain(decision) for decision in ends],
+        **await stored(policies, rollouts, engines),
+    }
+
+
+async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:
+    """What is in the database; while that is away, only that it is: the rest of the page goes on."""
+    try:
+        revisions, newest = await policies.history(MAX_REVISIONS), await rollouts.history(MAX_ROLLOUTS)
+    except StoreUnavailable as error:
+        return {"store_trouble": f"Revisions and rollouts are not up to date: {error}."}
+    return {
+        "revisions": [revision_row(header, engines) for header in revisions],
+        "rollouts": [plain(rollout.message()) for rollout in newest],
+    }
+
+
+async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
+    """Decisions to end thinking, newest first; of the caps, which every request has, those that were reached."""
+    forces, caps = await asyncio.gather(
+        *(
+            decision_queries.decisions(whole, fleet_pb2.ListDecisionsRequest(kind=kind, page_size=ASKED_DECISIONS))
+            for kind in ("force", "cap")
+        )
+    )
+    reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
+    return sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())[:MAX_DECISIONS]
+
+
+def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, Any]:
+    """Numbers over the whole fleet; of counters, those of the engines that are shown."""
+    up = [engine for engine in engines if engine.state == CONNECTED]
+    ended: Counter[str] = Counter()
+    for engine in engines:
+        ended.update({reason: count for reason, count in engine.ends.items() if not reason.endswith("_shadowed")})
+    return {
+        "engines": len(up),
+        "gone": sum(engine.state != CONNECTED for engine in engines),
+        "phases": phases(requests),
+        "waiting": sum(engine.waiting for engine in up),
+        "ended": dict(ended),
+        "output_critical": sum(engine.counters.output_critical for engine in up),
+    }
+
+
+def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int]]:
+    """Live requests by phase: new (no token yet), generating or preempted, as meridian_engine_requests has them."""
+    found = {phase: {"new": 0, "generating": 0, "preempted": 0} for phase in PHASES}
+    names = {number: phase for phase, number in PHASES.items()}
+    for request in requests:
+        begun = request.think_tokens + request.output_tokens
+        if (phase := names.get(request.phase)) is not None:
+            found[phase]["preempted" if request.preempted else "generating" if begun else "new"] += 1
+    return found
+
+
+class Condition(NamedTuple):
+    """An engine's state in a word, its cause in a sentence, and how much it matters: bad, warn or nothing."""
+
+    word: str
+    cause: str = ""
+    level: str = ""
+
+
+def condition(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
+    """The state that matters most to whoever looks after the engine."""
+    if engine.state != CONNECTED:
+        return _gone(engine, now)
+    if engine.fault:
+        return Condition("off", f"the agent stepped aside, the engine runs as stock vLLM: {engine.fault}", "bad")
+    if engine.HasField("freeze"):
+        return _frozen(engine.freeze, freezes, now)
+    return _connected(engine)
+
+
+def _connected(engine: fleet_pb2.Engine) -> Condition:
+    if engine.nack_error:
+        return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
+    if not engine.acked_revision:
+        return Condition("connected", "has not taken a policy yet", "warn")
+    if engine.unknown_markers:
+        return Condition("no markers", f"nothing counts as thinking: {engine.unknown_markers}", "warn")
+    return Condition(state_name(engine.agent_state) if engine.agent_state else "connected")
+
+
+def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
+    heard = engine.report_time if engine.HasField("report_time") else engine.connect_time
+    ago = lasting((now - heard.ToDatetime(UTC)).total_seconds())
+    if engine.agent_state == agent_pb2.AGENT_STATE_STALE:
+        return Condition("gone", f"heard {ago} ago; if it lives, the last decisions hold (STALE)", "warn")
+    if engine.agent_state == agent_pb2.AGENT_STATE_DEGRADED:
+        return Condition("gone", f"heard {ago} ago, past its lease; if it lives, only the caps hold (DEGRADED)", "bad")
+    return Condition("gone", f"heard {ago} ago, the agent was off: {engine.fault}", "bad")
+
+
+def _frozen(freeze: fleet_pb2.EngineFreeze, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
+    reasons = "; ".join(dict.fromkeys(freezes[i].reason for i in freeze.freeze_ids if i in freezes))
+    if not freeze.confirmed:
+        return Condition("freezing" if freeze.freeze_ids else "thawing", reasons or "has not confirmed yet", "warn")
+    if not freeze.HasField("end_time"):
+        return Condition("frozen", "runs as stock vLLM because of MERIDIAN_FREEZE in its environment", "warn")
+    left = lasting((freeze.end_time.ToDatetime(UTC) - now).total_seconds())
+    return Condition("frozen", f"runs as stock vLLM for {left} more" + f": {reasons}" * bool(reasons), "warn")
+
+
+def lasting(seconds: float) -> str:
+    """A length of time for people: 42 s, 9 min, 2 h 5 min."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> dict[str, Any]:
+    return {
+        "id": engine.engine_id,
+        "incarnation": engine.incarnation,
+        "replica": engine.replica,
+        "model": engine.model,
+        **condition(engine, freezes, now)._asdict(),
+        "revision": engine.revision,
+        "acked_revision": engine.acked_revision,
+        "thinking": engine.thinking,
+        "answering": engine.answering,
+        "waiting": engine.waiting,
+        "kv_used": round(engine.kv_used, 3),
+        "step_time_ms": round(engine.step_time_ms, 1),
+        "ends": dict(engine.ends),
+    }
+
+
+def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:
+    """`engines` are those that it holds for, `confirmed` those that say so."""
+    held = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
+    return {
+        "freeze_id": freeze.freeze_id,
+        "match": match_text(freeze.match),
+        "author": freeze.author,
+        "reason": freeze.reason,
+        "left": lasting((freeze.end_time - now).total_seconds()),
+        "end_time": freeze.end_time.isoformat(),
+        "engines": len(held),
+        "confirmed": sum(engine.freeze.confirmed for engine in held),
+    }
+
+
+def match_text(match: Match) -> str:
+    parts = [*match.engine_ids, *([f"model {match.model}"] if match.model else [])]
+    return ", ".join((*parts, *(f"{name}={value}" for name, value in match.engine_labels))) or "every engine"
+
+
+def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
+    last = request.last_decision
+    eat = request.eat_ema_nats
+    return {
+        "id": request.request_id,
+        "engine": request.engine_id,
+        "tenant": request.tenant,
+        "phase": phase_name(request.phase),
+        "preempted": request.preempted,
+        "think_tokens": request.think_tokens,
+        "output_tokens": request.output_tokens,
+        "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
+        "last_decision": decision_text(last) if last.decision_id else "",
+    }
+
+
+def decision_text(last: fleet_pb2.LastDecision) -> str:
+    known = f", {outcome_name(last.outcome)}" if last.outcome else ""
+    return f"{last.kind}: {last.reason}{known}"
+
+
+def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:
+    """`engines` counts the connected ones that have it in force."""
+    return {
+        "revision": header.revision,
+        "author": header.author,
+        "reason": header.reason,
+        "create_time": header.created_at.isoformat(),
+        "engines": sum(e.acked_revision == header.revision for e in engines if e.state == CONNECTED),
+    }
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON has it, zeros included, with the proto's own names; NaN is left out: nothing was measured."""
+    told = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _finite(told)  # type: ignore[no-any-return]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items() if v not in ("NaN", "Infinity", "-Infinity")}
+    return [_finite(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,142 @@
+"""A read-only page about the fleet, over HTTP: what FleetService, PolicyService and RolloutService say, for eyes.
+
+Owns what the page is told and how often; what it looks like is in `static/`. Runs on the control plane's event loop:
+the fleet is looked at once per interval, however many look at the page, and not at all while nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from datetime import UTC, datetime
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from meridian.v1 import fleet_pb2
+
+from meridian_control.cluster import decision_queries
+from meridian_control.common.errors import MeridianError, NotFound
+from meridian_control.status_page.contents import contents, plain
+
+if TYPE_CHECKING:
+    from meridian_control.cluster.cluster_fleet import WholeFleet
+    from meridian_control.policy.store import PolicyStore
+    from meridian_control.rollout.store import RolloutStore
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+MAX_VIEWERS = 32
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/rows.js": ("rows.js", "text/javascript"),
+    "/rollout.js": ("rollout.js", "text/javascript"),
+    "/life.js": ("life.js", "text/javascript"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class StatusPage:
+    """The HTTP application. `start` binds, `stop` ends all streams."""
+
+    def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, access: str = "") -> None:
+        self._whole, self._policies, self._rollouts = whole, policies, rollouts
+        # A sentence on what strangers on the network may do, empty where there is nothing to say.
+        self._access = access
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        app = web.Application()
+        for path in FILES:
+            app.router.add_get(path, self._file)
+        app.router.add_get("/events", self._events)
+        app.router.add_get("/request", self._request)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port. Raises OSError when the address cannot be had."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host or None, port).start()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        for viewer in self._viewers:
+            _offer(viewer, None)
+        if self._looking is not None:
+            self._looking.cancel()
+        await self._runner.cleanup()
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name, kind = FILES[request.path]
+        text = resources.files("meridian_control.status_page").joinpath("static", name).read_text()
+        return web.Response(text=text, content_type=kind, headers=HEADERS)
+
+    async def _request(self, request: web.Request) -> web.Response:
+        """One request's life."""
+        asked = fleet_pb2.ExplainRequestRequest(
+            request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
+        )
+        try:
+            return web.json_response(plain(await decision_queries.explain(self._whole, asked)), headers=HEADERS)
+        except NotFound as error:
+            return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
+        except MeridianError as error:
+            return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """The fleet's state now and at every interval, as server-sent events, until the viewer leaves."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
+        self._viewers.add(viewer)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            while (event := await viewer.get()) is not None:
+                await response.write(event)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._viewers.discard(viewer)
+        return response
+
+    async def _look(self) -> None:
+        """While somebody looks at the page."""
+        while self._viewers:
+            try:
+                now = datetime.now(UTC)
+                told = await contents(self._whole, self._policies, self._rollouts, now) | {"access": self._access}
+                event = b"data: " + json.dumps(told).encode() + b"\n\n"
+            except MeridianError as error:
+                event = trouble(str(error))
+            except Exception:
+                logger.exception("the status page's contents could not be had")
+                event = trouble("the page's contents could not be had; the control plane's log says why")
+            for viewer in self._viewers:
+                _offer(viewer, event)
+            await asyncio.sleep(INTERVAL_S)
+
+
+def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
+    """What a viewer is to get next; one that is slow to read misses what came before."""
+    if viewer.full():
+        viewer.get_nowait()
+    viewer.put_nowait(event)
+
+
+def trouble(text: str) -> bytes:
+    return b"event: trouble\ndata: " + json.dumps(text).encode() + b"\n\n"

@@ -1,0 +1,1 @@
+"""The database underneath every store, SQLite or PostgreSQL. Knows no table but its own."""

@@ -1,0 +1,1 @@
+"""Prometheus metrics and OpenTelemetry traces, made from what the fleet counts. Decides nothing."""

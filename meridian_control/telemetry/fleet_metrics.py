@@ -1,0 +1,264 @@
+"""Prometheus metrics, collected from the fleet's own counters when they are scraped.
+
+Names, labels and texts are the catalogue's. The scrape runs on a thread of prometheus-client's; the counters are read
+on the event loop that owns them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from meridian_control import __version__
+from meridian_control.common import enum_names
+from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
+from meridian_control.rollout.transitions import State
+from meridian_control.telemetry.catalogue import CATALOGUE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from datetime import datetime
+
+    from meridian.v1 import agent_pb2
+    from prometheus_client.core import Metric
+
+    from meridian_control.common.histogram import Histogram
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.rollout.transitions import Reading, Rollout
+    from meridian_control.session.session import Session
+
+    Labels: TypeAlias = tuple[str, ...]
+    Rows: TypeAlias = Iterable[tuple[Labels, float]]
+
+SCRAPE_TIMEOUT_S = 5.0
+# Engines with series of their own; the others are in what is counted over the fleet.
+MAX_ENGINE_SERIES = 500
+STATES = {number: name for number, name in enum_names.STATES.items() if number}
+PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
+# Values of a label that begin at 0: of a series that begins at 1 Prometheus does not see the first.
+ENDS = ("natural", "hard_cap", "eat", "rank", "rpdi", "soft_close")
+ANSWERS = tuple(
+    f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
+)
+CLIENT_FAULTS = (
+    "invalid_request",
+    "policy_invalid",
+    "unauthenticated",
+    "permission_denied",
+    "host_only",
+    "too_many",
+    "recording_too_slow",
+)
+STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
+
+# The agent's hooks, where a fault of its may come from, and its part in the workers.
+FAULT_CAUSES = frozenset(
+    (
+        "opened",
+        "finished",
+        "before_schedule",
+        "after_schedule",
+        "shared_blocks",
+        "preempting",
+        "preempted",
+        "freeing",
+        "bitmask",
+        "after_update",
+        "again",
+        "observer",
+    )
+)
+
+# Of every connected engine.
+ENGINE: dict[str, Callable[[Session], float]] = {
+    "meridian_engine_revision": lambda s: s.acked_revision,
+    "meridian_engine_wanted_revision": lambda s: s.revision,
+    "meridian_engine_refused": lambda s: bool(s.nack_error),
+    "meridian_engine_frozen": lambda s: s.frozen,
+    "meridian_engine_open_decisions": lambda s: len(s.open_decisions),
+}
+# Of every engine that has reported. What the agents count comes with their reports: nothing extra runs in their pods.
+REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
+    "meridian_engine_running_requests": lambda r: r.running,
+    "meridian_engine_waiting_requests": lambda r: r.waiting,
+    "meridian_engine_kv_used_ratio": lambda r: r.kv_used,
+    "meridian_engine_step_seconds": lambda r: r.step_time_ms / 1e3,
+    "meridian_agent_preempted_think_total": lambda r: r.counters.preempted_think,
+    "meridian_agent_output_critical_total": lambda r: r.counters.output_critical,
+    "meridian_agent_think_skips_total": lambda r: r.counters.think_skips,
+    "meridian_agent_reports_dropped_total": lambda r: r.counters.reports_dropped,
+    "meridian_agent_probe_tokens_total": lambda r: r.counters.probe_tokens,
+    "meridian_agent_seconds_total": lambda r: r.counters.agent_seconds,
+    "meridian_agent_scheduler_seconds_total": lambda r: r.counters.scheduler_seconds,
+    "meridian_agent_round_trip_seconds": lambda r: r.counters.round_trip_ms / 1e3,
+}
+
+
+class FleetCollector(Collector):
+    """Label sets are bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and guardrails.
+
+    leads: whether this replica leads. rollout: the newest, as the replica that leads knows it. faults: those of
+    callers, by cause. loop: the fleet's.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        leads: Callable[[], bool],
+        rollout: Callable[[], Rollout | None],
+        faults: Mapping[str, int],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._fleet, self._leads, self._rollout, self._faults, self._loop = fleet, leads, rollout, faults, loop
+
+    def collect(self) -> Iterable[Metric]:
+        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the names are known without reading, the values are not."""
+        return ()
+
+    async def _read(self) -> list[Metric]:
+        # After a restart an engine's old stream may still be there.
+        newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
+        engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
+        values: list[tuple[str, Rows]] = [
+            ("meridian_build_info", [((__version__,), 1)]),
+            ("meridian_replica_leads", [((), self._leads())]),
+            ("meridian_policy_revision", [((), self._fleet.revision)]),
+            ("meridian_engines", [((), len(newest))]),
+            ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
+            *_staged(self._rollout() if self._leads() else None),
+            ("meridian_agents", self._agents()),
+            *self._counted(),
+            ("meridian_engine_state", self._states(engines)),
+            *_of(engines),
+        ]
+        return [_family(name, rows) for name, rows in values] + self._histograms()
+
+    def _counted(self) -> Iterator[tuple[str, Rows]]:
+        totals = self._fleet.totals()
+        for name, count in (
+            ("meridian_reports_total", totals.reports),
+            ("meridian_token_events_total", totals.token_events),
+            ("meridian_requests_total", totals.requests),
+            ("meridian_policy_nacks_total", totals.nacks),
+            ("meridian_unknown_outcomes_total", totals.unknown_outcomes),
+        ):
+            yield name, [((), count)]
+        for name, expected, counts in (
+            ("meridian_think_ends_total", ENDS, totals.ends),
+            ("meridian_answers_total", ANSWERS, totals.answers),
+            ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
+            ("meridian_client_faults_total", CLIENT_FAULTS, self._faults),
+            ("meridian_preemptions_total", PHASES, totals.preempted),
+            ("meridian_tokens_saved_against_cap_total", (), totals.below_cap),
+            ("meridian_shadow_think_tokens_total", (), totals.shadow_think_tokens),
+        ):
+            yield name, [((key,), count) for key, count in {**dict.fromkeys(expected, 0), **counts}.items()]
+        yield "meridian_tokens_saved_shadow_estimate_total", totals.shadow_saved.items()
+        yield "meridian_decisions_total", [(_kind(key), count) for key, count in totals.decisions.items()]
+        settled = [((*_kind(key), outcome), count) for (key, outcome), count in totals.settled.items()]
+        yield "meridian_outcomes_total", settled
+
+    def _histograms(self) -> list[Metric]:
+        totals = self._fleet.totals()
+        return [
+            _histogram("meridian_ttot_seconds", totals.ttot),
+            _histogram("meridian_output_itl_seconds", totals.output_itl),
+            _histogram("meridian_request_think_tokens", totals.think_tokens),
+            _histogram("meridian_decision_staleness_steps", totals.staleness_steps),
+        ]
+
+    def _agents(self) -> Rows:
+        count = Counter[int](engine.agent_state for engine in self._fleet.engines())
+        return [((name,), float(count[number])) for number, name in STATES.items()]
+
+    def _states(self, engines: dict[str, Session]) -> Rows:
+        """Of engines that went away, too, as long as there is room."""
+        known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
+        gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
+        named = [(engine, known[engine]) for engine in (*engines, *gone)]
+        return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
+
+
+def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
+    """The families are there without a rollout too, empty."""
+    one = [] if rollout is None else [rollout]
+    yield "meridian_rollout_state", [((state.word,), r.state is state) for r in one for state in State]
+    yield "meridian_rollout_step", [((), r.step) for r in one]
+    yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in one]
+    engines = [(("candidate",), r.candidate_engines) for r in one], [(("other",), r.other_engines) for r in one]
+    yield "meridian_rollout_engines", [row for rows in engines for row in rows]
+    readings = [reading for r in one for reading in r.guardrails if reading.value is not None]
+    yield "meridian_rollout_guardrail_ratio", [((read.guardrail,), of_limit(read)) for read in readings]
+
+
+def of_limit(reading: Reading) -> float:
+    """The reading as a multiple of its limit, above 1 where it is violated."""
+    value = reading.value or 0.0
+    return value / reading.limit if reading.limit else math.inf if value > 0 else 0.0
+
+
+def _connected_at(session: Session) -> datetime:
+    return session.connected_at
+
+
+def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
+    hellos = [session.hello for session in engines.values()]
+    known = [((h.engine_id, h.model, h.vllm_version, h.agent_version), 1.0) for h in hellos]
+    yield "meridian_engine_info", known
+    yield "meridian_engine_requests", [row for engine, session in engines.items() for row in _phases(engine, session)]
+    for name, value in ENGINE.items():
+        yield name, [((engine,), float(value(session))) for engine, session in engines.items()]
+    faults = [((e, cause), n) for e, s in engines.items() for cause, n in _faults(s.hello).items()]
+    yield "meridian_agent_faults_total", faults
+    reports = {e: s.last_report for e, s in engines.items() if s.last_report is not None}
+    for name, of_report in REPORTED.items():
+        yield name, [((engine,), of_report(report)) for engine, report in reports.items()]
+    reclaimed = [((engine, "unreachable"), report.counters.blocks_reclaimed) for engine, report in reports.items()]
+    yield "meridian_agent_blocks_reclaimed_total", reclaimed
+
+
+def _phases(engine: str, session: Session) -> Rows:
+    table = session.table
+    new = (table.think_tokens + table.output_tokens == 0) & ~table.preempted
+    states = {"new": new, "generating": ~new & ~table.preempted, "preempted": table.preempted}
+    for phase, number in PHASES.items():
+        for state, chosen in states.items():
+            yield (engine, phase, state), int(np.sum(table.live & (table.phase == number) & chosen))
+
+
+def _kind(key: str) -> Labels:
+    """Labels of a decision that is counted as `kind`, or `kind/reason`."""
+    kind, _, reason = key.partition("/")
+    return kind, reason
+
+
+def _family(name: str, rows: Rows) -> Metric:
+    entry = CATALOGUE[name]
+    kind = CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily
+    family = kind(name.removesuffix("_total"), entry.text, labels=entry.labels)
+    for labels, value in sorted(rows):
+        family.add_metric(labels, value)
+    return family
+
+
+def _faults(hello: agent_pb2.Hello) -> Counter[str]:
+    """By cause; what is no hook that is known here is `other`, so that no agent makes up labels."""
+    known: Counter[str] = Counter()
+    for cause, count in hello.faults.items():
+        known[cause if cause in FAULT_CAUSES else "other"] += count
+    return known
+
+
+def _histogram(name: str, histogram: Histogram) -> Metric:
+    bounds = [*map(str, histogram.bounds.tolist()), "+Inf"]
+    buckets = list(zip(bounds, np.cumsum(histogram.counts, dtype=float).tolist(), strict=True))
+    return HistogramMetricFamily(name, CATALOGUE[name].text, buckets=buckets, sum_value=histogram.sum)

@@ -1,0 +1,138 @@
+"""`grpc_server_*` metrics under their usual names, as an interceptor of the gRPC server.
+
+Knows nothing of what the services do. Runs on the server's event loop. Calls of methods that nobody serves are not
+counted: their names are the caller's to choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from prometheus_client import Counter, Histogram
+
+from meridian_control.telemetry.catalogue import CATALOGUE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from prometheus_client.registry import CollectorRegistry
+
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+# By whether requests and responses are streams: the handler's attribute, the label, how to make another handler.
+SHAPES = {
+    (False, False): ("unary_unary", "unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", "server_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", "client_stream", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", "bidi_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class ServerMetrics(grpc.aio.ServerInterceptor):
+    """To be the first interceptor: what a later one refuses is counted too."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def metric(kind: Any, name: str) -> Any:
+            entry = CATALOGUE[name]
+            return kind(name, entry.text, entry.labels, registry=registry)
+
+        self.started = metric(Counter, "grpc_server_started_total")
+        self.handled = metric(Counter, "grpc_server_handled_total")
+        self.received = metric(Counter, "grpc_server_msg_received_total")
+        self.sent = metric(Counter, "grpc_server_msg_sent_total")
+        self.seconds = metric(Histogram, "grpc_server_handling_seconds")
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Handler | None]], details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        attribute, kind, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
+        _, service, method = details.method.split("/")
+        call = _Method(self, getattr(handler, attribute), handler.request_streaming, (kind, service, method))
+        behaviour = call.stream if handler.response_streaming else call.single
+        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+class _Method:
+    """One method, around the `behaviour` that serves it."""
+
+    def __init__(
+        self, metrics: ServerMetrics, behaviour: Any, request_streaming: bool, labels: tuple[str, str, str]
+    ) -> None:
+        self._metrics, self._labels, self._request_streaming = metrics, labels, request_streaming
+        self._behaviour = behaviour
+        self._received, self._sent = metrics.received.labels(*labels), metrics.sent.labels(*labels)
+
+    async def single(self, request: Any, context: Any) -> Any:
+        with self._call(context):
+            response = await self._behaviour(self._requests(request), context)
+            self._sent.inc()
+            return response
+
+    async def stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Handlers that yield are followed message by message; others write to the context."""
+        with self._call(context):
+            if not inspect.isasyncgenfunction(self._behaviour):
+                await self._behaviour(self._requests(request), _Writing(context, self._sent))
+                return
+            async with aclosing(self._behaviour(self._requests(request), context)) as responses:
+                async for response in responses:
+                    self._sent.inc()
+                    yield response
+
+    def _requests(self, request: Any) -> Any:
+        if self._request_streaming:
+            return self._each(request)
+        self._received.inc()
+        return request
+
+    async def _each(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            self._received.inc()
+            yield request
+
+    @contextmanager
+    def _call(self, context: Any) -> Iterator[None]:
+        self._metrics.started.labels(*self._labels).inc()
+        began, code = time.perf_counter(), "UNKNOWN"
+        try:
+            yield
+            code = _code(context)
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            code = _code(context)
+            raise
+        finally:
+            self._metrics.handled.labels(*self._labels, code).inc()
+            self._metrics.seconds.labels(*self._labels).observe(time.perf_counter() - began)
+
+
+class _Writing:
+    """A context whose written messages are counted."""
+
+    def __init__(self, context: Any, sent: Any) -> None:
+        self._context, self._sent = context, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        await self._context.write(message)
+        self._sent.inc()
+
+
+def _code(context: Any) -> str:
+    """The status the call ends with; a handler that set none ends with OK."""
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "OK")

@@ -1,0 +1,134 @@
+"""Requests as OpenTelemetry traces: a span per request, its phases within, the ends of thinking as events.
+
+Owns what a life of the decision log looks like as spans; the SDK samples, queues and exports them on a thread of its
+own, and drops what the collector is too slow for. Which requests have a life is `telemetry.decision_log_sample_ratio`.
+Names follow OpenTelemetry's conventions for generative AI where there is one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from meridian_control import __version__
+from meridian_control.common.enum_names import outcome_name
+from meridian_control.decision_log.log import Logged
+from meridian_control.session.decision_ledger import ENDING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime
+
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from meridian_control.decision_log.log import Life
+
+# Also how long a collector that is gone may hold up the end.
+EXPORT_TIMEOUT_S = 2
+CARRIED_OUT = ("applied", "shadowed")
+PHASES = {agent_pb2.PHASE_PROMPT: "prompt", agent_pb2.PHASE_THINK: "think", agent_pb2.PHASE_OUTPUT: "output"}
+
+
+class Tracing:
+    """Exports lives that are over to an OTLP endpoint over gRPC, or to `exporter`.
+
+    endpoint: host:port or URL; http:// and a bare address are without TLS. sample_ratio: share of requests that have no
+    trace of their own yet; one that comes with a sampled trace is always in it.
+    """
+
+    def __init__(self, endpoint: str, sample_ratio: float, exporter: SpanExporter | None = None) -> None:
+        secure = endpoint.startswith("https://")
+        resource = Resource.create({"service.name": "meridian-control", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(sample_ratio)))
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint, insecure=not secure, timeout=EXPORT_TIMEOUT_S))
+        )
+        self._tracer = self._provider.get_tracer("meridian_control", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def over(self, life: Life) -> None:
+        """A request is over: export its spans. Never waits."""
+        opened, end = life.opened, life.close_time
+        if end is None:
+            return
+        parent = self._propagator.extract({"traceparent": opened.traceparent}) if opened.traceparent else None
+        span = self._tracer.start_span("meridian.request", parent, start_time=_ns(life.open_time))
+        if not span.is_recording():
+            # Most are not sampled, and nothing below would be kept.
+            return
+        span.set_attributes(dict(_attributes(life)))
+        within = trace.set_span_in_context(span)
+        for name, begin, until, tokens in phases(life):
+            child = self._tracer.start_span(f"meridian.{name}", within, start_time=_ns(begin))
+            if tokens is not None:
+                child.set_attribute("meridian.tokens", tokens)
+            child.end(_ns(until))
+        for event in life.in_order():
+            if isinstance(event, Logged):
+                if event.kind in ENDING and outcome_name(event.outcome) in CARRIED_OUT:
+                    span.add_event(
+                        f"meridian.{event.kind}", dict(_decided(event)), _ns(event.outcome_time or event.time)
+                    )
+            elif event.kind not in ("opened", "phase", "closed"):
+                detail: dict[str, str] = {"meridian.reason": event.detail} if event.detail else {}
+                span.add_event(f"meridian.{event.kind}", detail, _ns(event.time))
+        span.end(_ns(end))
+
+    def stop(self) -> None:
+        """Export what waits, within the SDK's own time limit."""
+        self._provider.shutdown()
+
+
+def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
+    """Each stretch of one phase: name, begin, end, tokens generated in it (None where that is not known)."""
+    marks = [e for e in life.in_order() if not isinstance(e, Logged) and e.phase in PHASES]
+    for i, mark in enumerate(marks):
+        if i and marks[i - 1].phase == mark.phase:
+            continue
+        after = next((m for m in marks[i + 1 :] if m.phase != mark.phase), None)
+        until = after.time if after is not None else life.close_time
+        assert until is not None
+        tokens = None
+        if mark.phase != agent_pb2.PHASE_PROMPT:
+            name = "think_tokens" if mark.phase == agent_pb2.PHASE_THINK else "output_tokens"
+            # A mark is as of the end of its report, in which the first tokens of the stretch may have come already.
+            before = marks[i - 1] if i else mark
+            tokens = max(0, getattr(after if after is not None else life, name) - getattr(before, name))
+        yield PHASES[agent_pb2.Phase.ValueType(mark.phase)], mark.time, until, tokens
+
+
+def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
+    opened = life.opened
+    yield "gen_ai.request.model", opened.model
+    yield "gen_ai.response.id", opened.request_id
+    yield "gen_ai.usage.input_tokens", opened.prompt_tokens
+    yield "gen_ai.usage.output_tokens", life.think_tokens + life.output_tokens
+    yield "meridian.think_tokens", life.think_tokens
+    yield "meridian.engine_id", life.engine_id
+    for name in ("tenant", "slo_class", "effort"):
+        if value := getattr(opened, name):
+            yield f"meridian.{name}", value
+    if life.joined_late:
+        yield "meridian.joined_late", True
+
+
+def _decided(made: Logged) -> Iterator[tuple[str, Any]]:
+    yield "meridian.reason", made.reason
+    yield "meridian.decision_id", made.decision_id
+    yield "meridian.revision", made.revision
+    yield "meridian.shadow", made.shadow
+    yield "meridian.outcome", outcome_name(made.outcome)
+    yield "meridian.think_tokens", made.outcome_think_tokens or made.signals.think_tokens
+
+
+def _ns(time: datetime) -> int:
+    seconds = int(time.timestamp())
+    return seconds * 1_000_000_000 + time.microsecond * 1000
