@@ -17,10 +17,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from meridian_control.access.audit_log import AuditLog, Call, Outcome, changed
+from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.rate_limits import Kind, Limiter
 from meridian_control.access.roles import NOBODY, OPEN, Access, Principal, Role, Rule, caller, rule_of
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
-from meridian_control.server.client_faults import ClientFaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from meridian_control.decision_log.log import Life
+    from meridian_control.decision_log.records import Life
 
 logger = logging.getLogger("meridian_control")
 

@@ -24,7 +24,7 @@ from meridian_control.cli.console import (
     pages,
     show,
 )
-from meridian_control.fleet.freeze_store import Match
+from meridian_control.session.freeze_state import Match
 
 POLL_INTERVAL_S = 0.1
 # Other replicas hear of a freeze within this long.

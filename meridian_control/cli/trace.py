@@ -122,7 +122,8 @@ def replay(
     output: Annotated[Output, typer.Option("-o", "--output")] = Output.table,
 ) -> None:
     """Run traces through another policy and show what it would have changed. Needs no server."""
-    from meridian_control.offline.comparison_report import figures, tables
+    from meridian_control.cli.replay_tables import tables
+    from meridian_control.offline.comparison_report import figures
     from meridian_control.offline.policy_comparison import Difference
 
     with reported():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from meridian_control.decision_log.log import Logged
+    from meridian_control.decision_log.records import Logged
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
-from meridian_control.decision_log.log import Logged
+from meridian_control.decision_log.records import Logged
 from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from google.protobuf.timestamp_pb2 import Timestamp
 
-    from meridian_control.decision_log.log import DecisionLog, Event, Life
+    from meridian_control.decision_log.log import DecisionLog
+    from meridian_control.decision_log.records import Event, Life
     from meridian_control.policy.model import Policy
 
 # Signal, its value, an operator, the limit's name and value.

@@ -6,20 +6,53 @@ sees the same however steps are merged to reports. Knows no rule and no policy. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.moments import OUTPUT, THINK, Moments, Unsampled, kept
 from meridian_control.decisions.token_rows import FLAG_END
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.token_rows import Rows
+
+THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
+
+T = TypeVar("T")
+
+
+class kept(Generic[T]):  # noqa: N801
+    """A property that is worked out once: `functools.cached_property` without the lock that Python 3.11 has in it."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, made_for: Any, owner: type | None = None) -> T:
+        made: T = self._make(made_for)
+        made_for.__dict__[self._name] = made
+        return made
+
+
+class Unsampled(NamedTuple):
+    """What a sample of EAT changes, as it was before, [slots] or [moments]."""
+
+    eat_nats: NDArray[np.float64]
+    eat_ema_nats: NDArray[np.float64]
+    eat_ema_variance: NDArray[np.float64]
+    eat_count: NDArray[np.int64]
+    empty_answer: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, table: Any, slot: int) -> Unsampled:
+        """What a request table holds of one slot now."""
+        return cls(*(getattr(table, name)[slot] for name in cls._fields))
 
 
 class Before(NamedTuple):
@@ -51,18 +84,6 @@ class Entropies(NamedTuple):
     change_nats: NDArray[np.float64]
 
 
-class Change(NamedTuple):
-    """What happened to a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
-
-    kind: str
-    flags: int
-    step: int
-    slot: int
-    phase: int
-    think_tokens: int
-    output_tokens: int
-
-
 class History:
     """The rows of a report that a table has taken in.
 
@@ -83,18 +104,18 @@ class History:
         self._think, self._output = counted
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
-        self._unsampled: dict[int, tuple[Any, ...]] = {}
+        self._unsampled: dict[int, Unsampled] = {}
         self.probed: dict[int, int] = {}
 
     def tell_steps(self, step_of: NDArray[np.int64]) -> None:
         """The step of each of the report's rows, in the report's own order."""
         self._steps = step_of
 
-    def sample(self, table: RequestTable, slot: int, step: int) -> None:
-        """EAT is about to be taken in that was measured in this step."""
+    def sample(self, slot: int, step: int, known: Unsampled) -> None:
+        """EAT is about to be taken in that was measured in this step. known: what was known until now."""
         if slot not in self.sampled:
             self.sampled[slot] = step
-            self._unsampled[slot] = tuple(getattr(table, name)[slot] for name in Unsampled._fields)
+            self._unsampled[slot] = known
 
     # --------------------------------------------------------------------------------------------------------- places
 
@@ -169,62 +190,9 @@ class History:
         """What was known of EAT in sampled slots before."""
         return Unsampled(*map(np.array, zip(*(self._unsampled[slot] for slot in slots.tolist()), strict=True)))
 
-    def at_rows(self, table: RequestTable, row: NDArray[np.intp]) -> Moments:
-        """The moments right after rows."""
-        rows = self.rows
-        found = Moments(table, self, rows.slot[row], row + 1)
-        found._over = rows.last[rows.s.searchsorted(found.slot)] + 1
-        return found
-
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """The rows of slots, which are ascending."""
         return np.isin(self.rows.slot, slots).nonzero()[0]
-
-    def at_rows_or_end(self, table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
-        """The moments right after rows, one of each slot at most; the end of the report for slots without any."""
-        slot, place = self.rows.slot[row], row + 1
-        if len(rest := slots[~np.isin(slots, slot)]):
-            slot, place = np.concatenate([slot, rest]), np.concatenate([place, self.span(rest)[1]])
-            order = slot.argsort()
-            slot, place = slot[order], place[order]
-        return Moments(table, self, slot, place)
-
-    def sentence_ends(self, table: RequestTable) -> Moments:
-        """The moments at which a rank at a sentence end came to be known to a request that thinks on."""
-        ends, flags = self.ends, self.rows.flags
-        if len(ends.row) and (over := (flags[ends.row] & FLAG_END) != 0).any():
-            ends = SentenceEnds(*(column[~over] for column in ends))
-        found = self.at_rows(table, ends.row)
-        found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
-        found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
-        return found
-
-    def changes(self, table: RequestTable) -> list[Change]:
-        """Where a request's phase changed, or its thinking ended, in the order of steps where they were told."""
-        rows = self.rows
-        is_end = (rows.flags & FLAG_END) != 0
-        after = np.where(is_end, OUTPUT, rows.phase) if is_end.any() else rows.phase
-        changed = rows.before(after, self.before.phase) != after
-        row = (changed if after is rows.phase else changed | is_end).nonzero()[0]
-        if not len(row):
-            return []
-        kinds = ["think_end" if end else "phase" for end in is_end[row].tolist()]
-        found = _changes(self.at_rows(table, row), kinds, rows.flags[row].tolist())
-        return sorted(found, key=lambda change: change.step)
-
-    def at_steps(self, table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[Change]:
-        """What else happened to live requests, once these steps were over."""
-        told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
-        if not told:
-            return []
-        slot, step = np.array(told).T
-        moments = Moments(table, self, slot, self.places_in(slot, step), step)
-        return _changes(moments, [kind] * len(told), [0] * len(told))
-
-
-def _changes(moments: Moments, kinds: list[str], flags: list[int]) -> list[Change]:
-    columns = moments.step, moments.slot, moments.phase, moments.think_tokens, moments.output_tokens
-    return [Change(*row) for row in zip(kinds, flags, *(column.tolist() for column in columns), strict=True)]
 
 
 def _running(column: NDArray[Any]) -> NDArray[Any]:

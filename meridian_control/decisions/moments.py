@@ -5,49 +5,31 @@ A rule is asked about moments as about the table itself. Knows no rule and no po
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from meridian.v1 import agent_pb2
 
+from meridian_control.decisions.history import OUTPUT, THINK, SentenceEnds, Unsampled, kept
 from meridian_control.decisions.token_rows import FLAG_END, differs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.history import History
     from meridian_control.decisions.request_table import RequestTable
 
-THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 
-T = TypeVar("T")
+class Change(NamedTuple):
+    """What happened to a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
 
-
-class kept(Generic[T]):  # noqa: N801
-    """A property that is worked out once: `functools.cached_property` without the lock that Python 3.11 has in it."""
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, made_for: Any, owner: type | None = None) -> T:
-        made: T = self._make(made_for)
-        made_for.__dict__[self._name] = made
-        return made
-
-
-class Unsampled(NamedTuple):
-    """What a sample of EAT changes, as it was before, [slots] or [moments]."""
-
-    eat_nats: NDArray[np.float64]
-    eat_ema_nats: NDArray[np.float64]
-    eat_ema_variance: NDArray[np.float64]
-    eat_count: NDArray[np.int64]
-    empty_answer: NDArray[np.bool_]
+    kind: str
+    flags: int
+    step: int
+    slot: int
+    phase: int
+    think_tokens: int
+    output_tokens: int
 
 
 class Moments:
@@ -61,12 +43,11 @@ class Moments:
     def __init__(
         self,
         table: RequestTable,
-        history: History,
         slot: NDArray[np.int64],
         place: NDArray[np.intp],
         step: NDArray[np.int64] | None = None,
     ) -> None:
-        self._table, self._history = table, history
+        self._table, self._history = table, table.history
         self.slot, self.place = slot, place
         if step is not None:
             self.step = step
@@ -212,10 +193,69 @@ class Moments:
         return np.where((here > begin)[:, None], ends.ranks[here - 1], before)
 
 
-def joined(table: RequestTable, history: History, parts: Sequence[tuple[NDArray[Any], ...]]) -> Moments:
+def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
+    """The moments right after rows."""
+    rows = table.history.rows
+    found = Moments(table, rows.slot[row], row + 1)
+    found._over = rows.last[rows.s.searchsorted(found.slot)] + 1
+    return found
+
+
+def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
+    """The moments right after rows, one of each slot at most; the end of the report for slots without any."""
+    slot, place = table.history.rows.slot[row], row + 1
+    if len(rest := slots[~np.isin(slots, slot)]):
+        slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
+        order = slot.argsort()
+        slot, place = slot[order], place[order]
+    return Moments(table, slot, place)
+
+
+def sentence_ends(table: RequestTable) -> Moments:
+    """The moments at which a rank at a sentence end came to be known to a request that thinks on."""
+    ends, flags = table.history.ends, table.history.rows.flags
+    if len(ends.row) and (over := (flags[ends.row] & FLAG_END) != 0).any():
+        ends = SentenceEnds(*(column[~over] for column in ends))
+    found = at_rows(table, ends.row)
+    found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
+    found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
+    return found
+
+
+def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Moments:
     """The moments of these slots, places and steps, each once, in order."""
     slot, place, step = (np.concatenate(part) for part in zip(*parts, strict=True))
     order = np.lexsort((place, step, slot))
     slot, place, step = slot[order], place[order], step[order]
     once = differs(slot) | differs(step) | differs(place)
-    return Moments(table, history, slot[once], place[once], step[once])
+    return Moments(table, slot[once], place[once], step[once])
+
+
+def changes(table: RequestTable) -> list[Change]:
+    """Where a request's phase changed, or its thinking ended, in the order of steps where they were told."""
+    history = table.history
+    rows = history.rows
+    is_end = (rows.flags & FLAG_END) != 0
+    after = np.where(is_end, OUTPUT, rows.phase) if is_end.any() else rows.phase
+    changed = rows.before(after, history.before.phase) != after
+    row = (changed if after is rows.phase else changed | is_end).nonzero()[0]
+    if not len(row):
+        return []
+    kinds = ["think_end" if end else "phase" for end in is_end[row].tolist()]
+    found = _changes(at_rows(table, row), kinds, rows.flags[row].tolist())
+    return sorted(found, key=lambda change: change.step)
+
+
+def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[Change]:
+    """What else happened to live requests, once these steps were over."""
+    told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
+    if not told:
+        return []
+    slot, step = np.array(told).T
+    moments = Moments(table, slot, table.history.places_in(slot, step), step)
+    return _changes(moments, [kind] * len(told), [0] * len(told))
+
+
+def _changes(moments: Moments, kinds: list[str], flags: list[int]) -> list[Change]:
+    columns = moments.step, moments.slot, moments.phase, moments.think_tokens, moments.output_tokens
+    return [Change(*row) for row in zip(kinds, flags, *(column.tolist() for column in columns), strict=True)]

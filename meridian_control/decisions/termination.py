@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.moments import joined
+from meridian_control.decisions.moments import at_rows, at_rows_or_end, joined, sentence_ends
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.token_rows import differs
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.moments import Moments, Unsampled
+    from meridian_control.decisions.history import Unsampled
+    from meridian_control.decisions.moments import Moments
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
@@ -96,11 +97,11 @@ def ends(
 def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable) -> Moments:
     """Where rules are asked in the newest report: at each sentence end, where EAT was measured, and where a request for
     which EAT has settled passes its floor. groups: each policy with the requests it holds for, [slots]."""
-    at_ends = table.history.sentence_ends(table)
+    at_ends = sentence_ends(table)
     parts = [part for policy, among in groups for part in _eat_may_fire(policy, table, among)]
     if not parts:
         return at_ends
-    return joined(table, table.history, [(at_ends.slot, at_ends.place, at_ends.step), *parts])
+    return joined(table, [(at_ends.slot, at_ends.place, at_ends.step), *parts])
 
 
 def _eat_may_fire(
@@ -127,7 +128,7 @@ def _eat_may_fire(
     after = np.ones(len(slot), bool) if sampled_in is None else history.step >= sampled_in[slot]
     row = np.flatnonzero(np.where(after, now[slot], before[slot]) & history.thinks)
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
-    row = row[history.at_rows(table, row).think_tokens >= floor[slot[row]]]
+    row = row[at_rows(table, row).think_tokens >= floor[slot[row]]]
     row = row[differs(slot[row]) | differs(after[row])]
     yield slot[row], row + 1, history.step[row]
 
@@ -235,13 +236,13 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
     if not (len(row) or len(due)):
         return None
     # After the outcome of the probe before it, where that came in the report too.
-    row = row[history.thinks[row] & (history.at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
+    row = row[history.thinks[row] & (at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
     if history.probed:
         free_in = np.full(len(waits), -1)
         free_in[list(history.probed)] = list(history.probed.values())
         row = row[history.step[row] >= free_in[history.rows.slot[row]]]
     row = row[differs(history.rows.slot[row])]
-    return history.at_rows_or_end(table, row, due)
+    return at_rows_or_end(table, row, due)
 
 
 def _wait_for_probe(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:

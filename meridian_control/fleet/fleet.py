@@ -15,7 +15,8 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.common.errors import MeridianError, NotFound, StoreUnavailable
-from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decision_log.journal import Journal
+from meridian_control.decision_log.log import DecisionLog
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.recording import (
     Recording,
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from datetime import datetime
 
-    from meridian_control.fleet.freeze_store import Freeze
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
+    from meridian_control.session.freeze_state import Freeze
     from meridian_control.session.shadow_comparison import Comparison
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""Freezes: which engines run as stock vLLM, and until when; their table in the database.
+"""The freezes in the database: which engines run as stock vLLM, and until when.
 
-Owns what a freeze matches, and its identity. Knows nothing of gRPC or of how an engine is frozen. A freeze never
+Owns the identity of a freeze. Knows nothing of gRPC or of how an engine is frozen. A freeze never
 changes but for its end, which thawing brings forward. Runs on the control plane's event loop; the driver does the
 waiting.
 """
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Column, DateTime, Integer, MetaData, Row, Table, Text, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import NotFound
+from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database, utc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _freezes = Table(
     "freezes",
@@ -34,34 +34,6 @@ _freezes = Table(
     Column("create_time", DateTime(timezone=True), nullable=False),
     Column("end_time", DateTime(timezone=True), nullable=False),
 )
-
-
-@dataclass(frozen=True)
-class Match:
-    """The engines that every part matches; an empty part matches all. `engine_ids` and `model` are globs."""
-
-    engine_ids: tuple[str, ...] = ()
-    model: str = ""
-    engine_labels: tuple[tuple[str, str], ...] = ()
-
-    def matches(self, engine_id: str, model: str, labels: Mapping[str, str]) -> bool:
-        if self.engine_ids and not any(fnmatchcase(engine_id, glob) for glob in self.engine_ids):
-            return False
-        if self.model and not fnmatchcase(model, self.model):
-            return False
-        return all(labels.get(name) == value for name, value in self.engine_labels)
-
-
-@dataclass(frozen=True)
-class Freeze:
-    """Matching engines are frozen from `create_time` until before `end_time`, both UTC."""
-
-    freeze_id: int
-    match: Match
-    author: str
-    reason: str
-    create_time: datetime
-    end_time: datetime
 
 
 class FreezeStore:

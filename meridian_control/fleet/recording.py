@@ -15,9 +15,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import RecordingTooSlow
-from meridian_control.fleet.freeze_store import Freeze, Match
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
+from meridian_control.session.freeze_state import Freeze, Match
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

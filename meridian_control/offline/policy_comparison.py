@@ -13,6 +13,7 @@ import numpy as np
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import MeridianError
+from meridian_control.decisions import moments
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_FORCED
 from meridian_control.offline.policy_replay import Fate, Place, Run
 from meridian_control.offline.trace_file import FileError, read
@@ -171,7 +172,7 @@ class Difference:
         table = session.runs[0].session.table
         for opened in report.opened:
             session.requests[opened.slot] = _Request(opened, True)
-        for change in table.history.changes(table) if report.steps else ():
+        for change in moments.changes(table) if report.steps else ():
             request = session.requests.get(change.slot)
             if change.kind == "think_end" and request is not None and request.end is None:
                 forced = request.forced_by if change.flags & FLAG_FORCED else NATURAL

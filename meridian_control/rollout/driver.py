@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.common.errors import MeridianError, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.rollout.sampler import Sampler
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
-    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.store import Fence, RolloutStore
     from meridian_control.rollout.transitions import Rollout
 
@@ -34,6 +34,16 @@ STORE_S = 5.0
 MAX_ELAPSED_S = 5.0
 
 
+class Governed(Protocol):
+    """The fleet, as far as rollouts know it."""
+
+    def set_policy(self, stored: StoredRevision) -> None:
+        """Bring a revision to every engine."""
+
+    def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
+        """Bring the candidate to the engines of an active rollout's group; None for no rollout."""
+
+
 class Rollouts:
     """One replica's part in rollouts.
 
@@ -44,7 +54,7 @@ class Rollouts:
     def __init__(
         self,
         store: RolloutStore,
-        fleet: Fleet,
+        fleet: Governed,
         clock: Callable[[], datetime],
         engines: Callable[[], list[fleet_pb2.Engine]],
         leads: Callable[[], bool] = lambda: True,

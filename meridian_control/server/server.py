@@ -26,6 +26,7 @@ from meridian.v1 import (
 )
 
 from meridian_control.access.audit_log import AuditLog
+from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.access.interceptor import Gate, host_of
 from meridian_control.access.rate_limits import Limiter, Limits
 from meridian_control.access.roles import Access, caller
@@ -37,7 +38,6 @@ from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.server import grpc_server
 from meridian_control.server.audit_service import AuditService
-from meridian_control.server.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.server.freeze_service import FreezeService
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.server.rollout_service import RolloutService

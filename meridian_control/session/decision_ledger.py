@@ -6,17 +6,17 @@ session at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 
 if TYPE_CHECKING:
-    from meridian_control.decision_log.log import Journal, Logged
+    from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
     from meridian_control.session.counters import Totals
@@ -29,26 +29,6 @@ ENDING = ("force", "cap")
 AT_ONCE = ("force", "plan")
 # Decisions without an outcome; four for each request of the largest engine are more than any agent leaves open.
 MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
-
-
-@dataclass(slots=True)
-class Decision:
-    """One decision, from when it is made until its outcome is known."""
-
-    decision_id: int
-    kind: str
-    reason: str
-    slot: int | None = None
-    request_id: str = ""
-    # Newest step of the engine when it was made.
-    step: int = 0
-    outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
-    # In the decision log, where the request's life is kept.
-    logged: Logged | None = None
-
-    @property
-    def counted_as(self) -> str:
-        return f"force/{self.reason}" if self.kind == "force" else self.kind
 
 
 class Ledger:

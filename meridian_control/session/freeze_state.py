@@ -1,19 +1,48 @@
-"""One engine's freeze, as its session knows it: what it was told, and what it says.
+"""A freeze, the engines that it matches, and one engine's state: what it was told, and what it says.
 
-Knows nothing of which engines a freeze is for. Pure: time is passed in; one session at a time.
+Pure: time is passed in; one session at a time.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import datetime
 
-    from meridian_control.fleet.freeze_store import Freeze
+
+@dataclass(frozen=True)
+class Match:
+    """The engines that every part matches; an empty part matches all. `engine_ids` and `model` are globs."""
+
+    engine_ids: tuple[str, ...] = ()
+    model: str = ""
+    engine_labels: tuple[tuple[str, str], ...] = ()
+
+    def matches(self, engine_id: str, model: str, labels: Mapping[str, str]) -> bool:
+        if self.engine_ids and not any(fnmatchcase(engine_id, glob) for glob in self.engine_ids):
+            return False
+        if self.model and not fnmatchcase(model, self.model):
+            return False
+        return all(labels.get(name) == value for name, value in self.engine_labels)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Matching engines are frozen from `create_time` until before `end_time`, both UTC."""
+
+    freeze_id: int
+    match: Match
+    author: str
+    reason: str
+    create_time: datetime
+    end_time: datetime
 
 
 class Freezing:

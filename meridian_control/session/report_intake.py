@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.common.enum_names import phase_name
+from meridian_control.decisions import moments
+from meridian_control.decisions.history import Unsampled
 from meridian_control.decisions.request_table import MAX_SLOTS, NO_CAP, THINK
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.session.merged_steps import ages_ms, step_of
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.decision_log.log import Journal
+    from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.counters import Totals
     from meridian_control.session.decision_ledger import Ledger
@@ -100,11 +102,11 @@ class Intake:
 
     def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
         """Phases, ends of thinking and preemptions. Returns slots and thinking tokens of the ends."""
-        history, table = self._table.history, self._table
-        changes = history.changes(table)
+        table = self._table
+        changes = moments.changes(table)
         for kind in ("preempted", "resumed"):
             if slots := getattr(report, kind):
-                changes += history.at_steps(table, kind, slots, self._steps[kind])
+                changes += moments.changes_at_steps(table, kind, slots, self._steps[kind])
                 changes.sort(key=lambda change: change.step)
         ended = []
         for change in changes:
@@ -141,7 +143,7 @@ class Intake:
         for decision_id, slot, eat_nats, empty_answer, step in zip(*columns, steps, strict=True):
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
-                self._table.history.sample(self._table, slot, step)
+                self._table.history.sample(slot, step, Unsampled.of(self._table, slot))
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
                 self._table.empty_answer[slot] = empty_answer
                 if decision.logged is not None:

@@ -16,7 +16,7 @@ from meridian_control.decisions.request_table import RequestTable
 from meridian_control.policy.model import Policy
 from meridian_control.session.counters import Totals
 from meridian_control.session.decider import Decider
-from meridian_control.session.decision_ledger import Decision, Ledger
+from meridian_control.session.decision_ledger import Ledger
 from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import Freezing
 from meridian_control.session.report_intake import Intake
@@ -26,8 +26,9 @@ from meridian_control.session.shadow_comparison import Comparison
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from meridian_control.decision_log.log import Journal
-    from meridian_control.fleet.freeze_store import Freeze
+    from meridian_control.decision_log.journal import Journal
+    from meridian_control.decision_log.records import Decision
+    from meridian_control.session.freeze_state import Freeze
 
 # A report without decisions is answered all the same after this long, or this part of the shortest lease, so that the
 # agent knows it is heard.

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from meridian_control.cluster.cluster_fleet import WholeFleet
-    from meridian_control.fleet.freeze_store import Freeze, Match
     from meridian_control.policy.store import PolicyStore, RevisionHeader
     from meridian_control.rollout.store import RolloutStore
+    from meridian_control.session.freeze_state import Freeze, Match
 
 # Rows of each table; the numbers above them are of everything.
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50

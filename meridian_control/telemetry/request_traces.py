@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from meridian_control import __version__
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.decision_log.log import Logged
+from meridian_control.decision_log.records import Logged
 from meridian_control.session.decision_ledger import ENDING
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from meridian_control.decision_log.log import Life
+    from meridian_control.decision_log.records import Life
 
 # Also how long a collector that is gone may hold up the end.
 EXPORT_TIMEOUT_S = 2

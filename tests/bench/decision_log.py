@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decision_log.journal import Journal
+from meridian_control.decision_log.log import DecisionLog
 from meridian_control.session.session import Session
 from meridian_control.telemetry.request_traces import Tracing
 from tests.contract.test_tracing import Collector

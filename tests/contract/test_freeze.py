@@ -12,7 +12,8 @@ import pytest
 from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.common.errors import NotFound
-from meridian_control.fleet.freeze_store import Freeze, FreezeStore, Match
+from meridian_control.fleet.freeze_store import FreezeStore
+from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.test_ctl import FAILED, INVALID, OK, run
 from tests.contract.test_server import Process

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-    from meridian_control.decision_log.log import Life
+    from meridian_control.decision_log.records import Life
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (f"00-{TRACE_ID}-{PARENT_ID}-{flag}" for flag in ("01", "00"))

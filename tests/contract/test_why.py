@@ -20,7 +20,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.decision_log import jsonl_file as files
-from meridian_control.decision_log.log import DecisionLog, Logged
+from meridian_control.decision_log.log import DecisionLog
 from meridian_control.policy import formats as forms
 from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, heeds_interrupts, run
 from tests.contract.test_ctl import Control as FakeControl
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from typer.testing import Result
+
+    from meridian_control.decision_log.records import Logged
 
 # A soft close and a cap, in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}

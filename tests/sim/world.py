@@ -23,7 +23,7 @@ from meridian_agent import scheduler as scheduler_module
 from meridian_agent.guard import Guard
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import fleet as fleet_module
-from meridian_control.fleet.freeze_store import Freeze, Match
+from meridian_control.session.freeze_state import Freeze, Match
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words

@@ -17,7 +17,8 @@ from meridian_agent.messages import step_report
 from meridian_agent.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
 from meridian_agent.signals import StepSignals
 from meridian_agent.tracker import RequestInfo, StepRecord
-from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decision_log.journal import Journal
+from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decision_log.messages import compared
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.session.session import Session

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.fleet.freeze_store import Freeze, Match
+from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.status_page.contents import condition, freeze_row, lasting, match_text, phases, plain
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

@@ -14,14 +14,15 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.cli.console import console
+from meridian_control.cli.replay_tables import tables
 from meridian_control.decisions.dispatch import WARM_STEPS
-from meridian_control.fleet.freeze_store import Freeze, Match
 from meridian_control.fleet.recording import down_record, freeze_records, hello_record, policy_record, up_record
-from meridian_control.offline.comparison_report import figures, tables
+from meridian_control.offline.comparison_report import figures
 from meridian_control.offline.policy_comparison import Difference
 from meridian_control.offline.policy_replay import Place
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
+from meridian_control.session.freeze_state import Freeze, Match
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy

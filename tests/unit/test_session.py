@@ -21,7 +21,8 @@ from meridian_agent.phases import FLAG_SENTENCE
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.histogram import TIME_BOUNDS_S
-from meridian_control.decision_log.log import DecisionLog, Journal
+from meridian_control.decision_log.journal import Journal
+from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT, THINK
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER, MAX_ROWS_PER_SLOT
