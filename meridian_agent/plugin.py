@@ -15,9 +15,9 @@ def _install() -> None:
     if not os.environ.get("MERIDIAN_CONTROL"):
         return
     try:
-        from meridian_agent import hooks
+        from meridian_agent import install
 
-        hooks.install()
+        install.install()
     except Exception:
         import logging
 

@@ -101,7 +101,7 @@ class Asked(dict[str, int]):
 
 def asked_for(name: str) -> list[str]:
     """The tokens that a parser looks for, found by giving it what it has missed until it misses nothing."""
-    from meridian_agent.markers import WRITTEN, NotFound, of_parser
+    from meridian_agent.vllm_adapter.reasoning_markers import WRITTEN, NotFound, of_parser
 
     # What is written down for a parser, or told as a text, is not asked for: the tokens in it are its channels'.
     written = "".join(text for texts in WRITTEN.get(name, ()) for text in texts)
@@ -153,7 +153,7 @@ def config_of(tokenizer: Any, folder: Path, parser: str = "", model: str = "m") 
 
 def agreement(name: str, tokenizer: Any) -> str:
     """How vLLM says that what a forced end writes ends thinking, whichever start opened it; empty where it does not."""
-    from meridian_agent.markers import asked
+    from meridian_agent.vllm_adapter.reasoning_markers import asked
 
     ways: dict[str, None] = {}
     fresh = [parser for parser, _ in asked(name, tokenizer)]
@@ -219,7 +219,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     """A parser's row, by the code that resolves on an engine: its markers as text, or the reason why there are none."""
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.markers import NotFound, of_parser, resolve
+    from meridian_agent.vllm_adapter.reasoning_markers import NotFound, of_parser, resolve
 
     tokenizer = made_for(name, asked_for(name))
     markers = resolve(config_of(tokenizer, folder / name, name), agent_pb2.Settings())

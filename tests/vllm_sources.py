@@ -2,7 +2,7 @@
 
 `python -m tests.vllm_sources [--save] PATH`: PATH is a wheel, or a folder that holds the package `vllm`. Prints what is
 missing as JSON and fails if anything is; `--save` keeps it in tests/data/matrix. The table is the one of the check at
-start-up, `meridian_agent/needs.py`.
+start-up, `meridian_agent/vllm_adapter/required_api.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meridian_agent.needs import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, missing
+from meridian_agent.vllm_adapter.required_api import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

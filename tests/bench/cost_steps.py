@@ -63,7 +63,7 @@ class Row:
 
 def instrument(clock: Clock, scheduler: Any) -> None:
     """Book what happens in the scheduler's calls: stock vLLM's own, and what the agent adds."""
-    from meridian_agent.scheduler import GovernedScheduler
+    from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
     stock = next(cls for cls in type(scheduler).__mro__ if cls.__module__.startswith("vllm."))
     for name, category in (("schedule", "schedule"), ("update_from_output", "update")):

@@ -7,7 +7,7 @@ import functools
 import time
 from typing import Any
 
-from meridian_agent import observe
+from meridian_agent.worker import observer as observe
 from tests.bench.metered import MeteredWorker
 
 # What the agent does in a worker's step, one inside another nowhere.

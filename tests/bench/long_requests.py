@@ -106,7 +106,7 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-        from meridian_agent.scheduler import governed
+        from meridian_agent.engine.scheduler_mixin import governed
         from tests.sim.engine import Shape, config_of, words
 
         blocks = tokens // BLOCK + 4096
@@ -147,7 +147,7 @@ class Engine:
         """One step; returns the tokens generated in it, probes left out."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        from meridian_agent.signals import REQUEST, RESULT, StepSignals
+        from meridian_agent.core.step_signals import REQUEST, RESULT, StepSignals
         from tests.sim.engine import forced
 
         output = self.scheduler.schedule()

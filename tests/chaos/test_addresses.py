@@ -24,7 +24,7 @@ NAME = "control.test"
 # Prints how many seconds it took to be connected.
 CONNECT = """
 import asyncio, json, sys, time
-from meridian_agent import link
+from meridian_agent.link import control_stream as link
 from tests.fakes.linked import LinkedEngine, until
 link.PATIENCE_S = (1.0, 60.0)
 async def main():

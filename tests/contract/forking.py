@@ -14,8 +14,8 @@ import time
 import warnings
 from pathlib import Path
 
-from meridian_agent import link as link_module
-from meridian_agent.credentials import Credentials
+from meridian_agent.link import control_stream as link_module
+from meridian_agent.link.credentials import Credentials
 from tests.fakes.linked import LinkedEngine
 
 # A fork that takes longer, with all that its child does, stands still: then this process says where, and ends.

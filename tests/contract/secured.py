@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 
-from meridian_agent import credentials as agent
+from meridian_agent.link import credentials as agent
 from meridian_control.access.roles import Access
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.cluster_fleet import WholeFleet

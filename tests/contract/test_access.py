@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
-from meridian_agent import credentials as agent_credentials
+from meridian_agent.link import credentials as agent_credentials
 from meridian_control.access.client_credentials import Credentials
 from meridian_control.access.roles import OPEN, RULES, Role, rule_of
 from meridian_control.server import server as control_server

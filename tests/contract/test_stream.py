@@ -12,12 +12,13 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
-from meridian_agent import inbox, link, outbox
-from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS
-from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
-from meridian_agent.messages import decisions_in
-from meridian_agent.outbox import RING_RECORDS
-from meridian_agent.tracker import StepRecord
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link import control_stream as link
+from meridian_agent.link import inbox, outbox
+from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
+from meridian_agent.link.messages import decisions_in
+from meridian_agent.link.outbox import RING_RECORDS
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.decisions.request_table import MAX_SLOTS

@@ -20,9 +20,9 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 import meridian_agent
-from meridian_agent import link as link_module
-from meridian_agent import outbox as outbox_module
-from meridian_agent.state import StateFile
+from meridian_agent.link import control_stream as link_module
+from meridian_agent.link import outbox as outbox_module
+from meridian_agent.link.settings_file import StateFile
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 HERE = str(Path(meridian_agent.__file__).parent)
 # What begins the next round, and what the fake engine has of the agent's.
-LEFT_OUT = {"link.py": ("_run",), "state.py": ("_write_all",)}
-ONLY_ENGINES = ("directives.py", "tracker.py", "phases.py", "run.py")
+LEFT_OUT = {"link/control_stream.py": ("_run",), "link/settings_file.py": ("_write_all",)}
+ONLY_ENGINES = ("core/directives.py", "core/tracker.py", "core/phases.py", "core/token_run.py")
 # Every so many faults one is taken, but for `python -m tests.contract.test_thread_faults`, which takes all.
 SAMPLED = 19
 
@@ -187,7 +187,7 @@ async def test_a_stream_comes_back_after_a_fault_at_any_line() -> None:
 def test_settings_are_kept_after_a_fault_at_any_line(tmp_path: Path) -> None:
     all_of_them = Fault()
     kept(tmp_path, all_of_them)
-    lines = [line for line in sorted(all_of_them.reached) if line[0] == "state.py"]
+    lines = [line for line in sorted(all_of_them.reached) if line[0] == "link/settings_file.py"]
     assert len(lines) > 10
     for number, line in enumerate(lines):
         fault = Fault(line)

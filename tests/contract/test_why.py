@@ -18,7 +18,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
-from meridian_agent.phases import FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.decision_log import jsonl_file as files
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.policy import formats as forms

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_agent.phases import FLAG_END, FLAG_MARKER, Phase
+from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, Phase
 from tests.processes import MODEL
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
-from meridian_agent.link import Link
-from meridian_agent.ring import Ring
-from meridian_agent.tracker import StepRecord
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link.control_stream import Link
+from meridian_agent.link.record_queue import Ring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.signals import StepSignals
+from meridian_agent.core.step_signals import StepSignals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

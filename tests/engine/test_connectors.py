@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent import connectors, hooks
-from meridian_agent.guard import Guard
-from meridian_agent.probes import PREFIX
+from meridian_agent.core.guard import Guard
+from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, request_api
+from meridian_agent.vllm_adapter import kv_connectors as connectors
 from tests.engine import ENGINE_ARGS
 from tests.engine.matrix import connectors as recorder
 from tests.processes import ENGINE_ENV
@@ -102,7 +103,7 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
     parent = request("parent", shared)
     scheduler.add_request(parent)
     steps = [step(scheduler, counted)]
-    probe = hooks.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER])
+    probe = request_api.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER])
     scheduler.add_request(probe)
     if alone:
         parent.next_decode_eligible_step = scheduler.current_step + 2
@@ -113,8 +114,8 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
 @pytest.mark.parametrize(("shared", "alone"), [(3 * BLOCK, False), (3 * BLOCK + 7, False), (3 * BLOCK + 7, True)])
 def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int, alone: bool) -> None:
     guard, counted = Guard(), Counter[str]()
-    assert hooks.hide_from_connector(scheduler, PREFIX, guard) == ""
-    assert hooks.share_blocks(scheduler, lambda r: ("parent", shared) if r.startswith(PREFIX) else None, guard)
+    assert kv_connectors.hide_from_connector(scheduler, PREFIX, guard) == ""
+    assert prefix_cache.share_blocks(scheduler, lambda r: ("parent", shared) if r.startswith(PREFIX) else None, guard)
     first, second, *_ = run(scheduler, shared, counted, alone)
     assert guard.fault == ""
     assert first.num_scheduled_tokens == {"parent": shared}
@@ -139,7 +140,7 @@ def test_a_block_that_a_probe_is_given_is_told_as_overwritten(tmp_path: Path, mo
     """OffloadingConnector stores blocks after they were freed, and finishes that once they are given away again."""
     monkeypatch.setenv(recorder.FOLDER, str(tmp_path))
     scheduler = scheduler_with("OffloadingConnector")
-    assert hooks.hide_from_connector(scheduler, PREFIX, Guard()) == ""
+    assert kv_connectors.hide_from_connector(scheduler, PREFIX, Guard()) == ""
     side = scheduler.connector.connector_scheduler
     given, build = list[set[int]](), side._build_store_jobs
 

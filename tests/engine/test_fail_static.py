@@ -26,7 +26,7 @@ CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}
 
 def rebuild(scheduler: Any) -> Any:
     """A new agent, as a restart of the engine makes it."""
-    from meridian_agent.guard import Guard
+    from meridian_agent.core.guard import Guard
 
     scheduler._keeper.link.stop()
     scheduler._keeper.link._thread.join(10)
@@ -171,8 +171,8 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
 
 
 def state_file() -> Any:
-    from meridian_agent.environment import identity_of_engine
-    from meridian_agent.state import StateFile, state_folder
+    from meridian_agent.engine.identity import identity_of_engine
+    from meridian_agent.link.settings_file import StateFile, state_folder
 
     return StateFile(state_folder(), identity_of_engine()["engine_id"], "maze")
 

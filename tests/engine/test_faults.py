@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent import guard as guard_module
+from meridian_agent.core import guard as guard_module
 from tests.engine import Run, cases, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.inbox import INBOX_DECISIONS, INBOX_MESSAGES
+from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
 from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
 from tests.engine import MAX_TOKENS, Run, cases, chat, paced

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent import directives
+from meridian_agent.core import directives
 from tests.engine import Run, cases
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture

@@ -20,12 +20,13 @@ import pytest
 from meridian.v1 import agent_pb2
 from vllm import SamplingParams
 
-from meridian_agent import agent as agent_module
-from meridian_agent import link as link_module
-from meridian_agent import outbox as outbox_module
-from meridian_agent import probing as probing_module
-from meridian_agent import scheduler as scheduler_module
-from meridian_agent.tracker import StepRecord, Tracked
+from meridian_agent.core.live_request import Tracked
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.engine import agent as agent_module
+from meridian_agent.engine import probe_runner as probing_module
+from meridian_agent.engine import scheduler_mixin as scheduler_module
+from meridian_agent.link import control_stream as link_module
+from meridian_agent.link import outbox as outbox_module
 from tests.engine import Run, cases, chat, prompt_ids
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent.phases import Phase
+from meridian_agent.core.phases import Phase
 from tests.engine import Run, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows

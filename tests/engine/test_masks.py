@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent.directives import Directives
-from meridian_agent.masks import Masks
-from meridian_agent.phases import Markers
-from meridian_agent.tracker import Ending, RequestInfo, Tracker
+from meridian_agent.core.directives import Directives
+from meridian_agent.core.live_request import Ending, RequestInfo
+from meridian_agent.core.phases import Markers
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.token_masks import Masks
 
 START, END, TEXT = 1, 2, 3
 FLOOR, DRAFTS = 6, 4

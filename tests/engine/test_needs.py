@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_agent import hooks
-from meridian_agent.needs import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
+from meridian_agent.vllm_adapter import version
+from meridian_agent.vllm_adapter.required_api import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
 from tests.processes import ENGINE_ENV, ROOT, Control, wait_for
 from tests.vllm_sources import Sources
 
@@ -44,10 +44,10 @@ def installed() -> Path:
 
 def test_both_ways_to_look_find_everything() -> None:
     sources = Sources(installed())
-    assert sources.version() == hooks.vllm_version().split("+")[0]
+    assert sources.version() == version.vllm_version().split("+")[0]
     assert missing(sources, ALL) == []
     assert missing(Imported(), ALL) == []
-    assert hooks.unfit() == hooks.unfit_worker(False) == ""
+    assert version.unfit() == version.unfit_worker(False) == ""
 
 
 @pytest.mark.parametrize("owner", ALL)
@@ -107,15 +107,15 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(KVCacheManager, "evict_blocks")
     monkeypatch.setattr(BlockPool, "touch", lambda self, *, blocks: None)
     monkeypatch.delattr(async_scheduler, "AsyncScheduler")
-    assert hooks.unfit() == (
-        f"vLLM {hooks.vllm_version()} lacks: AsyncScheduler, KVCacheManager.evict_blocks,"
+    assert version.unfit() == (
+        f"vLLM {version.vllm_version()} lacks: AsyncScheduler, KVCacheManager.evict_blocks,"
         " BlockPool.touch (too many positional arguments)"
     )
     monkeypatch.delattr(ExecuteModelState, "logits")
     monkeypatch.delitem(ExecuteModelState.__annotations__, "logits")
-    assert hooks.unfit_worker(False) == f"vLLM {hooks.vllm_version()} lacks: ExecuteModelState.logits"
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.25.1")
-    assert hooks.unfit() == "vLLM 0.25.1 is outside the supported 0.26 to 0.33"
+    assert version.unfit_worker(False) == f"vLLM {version.vllm_version()} lacks: ExecuteModelState.logits"
+    monkeypatch.setattr(version, "vllm_version", lambda: "0.25.1")
+    assert version.unfit() == "vLLM 0.25.1 is outside the supported 0.26 to 0.33"
 
 
 def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
@@ -142,4 +142,4 @@ def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: li
     found = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     assert engine.returncode == 0
     assert found == {"scheduler": "Scheduler", "tokens": stock}
-    assert f"no agent in this engine, vLLM runs as stock; vLLM {hooks.vllm_version()} {lacks}" in output
+    assert f"no agent in this engine, vLLM runs as stock; vLLM {version.vllm_version()} {lacks}" in output

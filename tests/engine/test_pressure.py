@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent.hooks import admission_limit_name
+from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from tests.data import maze
 from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import NEUTRAL

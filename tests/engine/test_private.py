@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent import guard as guard_module
+from meridian_agent.core import guard as guard_module
 from tests.data import maze
 from tests.engine import Run, prompt_ids
 from tests.engine.policies import DENSE

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from vllm import SamplingParams
 
-from meridian_agent.phases import FLAG_END, Phase
+from meridian_agent.core.phases import FLAG_END, Phase
 from tests.engine import cases, chat, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE

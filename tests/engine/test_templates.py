@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.hooks import Template, template_of
-from meridian_agent.phases import Markers
+from meridian_agent.core.phases import Markers
+from meridian_agent.vllm_adapter.tokenizer import Template, template_of
 from tests.processes import MODEL
 
 # As Qwen3's: thinking stays after the last question, tool calls are tagged.

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from meridian_agent import probes as place_reserve
+from meridian_agent.core import probe_admission as place_reserve
 from tests.data import maze
 from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import DENSE

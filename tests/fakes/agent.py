@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import Outcome
-from meridian_agent.messages import opened_message, step_report
-from meridian_agent.signals import StepSignals
+from meridian_agent.core.directives import Outcome
+from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.link.messages import opened_message, step_report
 from tests.fakes.engine import END, TEXT, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_agent.tracker import StepRecord, Tracked
+    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.step_record import StepRecord
 
 ALL = agent_pb2.Capabilities(
     token_entropy=True, force_end=True, eat_probe=True, dispatch=True, reclaim=True, template_strips_think=True

@@ -1,6 +1,6 @@
 """An engine without vLLM: the agent's real tracker and directives over tokens that a test makes up.
 
-Calls them in the order in which `meridian_agent.agent` does; masks, draft tokens and acceptance work as in vLLM.
+Calls them in the order in which `meridian_agent.engine.agent` does; masks, draft tokens and acceptance work as in vLLM.
 """
 
 from __future__ import annotations
@@ -8,15 +8,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from meridian_agent.directives import Directives, Outcome, Tier
-from meridian_agent.phases import Markers, Phase
-from meridian_agent.tracker import RequestInfo, StepRecord, Tracked, Tracker
+from meridian_agent.core.directives import Directives, Outcome, Tier
+from meridian_agent.core.live_request import RequestInfo, Tracked
+from meridian_agent.core.phases import Markers, Phase
+from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
     from meridian.v1 import agent_pb2
+
+    from meridian_agent.core.step_record import StepRecord
 
 START, END, TEXT = 1, 2, 90
 MARKERS = Markers(((START,),), ((END,),))

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.directives import STEP_DECISIONS
-from meridian_agent.link import Link
+from meridian_agent.core.directives import STEP_DECISIONS
+from meridian_agent.link.control_stream import Link
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.processes import BUSY
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.credentials import Credentials
+    from meridian_agent.link.credentials import Credentials
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:

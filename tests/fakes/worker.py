@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_agent.signals import REQUEST
+from meridian_agent.core.step_signals import REQUEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent import directives
-from meridian_agent.directives import MAX_HOLD_MS, Outcome
-from meridian_agent.dispatch import left_out
-from meridian_agent.phases import Phase
+from meridian_agent.core import directives
+from meridian_agent.core.directives import MAX_HOLD_MS, Outcome
+from meridian_agent.core.phases import Phase
+from meridian_agent.engine.left_out import left_out
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import LinkedEngine
 from tests.fuzz.hostile import Hostile

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from meridian.v1 import fleet_pb2, policy_pb2
 
-from meridian_agent import overrides
+from meridian_agent.core import request_info as overrides
 from meridian_control.cli import contexts
 from meridian_control.common.errors import PolicyError
 from meridian_control.offline import trace_file as trace

@@ -9,14 +9,26 @@ from typing import NamedTuple
 
 from tests.sim.mutants import MUTANTS, Mutant
 
-GUARD, STATE, STANDING = "meridian_agent/guard.py", "meridian_agent/state.py", "meridian_agent/standing.py"
-PROBING, RING, RECLAIM = "meridian_agent/probing.py", "meridian_agent/ring.py", "meridian_agent/reclaim.py"
-QUEUES, PLUGIN, HOOKS = "meridian_agent/queues.py", "meridian_agent/plugin.py", "meridian_agent/hooks.py"
-OUTBOX, DIRECTIVES = "meridian_agent/outbox.py", "meridian_agent/directives.py"
+GUARD, STATE, STANDING = (
+    "meridian_agent/core/guard.py",
+    "meridian_agent/link/settings_file.py",
+    "meridian_agent/link/lease.py",
+)
+PROBING, RING, RECLAIM = (
+    "meridian_agent/engine/probe_runner.py",
+    "meridian_agent/link/record_queue.py",
+    "meridian_agent/core/reclaim.py",
+)
+QUEUES, PLUGIN, VERSION = (
+    "meridian_agent/engine/queue_order.py",
+    "meridian_agent/plugin.py",
+    "meridian_agent/vllm_adapter/version.py",
+)
+OUTBOX, DIRECTIVES = "meridian_agent/link/outbox.py", "meridian_agent/core/directives.py"
 SIGNALS, STORE, OBSERVE = (
     "kernels/meridian_kernels/cpu.py",
     "meridian_control/policy/store.py",
-    "meridian_agent/observe.py",
+    "meridian_agent/worker/observer.py",
 )
 
 STOCK = "With the agent off, in shadow"
@@ -78,7 +90,7 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         EXACT,
         "cap one token late on an engine",
-        "meridian_agent/directives.py",
+        "meridian_agent/core/directives.py",
         "            if state.phase is Phase.THINK and state.think_tokens >= limit:\n                return row",
         "            if state.phase is Phase.THINK and state.think_tokens > limit:\n                return row",
         "tests/engine/test_decisions.py::test_cap_is_exact",
@@ -303,14 +315,14 @@ BROKEN: tuple[Broken, ...] = (
         "hooks are imported whatever the environment says",
         PLUGIN,
         '    if not os.environ.get("MERIDIAN_CONTROL"):\n        return\n',
-        "    import meridian_agent.hooks\n",
+        "    import meridian_agent.install\n",
         "tests/engine/test_faults.py::test_unset_means_nothing_is_imported",
     ),
     _new(
         UNSET,
         "a vLLM that does not fit is governed",
-        HOOKS,
-        "    if not low <= _minor() <= high:\n",
+        VERSION,
+        "    if not low <= minor() <= high:\n",
         "    if False:\n",
         "tests/engine/test_faults.py::test_a_vllm_that_does_not_fit_stays_stock_and_says_so",
     ),

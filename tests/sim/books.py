@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE
-from meridian_agent.phases import Markers, Phase, begin
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE
+from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
 from tests.sim.steps import Steps
 from tests.sim.watched import Watched
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.link import Arrived
+    from meridian_agent.link.control_stream import Arrived
     from meridian_control.session.session import Session
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants

@@ -27,10 +27,11 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_agent import hooks
-from meridian_agent.probes import PREFIX
-from meridian_agent.scheduler import governed
-from meridian_agent.signals import REQUEST, RESULT, Asked, StepSignals
+from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.step_signals import REQUEST, RESULT, Asked, StepSignals
+from meridian_agent.engine.scheduler_mixin import governed
+from meridian_agent.vllm_adapter import scheduler_api
+from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set
@@ -111,12 +112,12 @@ def config_of(shape: Shape) -> tuple[VllmConfig, StructuredOutputManager]:
 
 @functools.cache
 def tokenizer() -> Any:
-    return hooks.tokenizer_of(_base(0))
+    return tokenizer_module.tokenizer_of(_base(0))
 
 
 @functools.cache
 def boundaries() -> bytes:
-    return hooks.boundaries(_base(0))
+    return tokenizer_module.boundaries(_base(0))
 
 
 @functools.cache
@@ -243,7 +244,11 @@ class Engine:
         """What the agent may lower for a step."""
         scheduler = self.scheduler
         threshold = scheduler.scheduler_config.long_prefill_token_threshold
-        return getattr(scheduler, hooks.admission_limit_name(scheduler)), scheduler.max_num_scheduled_tokens, threshold
+        return (
+            getattr(scheduler, scheduler_api.admission_limit_name(scheduler)),
+            scheduler.max_num_scheduled_tokens,
+            threshold,
+        )
 
     @property
     def live(self) -> list[str]:

@@ -16,8 +16,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import meridian_agent
-from meridian_agent import guard as guard_module
-from meridian_agent.guard import Guard
+from meridian_agent.core import guard as guard_module
+from meridian_agent.core.guard import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HERE = str(Path(meridian_agent.__file__).parent)
 GLUE = {
-    "guard.py": (),
-    "scheduler.py": (
+    "core/guard.py": (),
+    "engine/scheduler_mixin.py": (
         "_tell",
         "add_request",
         "finish_requests",
@@ -39,8 +39,9 @@ GLUE = {
         "_free_request_blocks",
         "_settle_fault",
     ),
-    "hooks.py": ("record_unless_hidden", "get_computed_blocks", "init_device", "call"),
-    "observe.py": ("observed_execute", "observed_sample", "watched", "with_signals", "come_back"),
+    "vllm_adapter/prefix_cache.py": ("record_unless_hidden", "get_computed_blocks"),
+    "install.py": ("init_device", "call"),
+    "worker/observer.py": ("observed_execute", "observed_sample", "watched", "with_signals", "come_back"),
     "plugin.py": ("register",),
 }
 ENGINE, LINK, WORKER = "engine", "link", "worker"
@@ -146,8 +147,8 @@ def all_lines() -> set[tuple[str, int]]:
                     found.update((file, line) for *_, line in inner.co_lines() if line and line != inner.co_firstlineno)
                 add(inner, file)
 
-    for path in sorted(Path(HERE).glob("*.py")):
-        add(compile(path.read_text(), str(path), "exec"), path.name)
+    for path in sorted(Path(HERE).rglob("*.py")):
+        add(compile(path.read_text(), str(path), "exec"), str(path.relative_to(HERE)))
     return found
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import Outcome
-from meridian_agent.phases import FLAG_END, FLAG_FORCED
+from meridian_agent.core.directives import Outcome
+from meridian_agent.core.phases import FLAG_END, FLAG_FORCED
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-AGENT, DIRECTIVES, LINK = "meridian_agent/agent.py", "meridian_agent/directives.py", "meridian_agent/link.py"
-QUEUES, PROBING, MASKS = "meridian_agent/queues.py", "meridian_agent/probing.py", "meridian_agent/masks.py"
-ACCOUNTS, BLOCKS = "meridian_agent/accounts.py", "meridian_agent/blocks.py"
-OUTBOX = "meridian_agent/outbox.py"
-TRACKER, MESSAGES, SHARE = "meridian_agent/tracker.py", "meridian_agent/messages.py", "meridian_agent/dispatch.py"
+AGENT, DIRECTIVES, LINK = (
+    "meridian_agent/engine/agent.py",
+    "meridian_agent/core/directives.py",
+    "meridian_agent/link/control_stream.py",
+)
+QUEUES, PROBING, MASKS = (
+    "meridian_agent/engine/queue_order.py",
+    "meridian_agent/engine/probe_runner.py",
+    "meridian_agent/engine/token_masks.py",
+)
+ACCOUNTS, BLOCKS = "meridian_agent/engine/step_accounting.py", "meridian_agent/engine/kv_blocks.py"
+OUTBOX, LIVE = "meridian_agent/link/outbox.py", "meridian_agent/core/live_request.py"
+TRACKER, MESSAGES, SHARE = (
+    "meridian_agent/core/tracker.py",
+    "meridian_agent/link/messages.py",
+    "meridian_agent/engine/left_out.py",
+)
 SESSION, ENDS = "meridian_control/session/session.py", "meridian_control/decisions/termination.py"
 FLEET, TABLE = "meridian_control/fleet/fleet.py", "meridian_control/decisions/request_table.py"
 INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_control/session/settings_delivery.py"
@@ -111,7 +123,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "snapshot forgets who is preempted",
-        TRACKER,
+        LIVE,
         "tr.forced, tr.preempted)",
         "tr.forced, False)",
     ),
@@ -245,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "own cap forgotten under a policy's",
-        TRACKER,
+        LIVE,
         "        return policy if own is None else own if policy is None else min(own, policy)",
         "        return own if policy is None else policy",
     ),
@@ -281,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ending of two tokens cut by one",
-        TRACKER,
+        LIVE,
         "        if self.position < len(self.tokens):\n            return 0",
         "        if self.position < len(self.tokens) - 1:\n            return 0",
     ),
@@ -349,7 +361,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a preemption not noticed as over",
         ACCOUNTS,
-        "            if tr.preempted and not hooks.waits_preempted(tr.ref):",
+        "            if tr.preempted and not request_api.waits_preempted(tr.ref):",
         "            if tr.preempted:",
     ),
     Mutant(
@@ -367,7 +379,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "answers resumed in pieces counted twice",
         QUEUES,
-        "        return [request for request in found if hooks.waits_preempted(request)]",
+        "        return [request for request in found if request_api.waits_preempted(request)]",
         "        return found",
     ),
     Mutant(
@@ -379,14 +391,14 @@ MUTANTS: tuple[Mutant, ...] = (
     # Probes and blocks.
     Mutant(
         "a probe beside a prompt in pieces",
-        "meridian_agent/queues.py",
+        "meridian_agent/engine/queue_order.py",
         "        if probes:\n",
         "        if False:\n",
     ),
     Mutant(
         "a probe in a step without room",
         PROBING,
-        "            if not pieces.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
+        "            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):\n",
         "            if False:\n",
     ),
     Mutant(
@@ -397,14 +409,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a piece's limit not taken back",
-        "meridian_agent/scheduler.py",
+        "meridian_agent/engine/scheduler_mixin.py",
         "        for owner, name, limit in self._stock_limits:\n            setattr(owner, name, limit)\n",
         "        for owner, name, limit in self._stock_limits:\n"
         "            setattr(owner, name, limit) if owner is self else None\n",
     ),
     Mutant(
         "a probe takes the last place",
-        "meridian_agent/probes.py",
+        "meridian_agent/core/probe_admission.py",
         '        (room.sequences < 2, "no running place to spare"),\n',
         "",
     ),
@@ -417,7 +429,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a probe's output reaches clients",
         PROBING,
-        "        restore.hide_probes([group])\n",
+        "        stock_restore.hide_probes([group])\n",
         "",
     ),
     Mutant(

@@ -9,9 +9,9 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent import link as link_module
-from meridian_agent.link import Link
-from meridian_agent.ring import Ring
+from meridian_agent.link import control_stream as link_module
+from meridian_agent.link.control_stream import Link
+from meridian_agent.link.record_queue import Ring
 from meridian_control.common.errors import MeridianError
 from meridian_control.fleet.fleet import Fleet
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import Phase
-from meridian_agent.tracker import StepRecord
+from meridian_agent.core.phases import Phase
+from meridian_agent.core.step_record import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.directives import ORDER
-from meridian_agent.phases import Phase
-from meridian_agent.probes import PREFIX
-from meridian_agent.tracker import PHASE_RANK
+from meridian_agent.core.directives import ORDER
+from meridian_agent.core.live_request import PHASE_RANK
+from meridian_agent.core.phases import Phase
+from meridian_agent.core.probe_admission import PREFIX
 from tests.sim.engine import boundaries
 from tests.sim.policies import NEAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meridian_agent.directives import Plan
+    from meridian_agent.core.directives import Plan
     from tests.sim.engine import Engine
 
 LONGEST_HOLD_S = max(NEAR["eat_hold_ms"]) / 1e3

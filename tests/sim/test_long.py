@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS
-from meridian_agent.phases import PART_TOKENS, Phase
+from meridian_agent.core.catch_up import NEW_TOKENS, STEP_TOKENS
+from meridian_agent.core.phases import PART_TOKENS, Phase
 from tests.bench.long_requests import BATCH_TOKENS, MILLION, Case, Engine
 from tests.fakes.counted import Counted
 

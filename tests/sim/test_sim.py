@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.tracker import Tracked
+from meridian_agent.core.live_request import Tracked
 from meridian_control.policy.model import Policy
 from meridian_control.session.freeze_state import Freeze, Match
 from tests.sim.engine import Script, Shape, mix, words

@@ -16,8 +16,8 @@ import vllm.config.scheduler as vllm_scheduler
 import vllm.v1.worker.worker_base as vllm_worker
 
 from meridian_agent import plugin
-from meridian_agent import scheduler as scheduler_module
-from meridian_agent.scheduler import GovernedScheduler
+from meridian_agent.engine import scheduler_mixin as scheduler_module
+from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 from tests.sim.engine import Engine, Script, Shape, words
 from tests.sim.inject import ENGINE, Fault, Injected, Line
 from tests.sim.world import RESTS_S, Options, World, _silent
@@ -111,7 +111,7 @@ def test_stock_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
     logger.setLevel(logging.ERROR)
     logger.addHandler(caplog.handler)
     try:
-        line = next(line for line in sorted(installed(None).reached) if line[1] == "hooks.py")
+        line = next(line for line in sorted(installed(None).reached) if line[1] == "install.py")
         installed(line)
     finally:
         logger.removeHandler(caplog.handler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meridian_agent.phases import Markers, Phase, PhaseState
+from meridian_agent.core.phases import Markers, Phase, PhaseState
 
 if TYPE_CHECKING:
     from tests.sim.engine import Shape

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from meridian_agent import guard as guard_module
-from meridian_agent import hooks
-from meridian_agent import observe as observe_module
-from meridian_agent.guard import Guard
-from meridian_agent.observe import Observer
-from meridian_agent.signals import RESULT
+from meridian_agent import install
+from meridian_agent.core import guard as guard_module
+from meridian_agent.core.guard import Guard
+from meridian_agent.core.step_signals import RESULT
+from meridian_agent.worker import observer as observe_module
+from meridian_agent.worker.observer import Observer
 from tests.fakes.worker import asked, step, worker
 from tests.sim.inject import INJECTED_AT, WORKER, Fault, Injected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meridian_agent.signals import Told
+    from meridian_agent.core.step_signals import Told
 
 VOCABULARY = 50
 # A step takes a second.
@@ -79,7 +79,7 @@ def served(kind: Kind, injected: Injected | None) -> Served:
             self.worker.load_model = lambda: None
 
     if injected is not None:
-        hooks._wrap_worker(Wrapper)
+        install._wrap_worker(Wrapper)
 
     def serve() -> None:
         wrapper = Wrapper()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_agent import agent as agent_module
-from meridian_agent import hooks
-from meridian_agent import inbox as inbox_module
-from meridian_agent import keeper as keeper_module
-from meridian_agent import outbox as outbox_module
-from meridian_agent import probing as probing_module
-from meridian_agent import scheduler as scheduler_module
-from meridian_agent.guard import Guard
+from meridian_agent.core.guard import Guard
+from meridian_agent.engine import agent as agent_module
+from meridian_agent.engine import lifecycle as keeper_module
+from meridian_agent.engine import probe_runner as probing_module
+from meridian_agent.engine import scheduler_mixin as scheduler_module
+from meridian_agent.link import inbox as inbox_module
+from meridian_agent.link import outbox as outbox_module
+from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import fleet as fleet_module
 from meridian_control.session.freeze_state import Freeze, Match
@@ -186,8 +186,8 @@ class World:
         self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))
         # Read once for all engines: their model is the same.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
-        self.patch.setattr(hooks, "tokenizer_of", lambda _: known_tokenizer)
-        self.patch.setattr(hooks, "boundaries", lambda _: known_boundaries)
+        self.patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known_tokenizer)
+        self.patch.setattr(tokenizer_module, "boundaries", lambda _: known_boundaries)
         for module in (agent_module, probing_module, scheduler_module):
             self.patch.setattr(module, "time", self.timeline)
         names = random.Random(self.seed)

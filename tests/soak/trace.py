@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meridian_agent.directives import Outcome
-from meridian_agent.phases import Phase
+from meridian_agent.core.directives import Outcome
+from meridian_agent.core.phases import Phase
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.policy import formats as forms
 from tests.sim.invariants import Invariants

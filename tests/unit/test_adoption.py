@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent import adoption
-from meridian_agent.adoption import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
-from meridian_agent.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
+from meridian_agent.core import catch_up as adoption
+from meridian_agent.core.catch_up import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
+from meridian_agent.core.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
 from tests.fakes.counted import Counted
 from tests.fakes.lines import lines_run
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent import hooks
-from meridian_agent.agent import Agent, Known
-from meridian_agent.directives import CAPS, ORDER, Outcome
-from meridian_agent.link import Link
-from meridian_agent.tracker import RequestInfo
+from meridian_agent.core.directives import CAPS, ORDER, Outcome
+from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.engine.agent import Agent, Known
+from meridian_agent.link.control_stream import Link
+from meridian_agent.vllm_adapter import scheduler_api
 from tests.fakes.engine import MARKERS, START
 
 
@@ -35,7 +35,7 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     """The link's thread has said that they hold: the next look must find them."""
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
-    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler, MARKERS, link, KNOWN)
 
     def settings_come() -> int:
@@ -55,7 +55,7 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
-    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler, MARKERS, link, KNOWN)
     tr = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
     cap = agent_pb2.ThinkCap(decision_id=1, slot=tr.slot, max_think_tokens=50)
@@ -74,7 +74,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     restarts: list[None] = []
     monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
-    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     agent = Agent(scheduler_of(), MARKERS, link, KNOWN)
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
         agent._hear_backend(backend)
@@ -95,7 +95,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
     monkeypatch: pytest.MonkeyPatch, scheduled: dict[str, int], drafted: dict[str, int], prompt: int
 ) -> None:
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
-    monkeypatch.setattr(hooks, "is_async", lambda _: False)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     scheduler = scheduler_of()
     agent = Agent(scheduler, MARKERS, link, KNOWN)
     output = SimpleNamespace(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.dispatch import left_out
-from meridian_agent.phases import Phase, PhaseState
-from meridian_agent.tracker import RequestInfo, Tracked
+from meridian_agent.core.live_request import RequestInfo, Tracked
+from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.engine.left_out import left_out
 
 
 def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> Tracked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from meridian_agent.blocks import Blocks
+from meridian_agent.engine.kv_blocks import Blocks
 
 
 def scheduler_of(groups: tuple[tuple[int, list[int]], ...], evicted: list[set[int]]) -> Any:

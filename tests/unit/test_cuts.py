@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.messages import step_report
-from meridian_agent.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
-from meridian_agent.signals import StepSignals
-from meridian_agent.tracker import RequestInfo, StepRecord
+from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_SENTENCE
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.link.messages import step_report
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.decision_log.messages import compared

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.phases import FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.decision_log import log as decision_log
 from meridian_control.decision_log.journal import Journal

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from meridian.v1 import agent_pb2
 
-from meridian_agent.directives import (
+from meridian_agent.core.directives import (
     ALL_BUT_CAPS,
     CAPS,
     MAX_HOLD_MS,
@@ -24,8 +24,8 @@ from meridian_agent.directives import (
     Outcome,
     Tier,
 )
-from meridian_agent.phases import NO_MARKERS, Markers, Phase
-from meridian_agent.tracker import PHASE_RANK
+from meridian_agent.core.live_request import PHASE_RANK
+from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 
 TWO = Markers(((START,),), ((5, 6),))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from meridian_agent import hooks
-from meridian_agent.environment import identity_of_engine, rank_of
+from meridian_agent.engine.identity import identity_of_engine, rank_of
+from meridian_agent.vllm_adapter import version
 
 
 @pytest.mark.parametrize("named", [None, "pod-7"])
 def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control plane ends the stream of one when another of that name connects."""
-    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(version, "vllm_version", lambda: "0.32.0")
     monkeypatch.delenv("MERIDIAN_ENGINE_ID", raising=False)
     if named is not None:
         monkeypatch.setenv("MERIDIAN_ENGINE_ID", named)

@@ -10,9 +10,9 @@ from typing import Never
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent import guard as guard_module
-from meridian_agent.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
-from meridian_agent.reclaim import unreachable_blocks
+from meridian_agent.core import guard as guard_module
+from meridian_agent.core.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
+from meridian_agent.core.reclaim import unreachable_blocks
 
 
 class Clock:
@@ -170,7 +170,7 @@ def test_a_fault_tells_no_text_of_an_exception() -> None:
 def test_a_fault_names_the_agents_line_beside_the_innermost() -> None:
     guard = Guard()
     guard.run(unreachable_blocks, [1], 0, 16, lambda _: fail())
-    place = f"KeyError at {__name__}:{LINE} (fail), from meridian_agent.reclaim:"
+    place = f"KeyError at {__name__}:{LINE} (fail), from meridian_agent.core.reclaim:"
     assert guard.fault.startswith(f"unreachable_blocks: {place}")
 
 

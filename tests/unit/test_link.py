@@ -10,8 +10,8 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
-from meridian_agent.link import REFUSED, REFUSED_S, Link
-from meridian_agent.tracker import StepRecord
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link.control_stream import REFUSED, REFUSED_S, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

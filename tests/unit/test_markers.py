@@ -18,7 +18,7 @@ from tests import parsers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meridian_agent.phases import Markers
+    from meridian_agent.core.phases import Markers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -32,7 +32,7 @@ def resolve(
     folder: Path, added: list[str], parser: str = "", configured: tuple[str, str] | None = None, **settings: Any
 ) -> Markers:
     """What an engine whose tokenizer has these tokens, and those which its parser asks for, comes to."""
-    from meridian_agent import markers
+    from meridian_agent.vllm_adapter import reasoning_markers as markers
 
     config = parsers.config_of(parsers.tokenizer_with(added), folder, parser, "a model")
     if configured is not None:
@@ -66,7 +66,7 @@ def test_the_readme_says_what_the_tables_say() -> None:
 
 def test_a_check_that_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that its parser does not know is found out: Inkling's end_message ends blocks of every kind."""
-    from meridian_agent import markers
+    from meridian_agent.vllm_adapter import reasoning_markers as markers
 
     starts, _ = markers.INKLING
     monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|end_message|>"]))
@@ -134,7 +134,7 @@ def test_what_is_missing_and_how_to_name_it(parser: str, began: str, tmp_path: P
 
 
 def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
-    from meridian_agent import markers
+    from meridian_agent.vllm_adapter import reasoning_markers as markers
 
     config = parsers.config_of(parsers.tokenizer_with([]), tmp_path, "qwen3")
     config.model_config.skip_tokenizer_init = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_agent.hooks import SUPPORTED
+from meridian_agent.vllm_adapter.version import SUPPORTED
 from tests.engine.matrix import results
 from tests.engine.matrix.features import all_of_them
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.messages import mergeable, opened_message, step_report
-from meridian_agent.signals import StepSignals
-from meridian_agent.tracker import RequestInfo, StepRecord
+from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.link.messages import mergeable, opened_message, step_report
 from meridian_control.decisions.request_table import COLUMNS, NO_TOKEN, RequestTable
 from meridian_control.session.merged_steps import ages_ms
 from tests.fakes.engine import END, START, TEXT, FakeEngine

@@ -14,8 +14,9 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, reference, torch_ops
 
-from meridian_agent.observe import attach, expected_backend
-from meridian_agent.signals import BACKEND, REQUEST, RESULT, Asked, Asking, StepSignals
+from meridian_agent.core.entropy_backend import expected_backend
+from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, Asked, Asking, StepSignals
+from meridian_agent.worker.observer import attach
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:

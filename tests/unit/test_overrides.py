@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.messages import opened_message
-from meridian_agent.overrides import MAX_TEXT, MAX_TOKENS, read
+from meridian_agent.core.request_info import MAX_TEXT, MAX_TOKENS, read
+from meridian_agent.link.messages import opened_message
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 

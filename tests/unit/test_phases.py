@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.phases import (
+from meridian_agent.core.phases import (
     CLOSED_TAIL_TOKENS,
     FLAG_END,
     FLAG_FROM_OUTPUT,

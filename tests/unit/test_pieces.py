@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.hooks import piece_limits, wanted_tokens
-from meridian_agent.pieces import leave_room, limit_for, piece_limit
+from meridian_agent.engine.prefill_limits import leave_room, limit_for, piece_limit
+from meridian_agent.vllm_adapter.scheduler_api import piece_limits, wanted_tokens
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(0, 2000))

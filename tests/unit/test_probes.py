@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meridian_agent import hooks
-from meridian_agent.directives import Directives, Outcome
-from meridian_agent.keeper import capabilities
-from meridian_agent.phases import Phase, PhaseState
-from meridian_agent.probes import STEP_SHARE, Placed, Room, refusal
-from meridian_agent.probing import Probing
-from meridian_agent.signals import StepSignals
-from meridian_agent.tracker import Ending, RequestInfo, StepRecord, Tracked, Tracker
+from meridian_agent.core.directives import Directives, Outcome
+from meridian_agent.core.live_request import Ending, RequestInfo, Tracked
+from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine.lifecycle import capabilities
+from meridian_agent.engine.probe_runner import Probing
+from meridian_agent.vllm_adapter import request_api
 from tests.fakes.engine import MARKERS
 
 BLOCK = 16
@@ -119,7 +121,9 @@ def test_the_probes_of_a_step_share_its_room(
     tokens: int, blocks: int, placed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each computes two tokens, for which it may take two blocks."""
-    monkeypatch.setattr(hooks, "probe_request", lambda _, request_id, tokens: SimpleNamespace(request_id=request_id))
+    monkeypatch.setattr(
+        request_api, "probe_request", lambda _, request_id, tokens: SimpleNamespace(request_id=request_id)
+    )
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
     probing = Probing(tracker, directives, BLOCK, shares_blocks=True)
@@ -149,7 +153,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several engines vLLM tells each client which of its requests have ended."""
-    monkeypatch.setattr(hooks, "aborted_status", lambda: "aborted")
+    monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
     ended: dict[int, set[str]] = {0: {"a"}}
     scheduler: Any = SimpleNamespace(
         finished_req_ids_dict=ended, finish_requests=lambda request_id, _: ended[0].add(request_id)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.cli.console import console
 from meridian_control.cli.replay_tables import tables
 from meridian_control.decisions.dispatch import WARM_STEPS

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent import phases
+from meridian_agent.core import phases
 from meridian_control.decisions import request_table as requests
 from meridian_control.decisions import token_rows as rows
 from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from meridian_agent.ring import Ring
+from meridian_agent.link.record_queue import Ring
 
 LONG_S = 30.0
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.messages import step_report
-from meridian_agent.phases import Markers
-from meridian_agent.tracker import Cap, Ending, RequestInfo, Tracked, Tracker
+from meridian_agent.core.live_request import Cap, Ending, RequestInfo, Tracked
+from meridian_agent.core.phases import Markers
+from meridian_agent.core.tracker import Tracker
+from meridian_agent.link.messages import step_report
 
 START, END, TEXT, STOP = 1, 2, 3, 4
 MARKERS = Markers(((START,),), ((END,),))

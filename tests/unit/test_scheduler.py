@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.guard import Guard
-from meridian_agent.scheduler import governed
+from meridian_agent.core.guard import Guard
+from meridian_agent.engine.scheduler_mixin import governed
 
 
 class Stock:

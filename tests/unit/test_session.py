@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.messages import mergeable
-from meridian_agent.messages import step_report as merge
-from meridian_agent.phases import FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_agent.link.messages import mergeable
+from meridian_agent.link.messages import step_report as merge
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.histogram import TIME_BOUNDS_S
@@ -38,7 +38,7 @@ from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
 
 if TYPE_CHECKING:
-    from meridian_agent.tracker import StepRecord
+    from meridian_agent.core.step_record import StepRecord
     from meridian_control.policy.model import Policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

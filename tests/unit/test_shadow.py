@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.phases import FLAG_SENTENCE
+from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.fleet.status_messages import engine_view
 from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import FakeAgent

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.phases import FLAG_MARKER
+from meridian_agent.core.phases import FLAG_MARKER
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.signals import add_eat_sample, rpdi
 from tests.fakes.tables import table, thinking, tokens

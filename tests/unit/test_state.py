@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent import state
-from meridian_agent.state import StateFile, state_folder
+from meridian_agent.link import settings_file as state
+from meridian_agent.link.settings_file import StateFile, state_folder
 from tests.processes import wait_for
 
 if TYPE_CHECKING:

@@ -207,7 +207,7 @@ def prepare(build: Build) -> None:
 
 def version_here() -> str:
     """Of this Python's vLLM, as results are kept under it."""
-    from meridian_agent.hooks import vllm_version
+    from meridian_agent.vllm_adapter.version import vllm_version
 
     return vllm_version().partition("+")[0] + ("+gpu" if ON_GPU else "")
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import FLAG_END, FLAG_MARKER, Phase
+from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, Phase
 from tests.engine import Run, cases, offline, prompt_ids
 from tests.engine.matrix.asks import Ask, generate
 from tests.engine.matrix.builds import ON_GPU

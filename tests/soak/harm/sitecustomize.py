@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 if "MERIDIAN_SOAK_HARM" in os.environ:
-    from meridian_agent import guard
+    from meridian_agent.core import guard
 
     ASKED = Path(os.environ["MERIDIAN_SOAK_HARM"])
     # As it is, a soak would be over before the agent came back, and it would not come back from more than three faults.

@@ -109,7 +109,7 @@ class InFront:
     def install(self) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from meridian_agent.scheduler import GovernedScheduler, governed
+        from meridian_agent.engine.scheduler_mixin import GovernedScheduler, governed
 
         # Wherever a test has the class from, and whatever it derives from it.
         Scheduler.__new__ = lambda chosen, *_, **__: object.__new__(governed(chosen))
@@ -234,7 +234,7 @@ def _answered(link: Any, step: int) -> bool:
 
 def _break(how: str) -> None:
     """Faults that the comparison must see, by their names."""
-    from meridian_agent.scheduler import GovernedScheduler
+    from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
     schedule, update = GovernedScheduler.schedule, GovernedScheduler.update_from_output
 

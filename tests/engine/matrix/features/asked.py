@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meridian_agent.phases import Phase
+from meridian_agent.core.phases import Phase
 from tests.engine import cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.probes import PREFIX
+from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask

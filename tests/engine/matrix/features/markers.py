@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import FLAG_END, FLAG_FORCED, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
+from meridian_agent.core.phases import FLAG_END, FLAG_FORCED, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.features.scheduling import steps_of

@@ -6,8 +6,8 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.phases import FLAG_FORCED, FLAG_SENTENCE, Phase
-from meridian_agent.probes import PREFIX
+from meridian_agent.core.phases import FLAG_FORCED, FLAG_SENTENCE, Phase
+from meridian_agent.core.probe_admission import PREFIX
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meridian_agent.phases import Phase
+from meridian_agent.core.phases import Phase
 from tests.engine import cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask

@@ -1,0 +1,414 @@
+"""Decisions waiting to be applied, and the one outcome each of them ends in.
+
+Owns the meaning of forces, caps, plans and tiers on tracked requests; what a scheduler does with them is the mixin's.
+Pure but for the tracker it changes. Runs on the engine-core thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from meridian_agent.core.live_request import Cap, Ending, Tracked
+from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian.v1 import agent_pb2
+
+    from meridian_agent.core.phases import PhaseState
+    from meridian_agent.core.tracker import Tracker
+
+# meridian.v1.ForceReason of a soft close, the one force that belongs to the scheduler section.
+SOFT_CLOSE = 5
+
+
+class Outcome(IntEnum):
+    """The values of meridian.v1.Outcome."""
+
+    APPLIED = 1
+    SHADOWED = 2
+    SUPERSEDED = 3
+    ENDED_NATURALLY = 4
+    REQUEST_GONE = 5
+    REFUSED = 6
+    AGENT_OFF = 7
+
+
+class Tier(IntEnum):
+    """The values of meridian.v1.EvictionTier."""
+
+    REUSABLE = 1
+    UNREACHABLE = 2
+
+
+# Those of a newer control plane may be others.
+TIERS = frozenset(map(int, Tier))
+
+
+# Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
+MAX_SKIP_STEPS = 1024
+MAX_HOLD_MS = 10_000
+
+# What decisions are about, as bits: who goes first, with soft closes; how long a request may think; when the entropy
+# rules end it, with their probes; cache tiers and admission. A lease ends some of them together.
+ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
+ALL_BUT_CAPS = ORDER | RULES | MEMORY
+
+# Decisions to take in before a step, and again before its masks: more come only in a flood, while requests wait.
+STEP_DECISIONS = 1024
+
+# Why what is decided about thinking is refused on an engine without known markers.
+NOT_KNOWN = "the thinking markers are not known"
+
+# Flags by the value of meridian.v1.Placement.
+PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
+
+
+@dataclass(slots=True)
+class Plan:
+    """The dispatch plan in force."""
+
+    decision_id: int
+    think_per_step: int | None
+    output_per_step: int | None
+    max_skip_steps: int
+    prefill_tokens_per_step: int | None
+    hold_admission: bool
+    shadow: bool
+    stock: bool
+    reported: bool = False
+
+
+class Directives:
+    """Applies what the control plane sent to the tracked requests, and reports outcomes into the step record."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self.plan: Plan | None = None
+        # Probes to place: (decision id, request, flags its newest token must have, milliseconds it then waits).
+        self.probes: list[tuple[int, Tracked, int, int]] = []
+
+    def report(self, decision_id: int, outcome: Outcome, tr: Tracked | None = None, detail: str = "") -> None:
+        """Record the outcome of a decision; id 0 marks what the agent does on its own account."""
+        if decision_id:
+            think = tr.state.think_tokens if tr is not None else 0
+            self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
+
+    def lose_markers(self) -> None:
+        """Nobody knows any more where thinking ends: refuse what would end it, endings that have begun too."""
+        for tr in self._tracker.by_id.values():
+            if tr.ending is not None and (tr.cap is None or tr.cap.decision_id != tr.ending.decision_id):
+                self.report(tr.ending.decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+            tr.ending = None
+            tr.expected.clear()
+            self._close_cap(tr, Outcome.REFUSED, NOT_KNOWN)
+            tr.cap = None
+        for decision_id, tr, *_ in self.probes:
+            self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        self.probes = []
+
+    def accept(self, message: agent_pb2.Directives) -> None:
+        """Take in one message of the stream."""
+        for force in message.forces:
+            self._force(force, message.step)
+        for cap in message.caps:
+            self._cap(cap, message.step)
+        for tier in message.tiers:
+            self._tier(tier, message.step)
+        for probe in message.probes:
+            self._probe(probe, message.step)
+        if message.HasField("plan"):
+            self._accept_plan(message.plan, message.step)
+
+    def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
+        tr = self._thinker(probe.slot, probe.decision_id, step)
+        if tr is None:
+            return
+        for waiting in [p for p in self.probes if p[1] is tr]:
+            self.probes.remove(waiting)
+            self.report(waiting[0], Outcome.SUPERSEDED, tr)
+        flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
+        self.probes.append((probe.decision_id, tr, flags, hold_ms))
+
+    def _target(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+        """The request a decision was meant for: one opened after the decision merely has the same slot."""
+        tr = self._tracker.by_slot.get(slot)
+        if tr is None or tr.opened_step > step:
+            self.report(decision_id, Outcome.REQUEST_GONE)
+            return None
+        return tr
+
+    def _thinker(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+        """The same for a decision about thinking, which is refused where nobody knows what thinking is."""
+        tr = self._target(slot, decision_id, step)
+        if tr is None or tr.state.phase is not Phase.UNKNOWN:
+            return tr
+        self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        return None
+
+    def _force(self, force: agent_pb2.ForceEnd, step: int) -> None:
+        tr = self._thinker(force.slot, force.decision_id, step)
+        if tr is None:
+            return
+        if tr.state.phase is not Phase.THINK:
+            self.report(force.decision_id, Outcome.ENDED_NATURALLY, tr)
+        elif force.shadow:
+            self.report(force.decision_id, Outcome.SHADOWED, tr)
+        elif tr.ending is not None:
+            self.report(force.decision_id, Outcome.SUPERSEDED, tr)
+        else:
+            tr.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
+            self._tracker.due[tr] = None
+
+    def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
+        tr = self._thinker(cap.slot, cap.decision_id, step)
+        if tr is None:
+            return
+        self._supersede_cap(tr)
+        tr.default_cap = None
+        if not cap.HasField("max_think_tokens"):
+            tr.cap = None
+            self.report(cap.decision_id, Outcome.APPLIED, tr)
+            self._tracker.watch_limit(tr)
+            return
+        tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
+        if tr.ending is not None and tr.ending.by_cap and not tr.ending.decision_id and not cap.shadow:
+            # The default cap began what this decision would have: it is the one that counts.
+            tr.ending.decision_id = cap.decision_id
+        if tr.state.ends and tr.state.phase is not Phase.THINK:
+            self._close_cap(tr, Outcome.APPLIED if tr.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
+        self._tracker.watch_limit(tr)
+
+    def _supersede_cap(self, tr: Tracked) -> None:
+        """Make place for a newer cap. An ending that has begun is finished, under the decision that began it."""
+        if tr.ending is not None and tr.ending.by_cap and not _begun(tr):
+            tr.ending = None
+        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
+            self._close_cap(tr, Outcome.SUPERSEDED)
+
+    def _tier(self, tier: agent_pb2.TierChange, step: int) -> None:
+        tr = self._target(tier.slot, tier.decision_id, step)
+        if tr is None:
+            return
+        if tier.tier not in TIERS:
+            self.report(tier.decision_id, Outcome.REFUSED, detail=f"no tier {tier.tier} is known here")
+            return
+        if tr.tier is not None:
+            self.report(tr.tier[0], Outcome.SUPERSEDED)
+        tr.tier = (tier.decision_id, tier.tier, tier.shadow)
+
+    def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
+        if len(plan.slot) != len(plan.rank):
+            self.report(plan.decision_id, Outcome.REFUSED, detail="slots and ranks differ in number")
+            return
+        if self.plan is not None and not self.plan.reported:
+            self.report(self.plan.decision_id, Outcome.SUPERSEDED)
+
+        def limit(name: str) -> int | None:
+            return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
+
+        self.plan = Plan(
+            plan.decision_id,
+            limit("think_per_step"),
+            limit("output_per_step"),
+            min(plan.max_skip_steps, MAX_SKIP_STEPS),
+            limit("prefill_tokens_per_step"),
+            plan.hold_admission,
+            plan.shadow,
+            plan.stock,
+        )
+        for slot, rank in zip(plan.slot, plan.rank, strict=True):
+            tr = self._tracker.by_slot.get(slot)
+            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:
+                tr.rank = rank
+        self._tracker.reorder = True
+
+    def active_plan(self) -> Plan | None:
+        """The plan to obey in this step, reported once; None when vLLM's own order holds."""
+        plan = self.plan
+        if plan is None:
+            return None
+        if not plan.reported:
+            plan.reported = True
+            self.report(plan.decision_id, Outcome.SHADOWED if plan.shadow else Outcome.APPLIED)
+        return None if plan.shadow or plan.stock else plan
+
+    @property
+    def hold_admission(self) -> bool:
+        """Whether nothing new is to be admitted but preempted answers; holds whatever the order is."""
+        return self.plan is not None and self.plan.hold_admission
+
+    def _close_cap(self, tr: Tracked, outcome: Outcome, detail: str = "") -> None:
+        if tr.cap is not None and not tr.cap.reported:
+            tr.cap.reported = True
+            self.report(tr.cap.decision_id, outcome, tr, detail)
+
+    def shadow_cap(self, tr: Tracked) -> None:
+        """Report a shadowed cap at the moment it would have ended thinking."""
+        if tr.cap and tr.cap.shadow and not tr.cap.reported and tr.state.think_tokens >= tr.cap.max_think_tokens:
+            self._close_cap(tr, Outcome.SHADOWED)
+
+    def forced_tokens(self, tr: Tracked, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
+        """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
+
+        drafts: the draft tokens of the rows, negative where only the workers know one; row r counts only when the first
+        r of them are accepted. Starts an ending when the cap falls into these rows, so that it is exact with draft
+        tokens too; not behind a token that is not known, which may have ended thinking already.
+        """
+        first = 0
+        if tr.ending is None:
+            limit = tr.limit
+            reached = None if limit is None else self._row_at(tr, limit, rows, drafts)
+            if reached is None:
+                return {}
+            (first, state), cap = reached, tr.cap
+            counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
+            self._tracker.run.end()
+            tokens = state.ending(self._tracker.markers)
+            tr.ending = Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True)
+        elif not _begun(tr):
+            tr.ending.tokens = tr.state.ending(self._tracker.markers)
+        left = tr.ending.tokens[tr.ending.position :]
+        tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
+        return tr.expected
+
+    def _row_at(self, tr: Tracked, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
+        """The row that finds the request thinking with `limit` thinking tokens done, and its state there, if these rows
+        get there."""
+        state = replace(tr.state, tail=list(tr.state.tail))
+        for row in range(rows):
+            if state.phase is Phase.THINK and state.think_tokens >= limit:
+                return row, state
+            if row == len(drafts) or drafts[row] < 0:
+                return None
+            state.feed(drafts[row], self._tracker.markers)
+        return None
+
+    def after_tokens(self, tr: Tracked, ended: bool) -> None:
+        """Settle endings and caps once a step's tokens are known."""
+        ending = tr.ending
+        if ending is not None and ending.position == len(ending.tokens):
+            tr.ending, tr.forced = None, True
+            tr.capped = tr.cap is None and ending.decision_id == 0
+            if tr.cap is not None and tr.cap.decision_id == ending.decision_id:
+                tr.cap.reported = True
+            elif not ending.by_cap:
+                self._close_cap(tr, Outcome.SUPERSEDED)
+            self.report(ending.decision_id, Outcome.APPLIED, tr)
+        elif ending is not None and ended:
+            tr.ending = None
+            if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+                self.report(ending.decision_id, Outcome.ENDED_NATURALLY, tr)
+        elif ending is not None and ending.position == 0:
+            self._drop_unstarted_cap(tr, ending)
+        if ended or tr.state.phase is Phase.THINK:
+            self.shadow_cap(tr)
+        if ended:
+            self._close_cap(tr, Outcome.ENDED_NATURALLY)
+
+    def _drop_unstarted_cap(self, tr: Tracked, ending: Ending) -> None:
+        """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
+        limit, thinks = tr.limit, tr.state.phase is Phase.THINK
+        if not ending.by_cap or (thinks and limit is not None and tr.state.think_tokens >= limit):
+            return
+        tr.ending = None
+        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+            self.report(ending.decision_id, Outcome.SUPERSEDED, tr)
+
+    def close(self, tr: Tracked) -> None:
+        """Settle everything that still waits for a request that is gone."""
+        if tr.ending is not None:
+            if tr.cap is None or tr.cap.decision_id != tr.ending.decision_id:
+                self.report(tr.ending.decision_id, Outcome.REQUEST_GONE, tr)
+            tr.ending = None
+        self._close_cap(tr, Outcome.REQUEST_GONE)
+        if tr.tier is not None:
+            self.report(tr.tier[0], Outcome.REQUEST_GONE)
+            tr.tier = None
+        for decision_id, target, *_ in self.probes:
+            if target is tr:
+                self.report(decision_id, Outcome.REQUEST_GONE, tr)
+        self.probes = [p for p in self.probes if p[1] is not tr]
+
+    def drop(self, parts: int, report: bool = True) -> None:
+        """Forget the decisions about these parts; an ending that has begun is finished. report: False where their ids
+        are void too."""
+        self._drop_plan(parts, report)
+        for tr in self._tracker.by_id.values():
+            if parts & ORDER:
+                tr.rank = None
+            if tr.ending is not None and parts & _part(tr.ending) and not _begun(tr):
+                self._drop_ending(tr, tr.ending, report)
+            if parts & CAPS:
+                self._drop_cap(tr)
+            if parts & MEMORY and tr.tier is not None:
+                self._let_go(tr.tier[0], None, report)
+                tr.tier = None
+        if parts & RULES:
+            for decision_id, tr, *_ in self.probes:
+                self._let_go(decision_id, tr, report)
+            self.probes = []
+        self._tracker.reorder = True
+
+    def freeze(self) -> None:
+        """Forget all decisions, endings that have begun too. Caps are kept for afterwards, with their outcome given."""
+        for tr in self._tracker.by_id.values():
+            if tr.ending is not None:
+                self._drop_ending(tr, tr.ending, True)
+            if tr.cap is not None:
+                self._close_cap(tr, Outcome.AGENT_OFF)
+                tr.cap.decision_id = 0
+        self.drop(ALL_BUT_CAPS)
+
+    def _let_go(self, decision_id: int, tr: Tracked | None, report: bool) -> None:
+        if report:
+            self.report(decision_id, Outcome.AGENT_OFF, tr)
+
+    def _drop_plan(self, parts: int, report: bool) -> None:
+        """Order and admission are in one plan: what is left of it goes on."""
+        plan = self.plan
+        if plan is None:
+            return
+        plan.stock = plan.stock or bool(parts & ORDER)
+        plan.hold_admission = plan.hold_admission and not parts & MEMORY
+        if plan.stock and not plan.hold_admission:
+            if not plan.reported:
+                self._let_go(plan.decision_id, None, report)
+            self.plan = None
+
+    def _drop_ending(self, tr: Tracked, ending: Ending, report: bool) -> None:
+        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
+            self._let_go(ending.decision_id, tr, report)
+        tr.ending = None
+        tr.expected.clear()
+        self._tracker.watch_limit(tr)
+
+    def _drop_cap(self, tr: Tracked) -> None:
+        """A cap whose ending goes on has its outcome from that."""
+        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
+            self._close_cap(tr, Outcome.AGENT_OFF)
+        tr.cap = tr.default_cap = None
+        self._tracker.watch_limit(tr)
+
+    def new_stream(self) -> None:
+        """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
+        self.drop(ALL_BUT_CAPS, report=False)
+        self._tracker.record.outcomes.clear()
+        self._tracker.record.probes.clear()
+        for tr in self._tracker.by_id.values():
+            if tr.cap is not None:
+                tr.cap.decision_id, tr.cap.reported = 0, True
+            if tr.ending is not None:
+                tr.ending.decision_id = 0
+
+
+def _part(ending: Ending) -> int:
+    return CAPS if ending.by_cap else ORDER if ending.by_order else RULES
+
+
+def _begun(tr: Tracked) -> bool:
+    """Whether a token of the ending is in the text, or in a mask that is under way to the workers."""
+    return tr.ending is not None and (tr.ending.position > 0 or bool(tr.expected))

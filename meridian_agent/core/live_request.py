@@ -1,0 +1,226 @@
+"""One live request as the agent sees it, and runs of steps in which the same requests generate one token of text each.
+
+Nearly all steps are such steps. They are noted as a whole, at a cost that hardly grows with the requests; what they
+mean for each request is worked out when somebody looks at the request, at the latest when one of them comes near its
+cap. Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_FORCED, Phase, PhaseState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
+# Where phases are not known all requests rank alike, so vLLM's own order holds.
+PHASE_RANK = {Phase.OUTPUT: 0, Phase.UNKNOWN: 256, Phase.PROMPT: 256, Phase.THINK: 544}
+
+
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What policy may match on. Never text."""
+
+    request_id: str
+    model: str
+    tenant: str
+    slo_class: str
+    prompt_tokens: int
+    max_tokens: int
+    max_think_tokens: int | None
+    effort: str = ""
+    min_think_tokens: int | None = None
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class Cap:
+    decision_id: int
+    max_think_tokens: int
+    shadow: bool
+    reported: bool = False
+
+
+@dataclass(slots=True)
+class Ending:
+    """A forced end of thinking under way: which of its tokens come next."""
+
+    tokens: tuple[int, ...]
+    decision_id: int
+    # Begun by a cap, the request's own or one of the control plane's, not by a force.
+    by_cap: bool = False
+    # Begun by a soft close, which ends with the order.
+    by_order: bool = False
+    position: int = 0
+
+    def advance(self) -> int:
+        """One more of its tokens was generated; returns row flags once it is complete."""
+        self.position += 1
+        if self.position < len(self.tokens):
+            return 0
+        return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0)
+
+
+class Run:
+    """The run under way, if any; one object for as long as the tracker.
+
+    request_ids: in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of each
+    step's record, never changed once made. steps: noted and not worked out yet.
+    """
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+        self.slots: list[int] = []
+        self.phases: list[int] = []
+        self.rows: list[int] = []
+        # Sentence and paragraph flags by token id.
+        self.boundaries = b""
+        self.steps = 0
+        self._tracked: list[Tracked] = []
+        self._newest: Sequence[int] = ()
+        # Steps that may still be noted before one brings a request to where its cap is looked at.
+        self._left = 0
+
+    def begin(self, request_ids: list[str], tracked: list[Tracked]) -> None:
+        """Begin with requests that think or answer, or whose phase is not known, none of them being ended."""
+        left = [tr.text_steps() for tr in tracked]
+        if not left or min(left) <= 0:
+            return
+        self.request_ids, self._tracked, self._left = request_ids, tracked, min(left)
+        self.slots = [tr.slot for tr in tracked]
+        self.phases = [int(tr.own_state.phase) for tr in tracked]
+        self.rows = list(range(len(tracked)))
+
+    def end(self) -> None:
+        """Something is about to change for one of the requests."""
+        if self.request_ids:
+            self.spread()
+            self.request_ids, self._tracked = [], []
+
+    def note(self, tokens: Sequence[int]) -> bool:
+        """Take in a step's tokens, one of text for each request; False, and nothing taken in, where a cap is near."""
+        if self._left <= 0:
+            return False
+        self._left -= 1
+        self.steps += 1
+        self._newest = tokens
+        return True
+
+    def spread(self) -> None:
+        """Work out what the noted steps mean for each request."""
+        steps, self.steps = self.steps, 0
+        if not steps:
+            return
+        known = len(self.boundaries)
+        for tr, token in zip(self._tracked, self._newest, strict=True):
+            state = tr.own_state
+            state.text_run += steps
+            if state.phase is Phase.THINK:
+                state.think_tokens += steps
+                tr.own_boundary = self.boundaries[token] if token < known else 0
+            else:
+                state.output_tokens += steps * (state.phase is Phase.OUTPUT)
+                tr.own_boundary = 0
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One live request. `ref` is vLLM's own request object, opaque here."""
+
+    slot: int
+    info: RequestInfo
+    # As of the last step that was worked out; `state` is as of the last step.
+    own_state: PhaseState
+    opened_step: int
+    ref: Any
+    # Holds until the first cap decision comes.
+    default_cap: int | None = None
+    cap: Cap | None = None
+    ending: Ending | None = None
+    # Ending tokens written into this step's masks, by row.
+    expected: dict[int, int] = field(default_factory=dict)
+    forced: bool = False
+    # Thinking was ended by a cap that had no decision of its own yet.
+    capped: bool = False
+    rank: int | None = None
+    # Step of the first report that knows the request's phase: a rank decided from an older one is for another phase.
+    phase_step: int = 0
+    tier: tuple[int, int, bool] | None = None
+    preempted: bool = False
+    skipped_steps: int = 0
+    # Step the request last joined, for fair rotation of those left out.
+    joined_step: int = 0
+    # Sentence and paragraph flags of the newest token, while thinking; as of the last step that was worked out.
+    own_boundary: int = 0
+    # Of steps of several tokens: thinking tokens at the last sentence end no probe was placed at, and its flags.
+    passed: tuple[int, int] = (0, 0)
+    # Thinking tokens from which on the coming step may need a forced token.
+    watch_from: int = NEVER
+    # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
+    trial_answer: int = -1
+    same_answer: int = 0
+    # Waits for what is decided from its probe: until when, on the monotonic clock, and the report that asked for it.
+    held_until: float = 0.0
+    asked_in: int = 0
+    # Tokens of the ending that the request's own parameters were looked at for, and whether they allow all of them.
+    checked: tuple[int, ...] = ()
+    allowed: bool = True
+    # KV blocks an answer had when it was preempted, each with its hash then.
+    kept: list[tuple[Any, Any]] = field(default_factory=list)
+    run: Run | None = None
+
+    @property
+    def state(self) -> PhaseState:
+        if self.run is not None and self.run.steps:
+            self.run.spread()
+        return self.own_state
+
+    @property
+    def boundary(self) -> int:
+        """Sentence and paragraph flags of the newest token, while thinking."""
+        if self.run is not None and self.run.steps:
+            self.run.spread()
+        return self.own_boundary
+
+    def since_boundary(self, flags: int, most: int) -> int | None:
+        """Tokens after the newest one that has these flags, None where they are more than `most`: as many as a step may
+        have on top of its first."""
+        if self.boundary & flags == flags:
+            return 0
+        at, passed = self.passed
+        tokens = self.state.think_tokens - at
+        return tokens if passed & flags == flags and tokens <= most else None
+
+    def text_steps(self) -> int:
+        """Steps of a token of text each that concern nobody: until the one after which a cap is looked at, or one in
+        shadow is reached. 0 where the next may be such a step already."""
+        state, cap = self.state, self.cap
+        if state.phase is Phase.PROMPT or self.ending is not None:
+            return 0
+        if state.phase in (Phase.OUTPUT, Phase.UNKNOWN):
+            return NEVER
+        shadow = cap.max_think_tokens if cap is not None and cap.shadow and not cap.reported else NEVER
+        return min(self.watch_from, shadow) - state.think_tokens - 1
+
+    @property
+    def effective_rank(self) -> int:
+        return PHASE_RANK[self.state.phase] if self.rank is None else self.rank
+
+    @property
+    def limit(self) -> int | None:
+        """Thinking tokens after which an end is forced here, stream or no stream: the smallest cap that is in force."""
+        policy = self.default_cap if self.cap is None else None if self.cap.shadow else self.cap.max_think_tokens
+        own = self.info.max_think_tokens
+        return policy if own is None else own if policy is None else min(own, policy)
+
+
+def opened_row(tr: Tracked) -> tuple[Any, ...]:
+    """The fields of RequestOpened, copied so that another thread may read them."""
+    i, s = tr.info, tr.state
+    return (tr.slot, i, int(s.phase), s.think_tokens, s.output_tokens, tr.forced, tr.preempted)

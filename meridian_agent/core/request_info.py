@@ -1,0 +1,81 @@
+"""What policy may match on of a request, with what it says of itself in `vllm_xargs`.
+
+Clients write that, so nothing in it may do harm. Pure but for a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_agent.core.live_request import RequestInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.meridian")
+
+MAX_TEXT = 128
+# Request ids are the client's too (X-Request-Id).
+MAX_ID = 256
+MAX_TOKENS = 2**31 - 1
+
+
+class Overrides(NamedTuple):
+    """min_think_tokens, max_think_tokens: the request's own floor and cap, None for none. complaint: what was ignored,
+    with its value."""
+
+    tenant: str
+    slo_class: str
+    effort: str
+    min_think_tokens: int | None
+    max_think_tokens: int | None
+    complaint: str
+
+
+def info_of(request: Any, model: str) -> RequestInfo:
+    """What is told of a request. model: the engine's, for requests without a LoRA adapter of their own."""
+    lora, own = request.lora_request, read(request.sampling_params.extra_args)
+    if own.complaint:
+        logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
+    return RequestInfo(
+        request_id=request.request_id,
+        model=clean(lora.lora_name) if lora is not None else model,
+        tenant=own.tenant,
+        slo_class=own.slo_class,
+        effort=own.effort,
+        prompt_tokens=request.num_prompt_tokens,
+        max_tokens=min(request.max_tokens, MAX_TOKENS),
+        min_think_tokens=own.min_think_tokens,
+        max_think_tokens=own.max_think_tokens,
+        traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
+    )
+
+
+def read(extra_args: Mapping[str, object] | None) -> Overrides:
+    """The request's own words. What is unusable is ignored and named, never raised."""
+    extra = extra_args or {}
+    complaints: list[str] = []
+    tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
+    floor = _tokens(extra, "meridian_min_think_tokens", complaints)
+    cap = _tokens(extra, "meridian_max_think_tokens", complaints)
+    return Overrides(tenant, slo_class, effort, floor, cap, "; ".join(complaints))
+
+
+def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> int | None:
+    value = extra.get(name)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return min(int(value), MAX_TOKENS)
+    if value is not None:
+        complaints.append(f"{name} must be a number of tokens, at least 0; got {clean(value)!r}")
+    return None
+
+
+def clean(value: object, limit: int = MAX_TEXT) -> str:
+    """Valid UTF-8 text of at most `limit` characters; a number that Python does not print gives none."""
+    try:
+        text = str(value)
+    except ValueError:
+        return ""
+    return text[:limit].encode("utf-8", "replace").decode()

@@ -1,0 +1,37 @@
+"""Tells the control plane that an engine runs without the agent, and why.
+
+The stream carries that one fact: nothing is honoured and nothing reported. Engine core only; never raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Never
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent.engine.identity import identity_of_engine, targets
+from meridian_agent.link.control_stream import Link
+from meridian_agent.link.credentials import Credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+
+def say_absent(reason: str, connect: Callable[..., Link] = Link) -> None:
+    """Keep a stream open whose Hello has this fault, for as long as the engine runs."""
+    logger.error("meridian: no agent in this engine, vLLM runs as stock; %s", reason)
+    try:
+        identity = identity_of_engine()
+
+        def hello() -> agent_pb2.Hello:
+            return agent_pb2.Hello(**identity, fault=reason, state=agent_pb2.AGENT_STATE_OFF)
+
+        def refuse(settings: agent_pb2.Settings) -> Never:
+            raise ValueError(f"the agent is off: {reason}")
+
+        connect(targets(), hello, refuse, lambda _: None, credentials=Credentials.from_environment()).start()
+    except Exception:
+        logger.exception("meridian: could not report that there is no agent")

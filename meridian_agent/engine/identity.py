@@ -1,0 +1,33 @@
+"""What the environment says: who this engine is and where its control planes are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from typing import Any
+
+from meridian_agent import __version__
+from meridian_agent.vllm_adapter import version
+
+
+def targets() -> list[str]:
+    return [t.strip() for t in os.environ["MERIDIAN_CONTROL"].split(",") if t.strip()]
+
+
+def rank_of(parallel_config: Any) -> int:
+    """Which it is of several engines that were started as one; of a dense model's, vLLM has that as an index only."""
+    return int(getattr(parallel_config, "data_parallel_index", 0) or getattr(parallel_config, "data_parallel_rank", 0))
+
+
+def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
+    """Fields of Hello that say which engine this is; every start is another incarnation."""
+    name = os.environ.get("MERIDIAN_ENGINE_ID", platform.node())
+    pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
+    return {
+        "engine_id": name + (f"-dp{data_parallel_rank}" if data_parallel_rank else ""),
+        "incarnation": uuid.uuid4().hex,
+        "agent_version": __version__,
+        "vllm_version": version.vllm_version(),
+        "labels": {key.strip(): value.strip() for key, _, value in pairs},
+    }

@@ -1,0 +1,98 @@
+"""KV blocks of requests that end or are preempted: what is reused first, and what last.
+
+Owns tiers' effect on vLLM's block pool, and the count of blocks reclaimed. Which blocks no later prompt can hit is
+`reclaim`'s arithmetic. Engine-core thread, as vLLM frees or preempts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core.directives import Outcome, Tier
+from meridian_agent.core.phases import Phase
+from meridian_agent.core.reclaim import unreachable_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_agent.core.directives import Directives
+    from meridian_agent.core.live_request import Tracked
+
+
+# Of an output, for whose blocks something is done as they are freed; beyond, that would hold up the step.
+LONGEST_TOKENS = 65_536
+
+
+class Blocks:
+    """One engine's blocks. tool_call: token that begins a tool call, where the next turn repeats its thinking."""
+
+    def __init__(self, directives: Directives, tool_call: int | None) -> None:
+        self._directives, self._tool_call = directives, tool_call
+        self.reclaimed = 0
+
+    def learn(self, tool_call: int | None) -> None:
+        """The template has been read again, with markers that were not known before."""
+        self._tool_call = tool_call
+
+    def freeing(self, scheduler: Any, request: Any, tr: Tracked) -> None:
+        """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
+        if not request.is_finished():
+            if tr.state.phase is Phase.OUTPUT:
+                _remember(scheduler, request, tr)
+            return
+        if tr.tier is None:
+            return
+        (decision_id, tier, shadow), tr.tier = tr.tier, None
+        outcome, detail = Outcome.APPLIED, ""
+        if tier == Tier.UNREACHABLE and shadow:
+            outcome = Outcome.SHADOWED
+        elif tier == Tier.UNREACHABLE:
+            outcome, detail = self._reclaim(scheduler, request, tr)
+        self._directives.report(decision_id, outcome, detail=detail)
+
+    def _reclaim(self, scheduler: Any, request: Any, tr: Tracked) -> tuple[Outcome, str]:
+        if request.num_output_tokens > LONGEST_TOKENS:
+            return Outcome.REFUSED, f"an output of over {LONGEST_TOKENS} tokens"
+        if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
+            return Outcome.REFUSED, "several KV cache groups"
+        if self._tool_call is not None and self._tool_call in request.output_token_ids:
+            return Outcome.REFUSED, "a tool call: the next turn repeats its thinking"
+        count = self.evict(scheduler, request, tr.info.prompt_tokens)
+        self.reclaimed += count
+        return Outcome.APPLIED, f"{count} blocks"
+
+    def evict(self, scheduler: Any, request: Any, reachable_tokens: int) -> int:
+        """Unhash the blocks past so many tokens that nobody shares, of each KV cache group; returns how many."""
+        manager = scheduler.kv_cache_manager
+        pool = manager.block_pool.blocks
+        blocks = set[int]()
+        ids_of_groups = manager.get_block_ids(request.request_id)
+        for ids, group in zip(ids_of_groups, manager.coordinator.single_type_managers, strict=True):
+            found = unreachable_blocks(ids, reachable_tokens, group.block_size, lambda b: int(pool[b].ref_cnt))
+            blocks.update(b for b in found if pool[b].block_hash is not None)
+        manager.evict_blocks(blocks)
+        return len(blocks)
+
+
+def reuse_answers_last(scheduler: Any, preempted: Iterable[Tracked]) -> None:
+    """Thinking's blocks went behind those of preempted answers in the order of reuse: put these last again."""
+    pool = scheduler.kv_cache_manager.block_pool
+    for tr in preempted:
+        kept = [block for block, known in tr.kept if block.block_hash == known and block.ref_cnt == 0]
+        _free_anew(pool, kept)
+
+
+def _free_anew(pool: Any, blocks: list[Any]) -> None:
+    """Put free blocks last in the order of reuse, the first of them last of all.
+
+    An exception between the two calls would leave blocks that are nobody's and never free again. One that is raised as
+    a line begins cannot come there: they are one expression, and `touch` returns None.
+    """
+    pool.touch(blocks) or pool.free_blocks(blocks[::-1])
+
+
+def _remember(scheduler: Any, request: Any, tr: Tracked) -> None:
+    """Which blocks a preempted answer leaves behind, to find them again as long as they are its own."""
+    groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+    blocks = groups[0] if len(groups) == 1 else ()
+    tr.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]

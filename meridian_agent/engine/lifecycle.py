@@ -1,0 +1,220 @@
+"""One engine's agents, one after the other: the first is built at start, another when a fault has been rested from.
+
+What they share is here: the link, who the engine is, what was read of its tokenizer and template. Engine-core thread,
+but for `hello` and `prepare`, which the link calls on its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core import probe_admission
+from meridian_agent.core.entropy_backend import expected_backend
+from meridian_agent.core.guard import MAX_FAULT
+from meridian_agent.core.request_info import clean
+from meridian_agent.core.settings_check import check
+from meridian_agent.engine.agent import Agent, Known
+from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
+from meridian_agent.link.control_stream import Link
+from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.settings_file import StateFile, state_folder
+from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, reasoning_markers, tokenizer
+
+if TYPE_CHECKING:
+    from meridian_agent.core.guard import Guard
+    from meridian_agent.core.phases import Markers
+
+logger = logging.getLogger("vllm.meridian")
+
+
+class Keeper:
+    """Builds the agents of one engine core, from the environment and the engine's own configuration."""
+
+    def __init__(self, scheduler: Any, guard: Guard) -> None:
+        self._scheduler, self._guard = scheduler, guard
+        # The newest, also while it is off; None where none could be built.
+        self.agent: Agent | None = None
+        model = scheduler.vllm_config.model_config.served_model_name
+        self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
+        self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
+        self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
+        self._template = tokenizer.Template()
+        # What the newest Hello says of the markers.
+        self._told_unknown = ""
+        # Why no probe can be hidden from the KV connector.
+        self._no_probes = ""
+        self.link = Link(
+            targets(),
+            self.hello,
+            self.prepare,
+            self._took,
+            credentials=Credentials.from_environment(),
+            rest_s=guard.rest_s,
+        )
+
+    def start(self) -> Agent:
+        """The first agent. It begins with the settings of the last start, until a control plane says otherwise."""
+        config = self._scheduler.vllm_config
+        self._markers = reasoning_markers.resolve(config, agent_pb2.Settings())
+        self._template = tokenizer.template_of(tokenizer.tokenizer_of(config), self._markers)
+        self._told_unknown = self._markers.unknown
+        self._log_markers()
+        prefix_cache.hide_from_cache_stats(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
+        if self._scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
+            kv_connectors.cache_nothing(self._scheduler.kv_cache_manager, probe_admission.PREFIX)
+        self._no_probes = kv_connectors.hide_from_connector(self._scheduler, probe_admission.PREFIX, self._guard)
+        if self._no_probes:
+            logger.warning("meridian: no EAT probes: they cannot be hidden from the KV connector: %s", self._no_probes)
+        shares_blocks = prefix_cache.share_blocks(self._scheduler, self._shared_with, self._guard)
+        boundaries = tokenizer.boundaries(config)
+        tool_call, note = self._template.tool_call, self._guard.note
+        expected = expected_backend(str(config.device_config.device_type))
+        self._known = Known(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
+        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        self._start_from_file(agent)
+        if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
+            logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
+            self.link.freeze_for(math.inf)
+        self.agent = agent
+        self._guard.on_trip = self.link.step_aside
+        name = type(self._scheduler).__name__
+        logger.info("meridian: governing %s, control plane %s", name, ", ".join(targets()))
+        self.link.start()
+        return agent
+
+    def _start_from_file(self, agent: Agent) -> None:
+        settings = self._state.load()
+        if settings is None:
+            return
+        try:
+            check(settings)
+            found = self.prepare(settings)
+        except ValueError as error:
+            logger.warning("meridian: %s is ignored: %s", self._state.path, error)
+            return
+        agent.put_in_force(settings, found)
+        self.link.hold(settings, found)
+        logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
+
+    def again(self, steps_under_way: int) -> Agent:
+        """Another agent, with the settings that were in force last; it takes up the engine's requests bit by bit.
+
+        Nothing here reads a tokenizer or a file: that was done at the start.
+        """
+        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        if self.link.held is not None:
+            agent.put_in_force(*self.link.held)
+        agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
+        agent.no_entropy = self._no_entropy
+        if self.agent is not None:
+            agent.backend = self.agent.backend
+        self.link.come_back()
+        self.agent = agent
+        logger.warning("meridian: agent on again; the fault was: %s", self._guard.last_fault)
+        return agent
+
+    def _shared_with(self, request_id: str) -> tuple[str, int] | None:
+        return self.agent.probing.shared_with(request_id) if self.agent is not None else None
+
+    @property
+    def _no_entropy(self) -> str:
+        return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
+
+    def _backend(self) -> tuple[str, str]:
+        """What measures entropy on this engine, as `expected_backend` has it, and why it is nothing faster."""
+        if self.agent is None or self._no_entropy:
+            return "none", self._no_entropy
+        return self.agent.backend
+
+    def _took(self, settings: agent_pb2.Settings) -> None:
+        """Settings have come into force. Where the markers have come to be known, or are known no longer, a new Hello
+        says so. On either thread."""
+        self._state.keep(settings)
+        if self.unknown_markers != self._told_unknown:
+            self._told_unknown = self.unknown_markers
+            self._log_markers()
+            self.link.restart()
+
+    @property
+    def unknown_markers(self) -> str:
+        """Why nothing counts as thinking on this engine; empty where its markers are known."""
+        held = self.link.held
+        return str((held[1] if held is not None else self._markers).unknown)
+
+    def _log_markers(self) -> None:
+        if self.unknown_markers:
+            logger.warning("meridian: nothing counts as thinking, the markers are not known: %s", self.unknown_markers)
+        else:
+            logger.info("meridian: the thinking markers are known")
+
+    # ------------------------------------------------------------------------------------------- on the link's thread
+
+    def hello(self) -> agent_pb2.Hello:
+        """The first message of a stream. An idle engine whose rest is over counts as on: it comes back with whatever it
+        does next."""
+        config, link, guard = self._scheduler.vllm_config, self.link, self._guard
+        self._told_unknown = self.unknown_markers
+        rest_s = guard.rest_s()
+        backend, note = self._backend()
+        hello = agent_pb2.Hello(
+            **self._identity,
+            model=self._model,
+            block_size_tokens=self._scheduler.block_size,
+            num_blocks=config.cache_config.num_gpu_blocks,
+            max_num_seqs=self._scheduler.max_num_running_reqs,
+            vocab_size=config.model_config.get_vocab_size(),
+            capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._no_probes),
+            revision=link.revision,
+            fault=guard.fault if rest_s else "",
+            state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
+            freeze=link.freeze_status(),
+            refused=link.refused,
+            faults=guard.faults,
+            last_fault=guard.last_fault,
+            unknown_markers=clean(self._told_unknown, MAX_FAULT),
+            entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
+            entropy_note=note,
+        )
+        if 0 < rest_s < math.inf:
+            hello.recover_ms = math.ceil(rest_s * 1e3)
+        return hello
+
+    def prepare(self, settings: agent_pb2.Settings) -> Markers:
+        """The thinking markers that settings come to, known or not. Raises ValueError for settings that name what this
+        engine cannot have."""
+        if self._guard.rest_s():
+            raise ValueError(f"the agent is off: {self._guard.fault}")
+        found = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
+        if found.known and self.unknown_markers:
+            self._read_template(found)
+        return found
+
+    def _read_template(self, found: Markers) -> None:
+        """What the template does with thinking cannot be told before it is known what thinking is."""
+        self._template = tokenizer.template_of(tokenizer.tokenizer_of(self._scheduler.vllm_config), found)
+        if self.agent is not None:
+            self._known = replace(self._known, tool_call=self._template.tool_call)
+            self.agent.blocks.learn(self._template.tool_call)
+
+
+def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
+    """What this engine can honour.
+
+    entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
+    """
+    caching = bool(scheduler.kv_cache_manager.enable_caching)
+    one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
+    return agent_pb2.Capabilities(
+        token_entropy=entropy,
+        force_end=True,
+        eat_probe=entropy and caching and not no_probes,
+        dispatch=True,
+        reclaim=caching and one_group,
+        template_strips_think=strips_think,
+    )

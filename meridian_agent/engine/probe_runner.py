@@ -1,0 +1,189 @@
+"""EAT probes in the engine: placing them, collecting what they measured, holding the requests that wait for it.
+
+Owns the probes under way and the requests held for them. Which probe fits is in `probes`, what is asked for comes from
+`directives`. Engine-core thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core import probe_admission
+from meridian_agent.core.directives import MAX_HOLD_MS, Outcome
+from meridian_agent.core.phases import Phase
+from meridian_agent.engine import prefill_limits, stock_restore
+from meridian_agent.engine.left_out import skip_step
+from meridian_agent.vllm_adapter import request_api, scheduler_api
+
+if TYPE_CHECKING:
+    from meridian_agent.core.directives import Directives
+    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.step_record import StepRecord
+    from meridian_agent.core.step_signals import StepSignals
+    from meridian_agent.core.tracker import Tracker
+
+
+class Probing:
+    """The probes of one engine.
+
+    shares_blocks: they may begin on a block that is filled in part. never: why each is refused, if so.
+    """
+
+    def __init__(
+        self, tracker: Tracker, directives: Directives, block_size: int, shares_blocks: bool, never: str = ""
+    ) -> None:
+        self._tracker, self._directives, self._never = tracker, directives, never
+        self._block_size, self._shares_blocks = block_size, shares_blocks
+        self.placed: dict[str, probe_admission.Placed] = {}
+        # Thinking requests that wait for what is decided from their probes, in the order in which they came.
+        self.held: dict[Tracked, None] = {}
+        self.tokens = 0
+        self._number = 0
+        self._keep_places_until = 0
+
+    def place(self, scheduler: Any, observes: bool) -> list[int]:
+        """Put the probes whose place has come at the head of the queue; returns the tokens of each. observes: entropy
+        is measured."""
+        asked, self._directives.probes = self._directives.probes, []
+        self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
+        placed, markers = list[int](), self._tracker.markers
+        wanted: prefill_limits.Wanted | None = None
+        for decision_id, tr, flags, hold_ms in asked:
+            # Of a step of several tokens the end of a sentence need not be the last one.
+            past = tr.since_boundary(flags, scheduler.num_spec_tokens)
+            misplaced = past is None or tr.state.may_be_in_marker(markers)
+            if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
+                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+                continue
+            # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
+            known = len(tr.ref.all_token_ids) - (past or 0)
+            again = 1 if self._shares_blocks else known % self._block_size
+            cost = len(markers.probe_of(tr.state.start)) + again
+            reason = self._never or probe_admission.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
+            if reason or not observes:
+                self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
+                continue
+            wanted = wanted or scheduler_api.wanted_tokens(scheduler)
+            if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
+                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+                continue
+            placed.append(cost)
+            think_tokens = tr.state.think_tokens - (past or 0)
+            self._enter(scheduler, probe_admission.Placed(decision_id, tr, think_tokens, known - 1), hold_ms)
+        return placed
+
+    def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
+        self._number += 1
+        tr, known = placed.parent, placed.shared_tokens + 1
+        tr.passed = (0, 0)
+        tokens = [*tr.ref.all_token_ids[:known], *self._tracker.markers.probe_of(tr.state.start)]
+        probe = request_api.probe_request(tr.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
+        self.placed[probe.request_id] = placed
+        if hold_ms:
+            tr.held_until, tr.asked_in = time.monotonic() + hold_ms / 1e3, 0
+            self.held[tr] = None
+        scheduler.add_request(probe)
+        scheduler.waiting.remove_requests([probe])
+        scheduler.waiting.prepend_request(probe)
+
+    def _room(self, scheduler: Any, beside: list[int]) -> probe_admission.Room:
+        """What is left to spare beside the probes of this step, of so many tokens each."""
+        limit = min(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
+        waiting = sum(not placed.cost_tokens for placed in self.placed.values())
+        kept = sum(probe_admission.free_blocks(cost, self._block_size) for cost in beside)
+        return probe_admission.Room(
+            limit - len(scheduler.running) - waiting,
+            scheduler.kv_cache_manager.block_pool.get_num_free_blocks() - kept,
+            scheduler.max_num_scheduled_tokens,
+            scheduler.kv_cache_manager.enable_caching,
+            sum(beside),
+        )
+
+    def reserved(self, scheduler: Any) -> int:
+        """Running places to leave free in the coming step."""
+        if scheduler.current_step >= self._keep_places_until:
+            return 0
+        return probe_admission.reserve(int(getattr(scheduler, scheduler_api.admission_limit_name(scheduler))))
+
+    def shared_with(self, request_id: str) -> tuple[str, int] | None:
+        """The request whose blocks a probe shares, and how many tokens of it."""
+        placed = self.placed.get(request_id)
+        if placed is None or placed.parent.ref.num_computed_tokens < placed.shared_tokens:
+            return None
+        return placed.parent.info.request_id, placed.shared_tokens
+
+    def hold(self, scheduler: Any, answered_step: int) -> None:
+        """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
+        now = time.monotonic()
+        for tr in list(self.held):
+            answered = tr.asked_in and tr.asked_in <= answered_step
+            # A clock that was set back would have it wait for as long.
+            waits = 0 <= tr.held_until - now <= MAX_HOLD_MS / 1e3
+            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:
+                self.held.pop(tr, None)
+            else:
+                skip_step(scheduler, tr)
+
+    def scheduled(self, scheduler: Any, tokens: dict[str, int]) -> None:
+        """The step has so many tokens of each request. A probe that is not in it has come too late."""
+        for request_id, placed in list(self.placed.items()):
+            if request_id in tokens:
+                placed.cost_tokens += tokens[request_id]
+            elif not placed.cost_tokens:
+                self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
+
+    def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
+        """Take probe results out of what goes to the clients."""
+        for out in group.outputs:
+            placed = self.placed.pop(out.request_id, None)
+            if placed is None:
+                continue
+            row = index.get(out.request_id)
+            # vLLM may end a request with an error, without a token.
+            if signals is None or row is None or not out.new_token_ids:
+                self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
+                continue
+            self._measured(placed, out.new_token_ids[0], float(signals.entropy_nats[signals.row(row)]))
+        stock_restore.hide_probes([group])
+
+    def _measured(self, placed: probe_admission.Placed, answer: int, eat_nats: float) -> None:
+        self.tokens += placed.cost_tokens
+        tr = placed.parent
+        if self._tracker.by_slot.get(tr.slot) is not tr:
+            # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
+            self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, tr)
+            return
+        tr.same_answer = tr.same_answer + 1 if answer == tr.trial_answer else 1
+        tr.trial_answer = answer
+        empty = answer in tr.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
+        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
+        self._tracker.record.probes.append((*measured, tr.same_answer, empty))
+        self._directives.report(placed.decision_id, Outcome.APPLIED)
+
+    def sent(self, record: StepRecord) -> None:
+        """The record is about to be sent: those held wait for the answer to the one that has their result."""
+        for tr in self.held:
+            if not tr.asked_in and any(probe[1] == tr.slot for probe in record.probes):
+                tr.asked_in, record.urgent = record.step, True
+
+    def new_stream(self) -> None:
+        """Nobody waits any more for what is under way."""
+        self.held.clear()
+        for placed in self.placed.values():
+            placed.decision_id = 0
+
+    def end(self, scheduler: Any) -> None:
+        """Withdraw all, and let those held go on."""
+        self.held.clear()
+        self._keep_places_until = 0
+        for request_id in list(self.placed):
+            self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
+
+    def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
+        """Take a probe back out of the engine."""
+        placed = self.placed[request_id]
+        stock_restore.take_out(scheduler, request_id)
+        del self.placed[request_id]
+        self.held.pop(placed.parent, None)
+        self._directives.report(placed.decision_id, outcome, detail=detail)

@@ -1,0 +1,179 @@
+"""A dispatch plan on vLLM's queues: who runs first, who is left out, how much of a step is for others.
+
+Owns the order it has made and the memory of it; who is urgent is the control plane's decision. Knows probes only by
+their number. Engine-core thread, before vLLM schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meridian_agent.core.live_request import PHASE_RANK
+from meridian_agent.core.phases import Phase
+from meridian_agent.engine import prefill_limits, stock_restore
+from meridian_agent.engine.left_out import left_out, skip_step
+from meridian_agent.vllm_adapter import request_api, scheduler_api
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_agent.core.directives import Plan
+    from meridian_agent.core.tracker import Tracker
+
+# Under vLLM's priority policy a rank is this fraction of a priority.
+MAX_RANK, RANK_SCALE = 1023, 1024
+
+
+class Limit(NamedTuple):
+    """A limit of vLLM's own for one step. owner: the object whose attribute it is."""
+
+    owner: Any
+    name: str
+    value: int
+
+
+class Queues:
+    """One engine's queues, and what plans have done to them."""
+
+    def __init__(self, tracker: Tracker, scheduler: Any) -> None:
+        self._tracker = tracker
+        self._is_fcfs = scheduler_api.fcfs(scheduler)
+        self._can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        self._can_redraw = scheduler_api.can_redraw(scheduler)
+        # The running list, priorities or the queue are not as vLLM alone would have them.
+        self.ordered = False
+        self.think_skips = 0
+        # By its id: the request itself would be kept until another one is sorted in.
+        self._tail = ""
+        # When the running list was last sorted, prompts in pieces were at its end.
+        self._prompts_last = False
+
+    def obey(self, scheduler: Any, plan: Plan) -> None:
+        """Order the queues and leave out those for whom the step has no share."""
+        self._order(scheduler)
+        if plan.think_per_step is not None and self._tracker.answering:
+            self._leave_out(scheduler, Phase.THINK, plan.think_per_step, plan.max_skip_steps)
+        elif plan.output_per_step is not None and self._tracker.thinking:
+            self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
+
+    def undo(self, scheduler: Any) -> None:
+        """Take back what an order has left behind."""
+        self._tail = ""
+        if self.ordered:
+            stock_restore.order(scheduler)
+            self.ordered = False
+
+    def preempting(self, request: Any) -> None:
+        """A request is about to go back to the queue: only its own priority counts there."""
+        if not self._is_fcfs:
+            request.priority = math.floor(request.priority)
+
+    def _order(self, scheduler: Any) -> None:
+        """Running: most urgent first, for vLLM preempts from the end, and prompts last. Waiting: preempted answers
+        before all else.
+
+        Under vLLM's priority policy the victim is the request of the highest priority number, and the queue is a heap:
+        there a rank is a fraction on top of the request's own priority, so that it decides between equals only.
+        """
+        tracker, running = self._tracker, scheduler.running
+        self.ordered = True
+        # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
+        # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
+        if running and (tracker.reorder or self._prompts_last or running[-1].request_id != self._tail):
+            self._sort(running)
+        if not (tracker.preempted and self._is_fcfs):
+            return
+        answers = self.preempted_answers()
+        if answers and scheduler.waiting and scheduler.waiting[0] not in answers:
+            answers = [r for r in answers if r in scheduler.waiting]
+            scheduler.waiting.remove_requests(answers)
+            for request in reversed(answers):
+                scheduler.waiting.prepend_request(request)
+
+    def _sort(self, running: list[Any]) -> None:
+        by_id = self._tracker.by_id
+
+        def rank(request: Any) -> int:
+            tr = by_id.get(request.request_id)
+            own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
+            # The step's tokens are given out in this order: a long prompt would leave none to those after it.
+            return own + MAX_RANK if request.is_prefill_chunk else own
+
+        running.sort(key=rank)
+        self._tracker.reorder, self._tail = False, running[-1].request_id
+        self._prompts_last = bool(running[-1].is_prefill_chunk)
+        if not self._is_fcfs:
+            for request in running:
+                if tr := by_id.get(request.request_id):
+                    request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
+
+    def preempted_answers(self) -> list[Any]:
+        """Those that wait. One that runs again is told of as resumed only with its next token, which may take steps."""
+        found = [tr.ref for tr in self._tracker.preempted if tr.state.phase is Phase.OUTPUT]
+        return [request for request in found if request_api.waits_preempted(request)]
+
+    def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
+        step = scheduler.current_step + 1
+        by_id = self._tracker.by_id
+        running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
+        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
+        skipped = set(left_out(sequences, per_step, max_skip_steps))
+        for tr in sequences:
+            if tr in skipped:
+                tr.skipped_steps += 1
+                skip_step(scheduler, tr)
+            else:
+                tr.joined_step, tr.skipped_steps = step, 0
+        if phase is Phase.THINK:
+            self.think_skips += len(skipped)
+
+    # ---------------------------------------------------------------------------------- the scheduler's own limits
+
+    def limits(
+        self, scheduler: Any, plan: Plan | None, hold: bool, reserved: int, probes: Sequence[int]
+    ) -> list[Limit]:
+        """Those that are to be lower in this step.
+
+        hold: admission is on hold. reserved: running places to leave free. probes: tokens of those that are first in
+        the queue now.
+        """
+        limits = []
+        if (running := self._admission_limit(scheduler, hold, reserved, len(probes))) is not None:
+            limits.append(Limit(scheduler, scheduler_api.admission_limit_name(scheduler), running))
+        if (tokens := self._token_limit(scheduler, plan, sum(probes))) is not None:
+            limits.append(Limit(scheduler, "max_num_scheduled_tokens", tokens))
+        if probes:
+            budget = scheduler.max_num_scheduled_tokens if tokens is None else tokens
+            if (
+                piece := prefill_limits.limit_for(scheduler, scheduler_api.wanted_tokens(scheduler), budget, probes)
+            ) is not None:
+                piece = max(piece, prefill_limits.least(scheduler, probes))
+                limits += [Limit(*limit) for limit in scheduler_api.piece_limits(scheduler, piece)]
+        return limits
+
+    def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
+        """Running requests to allow, None for vLLM's own limit. While admission is on hold, nothing but probes and
+        preempted answers comes in."""
+        hold = hold and self._tracker.answering > 0
+        if not (hold or reserved):
+            return None
+        stock = limit = int(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)))
+        if reserved:
+            limit = min(stock, stock - reserved + placed)
+        if hold:
+            limit = min(limit, len(scheduler.running) + len(self.preempted_answers()) + placed)
+        return limit if limit < stock else None
+
+    def _token_limit(self, scheduler: Any, plan: Plan | None, probing: int) -> int | None:
+        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream.
+        probing: those of probes."""
+        if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
+            return None
+        # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
+        if not self._can_redraw and any(request_api.awaits_seeded_token(tr.ref) for tr in self._tracker.by_id.values()):
+            return None
+        decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
+        # Without a single token a preempted request would never come back.
+        tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
+        return tokens if tokens < scheduler.max_num_scheduled_tokens else None

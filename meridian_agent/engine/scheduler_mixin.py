@@ -1,0 +1,166 @@
+"""The mixin that puts the agent in front of whatever scheduler class vLLM chose. Each hook is stock behaviour plus one
+guarded call; while the agent is off they are stock behaviour alone.
+
+What is not under the guard here only calls. A fault that a hook meets while vLLM's own call is under way is settled
+once that has returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core.guard import Guard
+from meridian_agent.engine import stock_restore
+from meridian_agent.engine.absence import say_absent
+from meridian_agent.engine.lifecycle import Keeper
+from meridian_agent.engine.queue_order import Limit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meridian_agent.engine.agent import Agent
+
+
+@functools.cache
+def governed(chosen: type) -> type:
+    """The scheduler class vLLM chose, with the agent in front of it; already governed classes come back as they are."""
+    if issubclass(chosen, GovernedScheduler):
+        return chosen
+    return type(f"Governed{chosen.__name__}", (GovernedScheduler, chosen), {"__module__": __name__})
+
+
+class GovernedScheduler:
+    """Mixin over a vLLM scheduler class (see `governed`)."""
+
+    # None while it is off.
+    _agent: Agent | None = None
+    _keeper: Keeper | None = None
+    _guard: Guard
+    # Steps that were scheduled and not accounted yet.
+    _under_way = 0
+    # A fault has left things of ours in the engine.
+    _to_restore = _ordered = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The scheduler's own limits that are lowered in this step, as they were.
+        self._stock_limits: list[Limit] = []
+        self._guard = Guard()
+        self._agent = self._guard.run(self._begin)
+        if self._agent is None:
+            say_absent(self._guard.fault)
+
+    def _begin(self) -> Agent:
+        # What fails here would fail again, and reading a tokenizer would stall a step.
+        self._guard.starting = True
+        self._keeper = Keeper(self, self._guard)
+        agent = self._keeper.start()
+        self._guard.starting = False
+        return agent
+
+    def _tell(self, hook: Callable[..., Any], *args: Any) -> Any:
+        """Run a hook of the agent's under the guard, and book its time."""
+        began = time.perf_counter()
+        result = self._guard.run(hook, *args)
+        if self._agent is not None:
+            self._agent.agent_seconds += time.perf_counter() - began
+        return result
+
+    def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.opened, self, request)
+
+    def finish_requests(self, request_ids: Any, finished_status: Any, *args: Any, **kwargs: Any) -> Any:
+        done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.finished, done)
+        return done
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._guard.fault:
+            self._settle_fault()
+        if (agent := self._agent) is not None:
+            self._tell(self._before_schedule, agent)
+        if self._guard.fault:
+            self._settle_fault()
+        began = time.perf_counter()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._under_way += 1
+        if agent is not None:
+            agent.scheduler_seconds += time.perf_counter() - began
+            self._tell(self._after_schedule, agent, output)
+            if self._guard.fault:
+                self._settle_fault()
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        base = super().get_grammar_bitmask(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        if self._agent is None or self._guard.fault:
+            return base
+        merged = self._tell(self._agent.bitmask, self, scheduler_output, base)
+        return base if self._guard.fault else merged
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
+        self._under_way -= 1
+        if (agent := self._agent) is not None:
+            agent.scheduler_seconds += time.perf_counter() - began
+            self._tell(agent.after_update, self, model_runner_output, outputs)
+            if self._guard.fault:
+                self._settle_fault(outputs.values())
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None:
+            self._tell(self._agent.preempting, request)
+        result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if self._agent is not None:
+            self._tell(self._agent.preempted, self, request)
+        return result
+
+    def _free_request_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None:
+            self._tell(self._agent.freeing, self, request)
+        return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._keeper is not None:
+            # Also while the agent is off.
+            Guard("the stream ends with the process").run(self._keeper.link.stop)
+        super().shutdown(*args, **kwargs)  # type: ignore[misc]
+
+    # ----------------------------------------------------------------------------------------------- under the guard
+
+    def _before_schedule(self, agent: Agent) -> None:
+        self._restore_limits()
+        limits = agent.before_schedule(self)
+        self._stock_limits = [Limit(owner, name, getattr(owner, name)) for owner, name, _ in limits]
+        for owner, name, limit in limits:
+            setattr(owner, name, limit)
+
+    def _after_schedule(self, agent: Agent, output: Any) -> None:
+        self._restore_limits()
+        agent.after_schedule(self, output)
+
+    def _restore_limits(self) -> None:
+        for owner, name, limit in self._stock_limits:
+            setattr(owner, name, limit)
+        self._stock_limits = []
+
+    # ---------------------------------------------------------------------------------------------- when one has failed
+
+    def _settle_fault(self, outputs: Any = ()) -> None:
+        """Go on as stock vLLM; once the rest is over, with another agent. Never raises.
+
+        outputs: what is about to go to the clients.
+        """
+        if self._agent is not None:
+            self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
+        if self._to_restore:
+            self._to_restore = not stock_restore.as_stock(self, self._ordered, self._restore_limits, outputs)
+        if self._keeper is not None and self._guard.come_back():
+            self._agent = self._guard.run(self._keeper.again, self._under_way)

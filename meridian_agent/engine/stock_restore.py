@@ -1,0 +1,85 @@
+"""Puts a scheduler back as vLLM alone would have it, wherever one of the agent's hooks was interrupted.
+
+Reads the scheduler only, never the agent, whose state may be half written. Engine-core thread, between vLLM's calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.vllm_adapter import request_api
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+logger = logging.getLogger("vllm.meridian")
+
+# The queues that wait, by the names they have in one vLLM or another.
+QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
+
+
+def as_stock(scheduler: Any, ordered: bool, limits: Callable[[], None], outputs: Iterable[Any] = ()) -> bool:
+    """Undo all that a hook may have left behind; each part, whatever becomes of the others. Whether all went well.
+
+    ordered: whether an order was in force. limits: gives the scheduler its own limits back. outputs: what is about to
+    go to the clients.
+    """
+    done = True
+    undo: list[Callable[[], None]] = [limits, partial(take_out_probes, scheduler), partial(hide_probes, outputs)]
+    if ordered:
+        undo += [partial(bring_back, scheduler), partial(order, scheduler)]
+    for part in undo:
+        try:
+            part()
+        except Exception:
+            logger.exception("meridian: the agent left something behind")
+            done = False
+    return done
+
+
+def take_out_probes(scheduler: Any) -> None:
+    """No request of ours stays in the engine."""
+    for request_id in [r for r in scheduler.requests if r.startswith(PREFIX)]:
+        take_out(scheduler, request_id)
+
+
+def take_out(scheduler: Any, request_id: str) -> None:
+    """Take a probe out of the engine; no client is told that one ended."""
+    scheduler.finish_requests(request_id, request_api.aborted_status())
+    for told in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
+        told.discard(request_id)
+
+
+def bring_back(scheduler: Any) -> None:
+    """Requests that were between two places of a queue."""
+    queues = [getattr(scheduler, name, ()) for name in QUEUES]
+    known = {request.request_id for queue in (scheduler.running, *queues) for request in queue}
+    lost = [r for r in scheduler.requests.values() if r.request_id not in known and request_api.waits(r)]
+    for request in reversed(lost):
+        scheduler.waiting.prepend_request(request)
+
+
+def order(scheduler: Any) -> None:
+    """Requests have their own priorities, and run in the order of arrival."""
+    for request in scheduler.running:
+        request.priority = math.floor(request.priority)
+    ranked = [r for r in scheduler.waiting if r.priority != math.floor(r.priority)]
+    for request in ranked:
+        scheduler.waiting.remove_request(request)
+        request.priority = math.floor(request.priority)
+        scheduler.waiting.add_request(request)
+    # Not by the time of arrival: a wall clock may have jumped.
+    place = {request_id: at for at, request_id in enumerate(scheduler.requests)}
+    scheduler.running.sort(key=lambda request: place.get(request.request_id, -1))
+
+
+def hide_probes(groups: Iterable[Any]) -> None:
+    """Keep probes out of what goes to the clients. groups: vLLM's EngineCoreOutputs."""
+    for group in groups:
+        group.outputs = [o for o in group.outputs if not o.request_id.startswith(PREFIX)]
+        if group.finished_requests:
+            group.finished_requests = {r for r in group.finished_requests if not r.startswith(PREFIX)}

@@ -1,0 +1,125 @@
+"""Forced ends of thinking as token masks: whose end is due in a step, and the rows that leave it no other token.
+
+Keeps nothing from step to step: endings are those of `directives`, and vLLM's own masks stay as they are. Engine-core
+thread, between a step's forward pass and its sampling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meridian_agent.core.phases import Phase
+from meridian_agent.vllm_adapter import request_api, scheduler_api
+
+if TYPE_CHECKING:
+    from meridian_agent.core.directives import Directives
+    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.tracker import Tracker
+
+
+class Masks:
+    """The masks of one engine. words: length of a row, 32 tokens in each."""
+
+    def __init__(self, tracker: Tracker, directives: Directives, words: int) -> None:
+        self._tracker, self._directives, self._words = tracker, directives, words
+
+    def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
+        """Whether somebody's end can be due in a step that has these requests, once the step before is accounted."""
+        near = (tr for tr in self._tracker.due if tr.info.request_id in scheduled and _end_is_near(tr))
+        return any(self._may_end(tr, _under_way(tr)) and not self._is_under_way(tr) for tr in near)
+
+    def drop_unknown_drafts(self) -> None:
+        """Near a cap a step makes no drafts that only the workers know: one may hold the model's own end marker."""
+        for tr in self._tracker.due:
+            if tr.limit is not None and any(token < 0 for token in tr.ref.spec_token_ids):
+                # Another list, for vLLM's own serves many requests.
+                tr.ref.spec_token_ids = []
+
+    def with_ends(self, output: Any, base: Any) -> Any:
+        """The step's token masks with a forced token for every request whose thinking ends now.
+
+        output: the SchedulerOutput of the step; all tokens before it are accounted. base: what vLLM itself masks, or
+        None.
+        """
+        forced: dict[str, dict[int, int]] = {}
+        for tr in [*self._tracker.due, *self._drafted_to_think(output)]:
+            request_id = tr.info.request_id
+            if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk or not self._may_end(tr):
+                continue
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+            tokens = self._directives.forced_tokens(tr, 1 + len(drafts), drafts)
+            if tokens and _grammar_allows(output, base, request_id, tokens):
+                forced[request_id] = tokens
+            else:
+                tr.expected.clear()
+        return self._merge(output, base, forced) if forced else base
+
+    def _may_end(self, tr: Tracked, unknown: int = 0) -> bool:
+        """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one.
+        unknown: tokens that the request may have made besides those that are accounted."""
+        ending = self._tracker.markers.ending_of(tr.state.start)
+        if tr.checked != ending:
+            tr.checked, tr.allowed = ending, not request_api.never_allows(tr.ref, ending)
+        return tr.allowed and not request_api.not_yet_allows(tr.ref, ending, unknown)
+
+    def _is_under_way(self, tr: Tracked) -> bool:
+        """Whether the step before this one surely writes the last token of a forced end."""
+        if tr.ending is None or self._tracker.lookahead > 1:
+            return False
+        return tr.ending.position + len(tr.expected) == len(tr.ending.tokens)
+
+    def _drafted_to_think(self, output: Any) -> list[Tracked]:
+        """Requests that do not think now and may do so within their drafts: a cap may fall there."""
+        found = []
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            tr = self._tracker.by_id.get(request_id)
+            if tr is None or tr.limit is None or tr.state.phase is Phase.THINK:
+                continue
+            if not self._tracker.markers.by_last.keys().isdisjoint(drafts):
+                found.append(tr)
+        return found
+
+    def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
+        """`base` with rows for the forced requests: each has one row and one more for each of its draft tokens."""
+        own = list(base.structured_output_request_ids) if base is not None else []
+        words = base.grammar_bitmask.shape[1] if base is not None else self._words
+        parts: list[Any] = [base.grammar_bitmask] if base is not None else []
+        added = [r for r in forced if r not in own]
+        drafts = output.scheduled_spec_decode_tokens
+        rows = {r: 1 + len(drafts.get(r, ())) for r in [*own, *added]}
+        parts.append(np.full((sum(rows[r] for r in added), words), -1, dtype=np.int32))
+        mask = np.concatenate(parts)
+        at = 0
+        for request_id, count in rows.items():
+            for row, token in forced.get(request_id, {}).items():
+                mask[at + row] = 0
+                mask[at + row, token // 32] = np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
+            at += count
+        return scheduler_api.grammar_output([*own, *added], mask, base)
+
+
+def _under_way(tr: Tracked) -> int:
+    """Tokens that may come before the last one of the step that was just scheduled and are not accounted: those of the
+    step before it, and the drafts of both."""
+    return max(0, int(tr.ref.num_output_placeholders) - 1)
+
+
+def _end_is_near(tr: Tracked) -> bool:
+    """Whether the step that was just scheduled may be the one to end a due request's thinking in, however many tokens
+    the step before it brings."""
+    most = tr.state.think_tokens + _under_way(tr)
+    return tr.ending is not None or (tr.limit is not None and most >= tr.limit)
+
+
+def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
+    """Whether vLLM's own masks of a request allow the tokens that are to be forced in its rows: vLLM ends a request
+    with an error on a token that its grammar does not know."""
+    own = base.structured_output_request_ids if base is not None else ()
+    if request_id not in own:
+        return True
+    drafts = output.scheduled_spec_decode_tokens
+    first = sum(1 + len(drafts.get(before, ())) for before in own[: own.index(request_id)])
+    words = base.grammar_bitmask
+    return all(words[first + row, token // 32] >> token % 32 & 1 for row, token in tokens.items())

@@ -1,0 +1,120 @@
+"""Puts the agent into vLLM: wraps the two places through which vLLM builds schedulers and workers.
+
+`install` runs in every vLLM process (front end, engine core, workers); each hook acts only where it is reached. Nothing
+here touches a GPU at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from meridian_agent.vllm_adapter import kv_connectors
+from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_worker, vllm_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+_INSTALLED = "_meridian_installed"
+
+
+def install() -> None:
+    """Wrap the two places through which vLLM builds schedulers and workers.
+
+    In a vLLM that cannot host the agent nothing is wrapped but one call, from which its engine core tells the control
+    plane why; Unsupported is raised then.
+    """
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if getattr(SchedulerConfig, _INSTALLED, False):
+        return
+    setattr(SchedulerConfig, _INSTALLED, True)
+    if reason := unfit():
+        _after_choosing(SchedulerConfig, functools.partial(_say_absent, reason))
+        raise Unsupported(reason)
+    _after_choosing(SchedulerConfig, _governed)
+    _wrap_worker(WorkerWrapperBase)
+    logger.info("meridian: agent installed in vLLM %s", vllm_version())
+
+
+def _after_choosing(config_class: Any, then: Callable[[type], type]) -> None:
+    """Have `then` say what becomes of every scheduler class that vLLM chooses; only its engine core chooses one."""
+    original = config_class.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> type:
+        chosen: type = original(self)
+        try:
+            return then(chosen)
+        except Exception:
+            logger.exception("meridian: %s is left as it is", chosen)
+            return chosen
+
+    config_class.get_scheduler_cls = get_scheduler_cls
+
+
+def _governed(chosen: type) -> type:
+    """A subclass of the same class with our mixin in front."""
+    from meridian_agent.engine.scheduler_mixin import governed
+
+    return governed(chosen)
+
+
+def _say_absent(reason: str, chosen: type) -> type:
+    from meridian_agent.engine.absence import say_absent
+
+    say_absent(reason)
+    return chosen
+
+
+def _wrap_worker(wrapper_class: Any) -> None:
+    """Attach the observer to each worker once its model is loaded; hide probes from its KV connector, once it has one.
+
+    vLLM loads plugins inside `init_worker`; `init_device` is the first call of its own that comes after.
+    """
+    original = wrapper_class.init_device
+
+    @functools.wraps(original)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        try:
+            from meridian_agent.worker.observer import attach
+
+            _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
+        except Exception:
+            logger.exception("meridian: this worker will not report entropy")
+        try:
+            _after(self.worker, "initialize_from_config", _hide_from_worker_connector)
+        except Exception:
+            logger.exception("meridian: this worker will tell its KV connector of probes that have ended")
+        return result
+
+    wrapper_class.init_device = init_device
+
+
+def _hide_from_worker_connector() -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from meridian_agent.core.probe_admission import PREFIX
+
+    if has_kv_transfer_group():
+        kv_connectors.hide_finished(get_kv_transfer_group(), PREFIX)
+
+
+def _after(owner: Any, name: str, then: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        try:
+            then()
+        except Exception:
+            logger.exception("meridian: after %s", name)
+        return result
+
+    setattr(owner, name, call)

@@ -1,0 +1,374 @@
+"""The stream to the control plane, on a thread of its own.
+
+Owns the channel, reconnection, and what a message on the stream leads to. What waits is in `inbox` and `outbox`, what
+holds in `standing`; the engine-core thread uses those and never waits. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc
+
+from meridian_agent.core.guard import MAX_FAULT
+from meridian_agent.core.request_info import clean
+from meridian_agent.core.settings_check import check
+from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.fork_safety import Forks
+from meridian_agent.link.inbox import Inbox
+from meridian_agent.link.lease import Standing
+from meridian_agent.link.messages import decisions_in
+from meridian_agent.link.outbox import Outbox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from meridian_agent.link.outbox import RecordRing
+
+logger = logging.getLogger("vllm.meridian")
+
+# Refused revisions that are remembered, and for how long: another control plane may have another one of that number.
+REFUSED, REFUSED_S = 16, 600.0
+BACKOFF_S = (0.2, 5.0)
+# A stream that ended sooner is no sign that the next one will hold: the waits go on growing.
+SETTLED_S = 1.0
+# How long a server may take until its first answer; doubled with each attempt in vain, for one that is merely slow.
+PATIENCE_S = (10.0, 60.0)
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", 16 << 20),
+    # Ours to pace: the channel is rebuilt at each attempt.
+    ("grpc.enable_retries", 0),
+    # Of the addresses behind one name, a headless service's say, each agent takes one at random.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}'),
+]
+
+
+@dataclass(slots=True, eq=False)
+class Arrived:
+    """Settings or a freeze on their way into force, and what is said on which stream once they hold."""
+
+    status: agent_pb2.ConnectRequest
+    ring: RecordRing
+    settings: agent_pb2.Settings | None = None
+    markers: Any = None
+
+
+class Link(Standing):
+    """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
+
+    hello: builds the first message of every stream.
+    prepare: finds the thinking markers that settings come to, raises ValueError when they cannot be honoured; called on
+        the link's thread.
+    keep: given settings once they hold; must not wait. rest_s: seconds until an agent that is off comes back, 0 while
+        it is on: with that time ends the stream whose Hello said so. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        targets: list[str],
+        hello: Callable[[], agent_pb2.Hello],
+        prepare: Callable[[agent_pb2.Settings], Any],
+        keep: Callable[[agent_pb2.Settings], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        shuffle: Callable[[list[str]], None] = random.shuffle,
+        credentials: Credentials | None = None,
+        rest_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        super().__init__(clock)
+        self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
+        self._credentials = credentials or Credentials()
+        self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
+        self._forks = Forks()
+        self.inbox = Inbox(self)
+        self.outbox = Outbox(self, self.inbox, self.restart, self._give_up)
+        # What an engine that is not idle takes in before it does anything else, oldest first.
+        self.arrived: deque[Arrived] = deque()
+        # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
+        # answers for each decision, and only one. It knows whose it is: see `let_go`.
+        self.handover = threading.RLock()
+        # Revisions that were refused, with the error and when that was.
+        self._refused: dict[int, tuple[str, float]] = {}
+        # Targets to be tried yet, and attempts in vain.
+        self._order: list[str] = []
+        self._attempt = 0
+        # Why there is no stream, as far as the log has it.
+        self._complaints: set[tuple[str, object]] = set()
+        # Why this side has ended the stream, where the engine's log would not tell otherwise.
+        self._why = ""
+        # The stream was ended because too much came on it.
+        self._gave_up = False
+        # The stream that begins is to end at once: its Hello, or how long it is to last, may not be true any more.
+        self._outdated = False
+        self._stop = threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name="meridian-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the stream and the thread; records that wait are lost."""
+        self._stop.set()
+        self.restart()
+        self.outbox.ring.put(None)
+
+    def restart(self) -> None:
+        """End the stream, or the one that is just being begun; the next one says Hello anew."""
+        self._outdated = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def step_aside(self) -> None:
+        """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
+        self.let_go()
+        self.idle = True
+        self.restart()
+
+    def let_go(self) -> None:
+        """Give the handover back where a fault of this thread has kept it, for the other one would wait for ever.
+
+        An exception that comes just as a `with` ends leaves what it holds.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.handover.release()
+
+    def come_back(self) -> None:
+        """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
+        self._refused = {}
+        self.arrived.clear()
+        self.outbox.resync()
+        self.inbox.skip_to_new_stream()
+        with self.handover:
+            self.begins()
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Revisions that were refused not long ago, with the error."""
+        return {revision: error for revision, (error, at) in self._refused.items() if self.clock() - at < REFUSED_S}
+
+    # ------------------------------------------------------------------------------ called on the engine-core thread
+
+    def lapsed(self) -> int:
+        """What holds no longer because its lease is over, as parts of directives.
+
+        A stream that is silent for so long is given up: a new one tells both sides anew what holds.
+        """
+        if self.connected and self.over(unheard_s := self.unheard_s()):
+            self._why = f"nothing heard for {unheard_s:.1f} s"
+            self.restart()
+        return self.over(self.silent_s())
+
+    def taken_in(self, arrived: Arrived) -> None:
+        """Say that something holds now.
+
+        Called by the engine when it does. For an idle engine the link's thread says so at once: whatever that engine
+        does next, it first looks at what is held.
+        """
+        if arrived.settings is not None:
+            self.hold(arrived.settings, arrived.markers)
+            self._keep(arrived.settings)
+        arrived.ring.put(arrived.status)
+
+    # ----------------------------------------------------------------------------------------- the link's own thread
+
+    def _run(self) -> None:
+        """One round after the other: whatever fails in one, the next comes."""
+        while not self._stop.is_set():
+            wait_s = BACKOFF_S[1]
+            with contextlib.suppress(Exception):
+                wait_s = self._round()
+            self.let_go()
+            self._stop.wait(wait_s)
+
+    def _round(self) -> float:
+        """One stream, from one of the targets; returns the seconds to wait before the next."""
+        # However the last one ended.
+        with self.handover:
+            self.lost()
+        self.say_state()
+        heard = False
+        if not self._order:
+            self._order = list(self._targets)
+            self._shuffle(self._order)
+        began_s, self._gave_up = self.clock(), False
+        try:
+            heard = self._stream(self._order.pop(0), _doubled(PATIENCE_S, self._attempt))
+        except grpc.RpcError as error:
+            logger.debug("meridian: stream ended: %s", error)
+        except Exception:
+            logger.exception("meridian: the stream failed")
+        held = heard and not self._gave_up and self.clock() - began_s > SETTLED_S
+        self._attempt = 0 if held else self._attempt + 1
+        if heard:
+            self._order = []
+        return _doubled(BACKOFF_S, self._attempt) * (0.5 + self._jitter())
+
+    def _stream(self, target: str, patience_s: float) -> bool:
+        """One stream from connect to its end; returns whether the server answered at all."""
+        heard, self._why, self._outdated = False, "", False
+        ring = self.outbox.new_ring()
+        try:
+            shown = self._credentials.metadata()
+            opened = self._credentials.open(target, CHANNEL_OPTIONS)
+        except (OSError, ValueError) as error:
+            self._complain(target, str(error), str(error))
+            return False
+        with opened as channel:
+            self._forks.opened(channel)
+            messages = self._forks.held(self.outbox.messages(ring, self._hello))
+            stub = agent_pb2_grpc.AgentServiceStub(channel)
+            call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
+            self._call = call
+            # Neither a connection that never comes about nor a server that never answers ends by itself for long.
+            patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))
+            patience.daemon = True
+            try:
+                if self._stop.is_set() or self._outdated:
+                    call.cancel()
+                patience.start()
+                for response in call:
+                    if not heard:
+                        heard = True
+                        patience.cancel()
+                        self._complaints.clear()
+                        logger.info("meridian: connected to %s", target)
+                    self._receive(response)
+            except grpc.RpcError as error:
+                if heard and not self._stop.is_set():
+                    logger.warning("meridian: stream to %s ended: %s", target, self._why or _status(error))
+                elif not self._stop.is_set():
+                    self._complain(target, _code(error), self._why or _status(error))
+            finally:
+                patience.cancel()
+                self._lost()
+                call.cancel()
+        return heard
+
+    def _lose_patience(self, call: grpc.Call, patience_s: float) -> None:
+        self._why = f"no answer within {patience_s:.0f} s"
+        call.cancel()
+
+    def _lasts_s(self) -> float | None:
+        """How long the stream may last; None for as long as it goes."""
+        rest_s = self._rest_s()
+        return rest_s if 0 < rest_s < math.inf else None
+
+    def _complain(self, target: str, kind: object, text: str) -> None:
+        """Once for each kind, however often it is tried again."""
+        if (target, kind) not in self._complaints:
+            self._complaints.add((target, kind))
+            logger.warning("meridian: no stream to %s: %s", target, text)
+
+    def _lost(self) -> None:
+        self.let_go()
+        with self.handover:
+            self.lost()
+        if not self._stop.is_set():
+            self.say_state()
+        self.outbox.ring.put(None)
+
+    def _receive(self, response: agent_pb2.ConnectResponse) -> None:
+        kind = response.WhichOneof("message")
+        elsewhere = max(len(self.arrived), self.outbox.surplus)
+        if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
+            self._give_up("messages or decisions wait to be taken in")
+        elif kind == "directives":
+            self.heard()
+            self.outbox.answered(response.directives.step)
+            with self.handover:
+                if report := self.inbox.settle_if_idle(response.directives):
+                    self.outbox.ring.put(agent_pb2.ConnectRequest(step=report))
+                self.inbox.put(response.directives)
+        elif kind == "settings":
+            self._receive_settings(response.settings)
+        elif kind == "freeze":
+            self._receive_freeze(response.freeze)
+        elif kind == "welcome":
+            self.inbox.begin()
+            self.outbox.snapshot_due = True
+            self.found()
+            self.say_state()
+        elif kind == "going_away":
+            logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
+            self.restart()
+
+    def _give_up(self, why: str) -> None:
+        """End a stream on which more comes than is needed: rather than lose a decision unseen, it begins anew."""
+        logger.error("meridian: too many %s; connecting anew", why)
+        self._gave_up = True
+        self.restart()
+
+    def _receive_settings(self, settings: agent_pb2.Settings) -> None:
+        try:
+            check(settings)
+        except ValueError as error:
+            # Not remembered: the revision of that number may be another one where policies are checked.
+            self._refuse(settings, str(error), {})
+            return
+        try:
+            markers = self._prepare(settings)
+        except Exception as error:
+            # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = clean(text, MAX_FAULT)
+            self._refuse(settings, text, {settings.revision: text})
+            return
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
+        message = agent_pb2.ConnectRequest(settings_status=status)
+        self._arrive(Arrived(message, self.outbox.ring, settings, markers))
+
+    def _refuse(self, settings: agent_pb2.Settings, error: str, remembered: dict[int, str]) -> None:
+        logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
+        noted = [(revision, (text, self.clock())) for revision, text in remembered.items()]
+        earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
+        self._refused = dict([*earlier, *noted][-REFUSED:])
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
+        self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
+
+    def _receive_freeze(self, freeze: agent_pb2.Freeze) -> None:
+        was = self.frozen()
+        if not self.frozen_here:
+            self.freeze_for(freeze.remaining_ms / 1000)
+        if freeze.remaining_ms:
+            logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
+        elif was and not self.frozen():
+            logger.warning("meridian: thawed")
+        status = agent_pb2.ConnectRequest(freeze_status=self.freeze_status(freeze.nonce))
+        self._arrive(Arrived(status, self.outbox.ring))
+
+    def _arrive(self, arrived: Arrived) -> None:
+        with self.handover:
+            if self.idle:
+                self.taken_in(arrived)
+            else:
+                self.arrived.append(arrived)
+
+
+def _doubled(bounds: tuple[float, float], attempt: int) -> float:
+    low, high = bounds
+    return min(high, low * (1 << min(attempt, 10)))
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode | None:
+    return error.code() if isinstance(error, grpc.Call) else None
+
+
+def _status(error: grpc.RpcError) -> str:
+    if isinstance(error, grpc.Call):
+        return f"{error.code()}: {error.details()}"
+    return str(error)

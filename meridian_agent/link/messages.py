@@ -1,0 +1,126 @@
+"""Turns step records into protobuf messages, several steps into one report. Pure; runs on the link's thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.request_info import MAX_ID, clean
+from meridian_agent.core.step_signals import StepSignals
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_agent.core.step_record import StepRecord
+
+
+PROBE_COLUMNS = (
+    "decision_id",
+    "slot",
+    "think_tokens",
+    "eat_nats",
+    "cost_tokens",
+    "same_answer",
+    "empty_answer",
+)
+
+
+def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
+    slot, info, phase, think_tokens, output_tokens, forced, preempted = row
+    return agent_pb2.RequestOpened(
+        slot=slot,
+        request_id=clean(info.request_id, MAX_ID),
+        model=info.model,
+        tenant=info.tenant,
+        slo_class=info.slo_class,
+        effort=info.effort,
+        prompt_tokens=info.prompt_tokens,
+        max_tokens=info.max_tokens,
+        phase=phase,
+        think_tokens=think_tokens,
+        output_tokens=output_tokens,
+        min_think_tokens=info.min_think_tokens,
+        traceparent=info.traceparent,
+        max_think_tokens=info.max_think_tokens,
+        forced=forced,
+        preempted=preempted,
+    )
+
+
+def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
+    """Whether a record may join those before it: not if it opens a slot that one of them closed, nor if it preempts
+    one that one of them resumed, for a report does not say which came first."""
+    if following.opened:
+        closed = {slot for record in records for slot, _ in record.closed}
+        if any(row[0] in closed for row in following.opened):
+            return False
+    return not any(slot in record.resumed for record in records for slot in following.preempted)
+
+
+def decisions_in(message: agent_pb2.Directives) -> int:
+    """How many decisions a message carries; a plan's ranks count each."""
+    listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
+    return listed + len(message.plan.slot)
+
+
+def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
+    """One report of consecutive steps; their token rows are concatenated, their gauges are the last step's."""
+    last = records[-1]
+    report = agent_pb2.StepReport(
+        step=last.step,
+        steps=len(records),
+        step_time_ms=last.step_time_ms,
+        kv_used=last.kv_used,
+        running=last.running,
+        waiting=last.waiting,
+        prefill_tokens=last.prefill_tokens,
+        state=last.state,  # type: ignore[arg-type]
+    )
+    if last.counters:
+        report.counters.CopyFrom(agent_pb2.AgentCounters(**dict(last.counters)))
+    if len(records) > 1:
+        _add_steps(report.merged, records)
+    for record in records:
+        _add(report, record)
+    return report
+
+
+def _add_steps(columns: agent_pb2.StepColumns, records: Sequence[StepRecord]) -> None:
+    last_s = records[-1].ended_s
+    columns.rows.extend(len(record.slots) for record in records)
+    columns.step_time_ms.extend(record.step_time_ms for record in records)
+    columns.prefill_tokens.extend(record.prefill_tokens for record in records)
+    columns.age_ms.extend((last_s - record.ended_s) * 1e3 for record in records)
+    for name in ("probes", "preempted", "resumed", "outcomes"):
+        getattr(columns, name).extend(len(getattr(record, name)) for record in records)
+
+
+def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
+    report.opened.extend(opened_message(row) for row in record.opened)
+    if record.slots:
+        _add_tokens(report.tokens, record)
+    for name, column in zip(PROBE_COLUMNS, zip(*record.probes, strict=True), strict=False):
+        getattr(report.probes, name).extend(column)
+    report.preempted.extend(record.preempted)
+    report.resumed.extend(record.resumed)
+    report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]
+    for decision_id, outcome, think_tokens, detail in record.outcomes:
+        report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
+
+
+def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
+    columns.slot.extend(record.slots)
+    columns.phase.extend(record.phases)  # type: ignore[arg-type]
+    columns.flags.extend(record.row_flags())
+    rows = len(record.slots)
+    if record.told is None:
+        columns.entropy_nats.extend([float("nan")] * rows)
+        columns.end_rank.extend([0] * rows)
+        columns.end_logprob_nats.extend([float("nan")] * rows)
+        return
+    at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.of(record.told)
+    columns.entropy_nats.extend(signals.entropy_nats[at].tolist())
+    columns.end_rank.extend(signals.end_rank[at].tolist())
+    columns.end_logprob_nats.extend(signals.end_logprob_nats[at].tolist())

@@ -1,0 +1,73 @@
+"""What the agent asks of vLLM's requests, and the probes that it makes as requests."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
+    """A one-token request over `tokens` that shares the parent's cached blocks."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    probe = Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+        pooling_params=None,
+        client_index=parent.client_index,
+        arrival_time=parent.arrival_time,
+        lora_request=parent.lora_request,
+        cache_salt=parent.cache_salt,
+        # Under the priority policy it is first in the queue and no victim: it is gone after one step.
+        priority=-(1 << 31),
+    )
+    # The parent's hashes cover the shared prefix: only what follows is hashed anew.
+    probe.block_hashes = list(parent.block_hashes)
+    probe._block_hasher = parent._block_hasher
+    probe.update_block_hashes()
+    return probe
+
+
+def aborted_status() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+def awaits_seeded_token(request: Any) -> bool:
+    """Whether a request with a seed of its own has more than its newest token to compute before it goes on."""
+    return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
+
+
+def never_allows(request: Any, tokens: Sequence[int]) -> bool:
+    """Whether a request's own parameters rule one of these tokens out."""
+    params = request.sampling_params
+    allowed, bias, bad = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
+    return (
+        (allowed is not None and not set(allowed).issuperset(tokens))
+        or any(bias.get(token) == -math.inf for token in tokens)
+        or any(word[-1] in tokens for word in bad)
+    )
+
+
+def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
+    """Whether one of these tokens would finish a request that has not made its min_tokens yet. unknown: tokens that it
+    may have made besides those that vLLM has accounted."""
+    params = request.sampling_params
+    made = request.num_output_tokens + unknown
+    return made < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
+
+
+def waits_preempted(request: Any) -> bool:
+    """Whether a request waits to be resumed."""
+    return str(request.status.name) == "PREEMPTED"
+
+
+def waits(request: Any) -> bool:
+    """Whether a request belongs into the waiting queue proper."""
+    return str(request.status.name) in ("WAITING", "PREEMPTED")

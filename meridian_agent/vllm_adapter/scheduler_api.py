@@ -1,0 +1,81 @@
+"""What the agent asks of vLLM's scheduler, and what it gives to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meridian_agent.vllm_adapter.request_api import awaits_seeded_token
+
+
+def is_async(scheduler: Any) -> bool:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    return isinstance(scheduler, AsyncScheduler)
+
+
+def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
+    """A GrammarOutput of these rows; `base` keeps its say on the drafts of the requests it covers, ours accept none."""
+    from vllm.v1.core.sched.output import GrammarOutput
+
+    output = GrammarOutput(request_ids, bitmask)
+    drafts = getattr(base, "num_acceptable_drafts", None)
+    if drafts is not None:
+        output.num_acceptable_drafts = drafts + [0] * (len(request_ids) - len(drafts))
+    return output
+
+
+def can_redraw(scheduler: Any) -> bool:
+    """Whether the workers can take back what they drew from a request's own random numbers, as they do after each piece
+    of a prompt but the last; torch's generators on CPUs cannot."""
+    return str(scheduler.vllm_config.device_config.device_type) != "cpu"
+
+
+def may_cut_prompts(scheduler: Any) -> bool:
+    """Whether the workers can do with prompts in other pieces than vLLM makes by itself."""
+    if can_redraw(scheduler):
+        return True
+    requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
+    return not any(map(awaits_seeded_token, requests))
+
+
+def admission_limit_name(scheduler: Any) -> str:
+    """The attribute that limits how many requests run at once; up to 0.30 the runner's slots are that limit."""
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+
+
+def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
+    """Tokens of the coming step that the running requests take by themselves: each prompt in pieces, as the second, and
+    all others together. Where there is no such prompt and tokens abound, others are the most that they may take."""
+    running = scheduler.running
+    pieces = [_tokens_left(request) for request in running if request.is_prefill_chunk]
+    most = len(running) * (1 + scheduler.num_spec_tokens)
+    if not pieces and 2 * most <= scheduler.max_num_scheduled_tokens:
+        return most, []
+    threshold, step = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.current_step + 1
+    others = (r for r in running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
+    return sum(map(_tokens_left, others)), [min(piece, threshold or piece) for piece in pieces]
+
+
+def input_tokens(scheduler: Any, sequences: int) -> int:
+    """Tokens that the workers' buffers take in a step of so many sequences: some drafters want places of their own."""
+    drafting = scheduler.vllm_config.speculative_config
+    places = drafting.max_num_new_slots_for_drafting if drafting is not None else 0
+    return int(scheduler.scheduler_config.max_num_batched_tokens - places * sequences)
+
+
+def _tokens_left(request: Any) -> int:
+    return int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens)
+
+
+def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
+    """What limits each piece of a prompt to so many tokens: (object, attribute, value). From 0.31 on vLLM may be told
+    to raise such a limit to a fair share of the step."""
+    limits: list[tuple[Any, str, int]] = [(scheduler.scheduler_config, "long_prefill_token_threshold", tokens)]
+    if getattr(scheduler, "adaptive_long_prefill_threshold", False):
+        limits.append((scheduler, "adaptive_long_prefill_threshold", False))
+    return limits
+
+
+def fcfs(scheduler: Any) -> bool:
+    """Whether the scheduler preempts from the end of its running list and queues first come, first served."""
+    return str(getattr(scheduler.policy, "value", scheduler.policy)) == "fcfs"

@@ -1,0 +1,40 @@
+"""Which vLLM this is, and whether it can host the agent."""
+
+from __future__ import annotations
+
+import vllm
+
+from meridian_agent.vllm_adapter import required_api
+
+# Minor releases whose hooks were read and whose tests were run or whose sources were compared.
+SUPPORTED = ((0, 26), (0, 33))
+
+
+class Unsupported(RuntimeError):  # noqa: N818
+    """This vLLM cannot host the agent; the text says why."""
+
+
+def vllm_version() -> str:
+    return str(vllm.__version__)
+
+
+def minor() -> tuple[int, int]:
+    parts = vllm_version().split("+")[0].split(".")
+    return int(parts[0]), int(parts[1])
+
+
+def unfit() -> str:
+    """Why this vLLM cannot host the agent: its version, or every hook that it lacks; empty when it can."""
+    low, high = SUPPORTED
+    if not low <= minor() <= high:
+        return f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    lacks = required_api.missing(required_api.Imported(), required_api.ENGINE)
+    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
+
+
+def unfit_worker(v2_runner: bool) -> str:
+    """The same of what only a worker uses, with one of vLLM's two model runners."""
+    lacks = required_api.missing(
+        required_api.Imported(), required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER
+    )
+    return f"vLLM {vllm_version()} lacks: {', '.join(lacks)}" if lacks else ""
