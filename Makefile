@@ -56,6 +56,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.check_proto
 
 # Some CPU wheels of vLLM pull CUDA builds of torchvision and friends that break the import of transformers models.

@@ -1,7 +1,7 @@
 """The stream to the control plane, on a thread of its own.
 
 Owns the channel, reconnection, and what a message on the stream leads to. What waits is in `inbox` and `outbox`, what
-holds in `standing`; the engine-core thread uses those and never waits. Knows no vLLM.
+holds in `lease`; the engine-core thread uses those and never waits. Knows no vLLM.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ one.
 
 Owns the wrappers that stand before a connector's methods, on the instance, in the engine core and in each worker, and
 what keeps probes out of the KV cache events by which others know what an engine has cached. Knows a probe by what its
-request id begins with; must not know what a probe measures. Imports no vLLM: `hooks` hands in what is needed. The
+request id begins with; must not know what a probe measures. Only `hide_from_connector` imports vLLM. The
 wrappers run on the thread on which vLLM calls its connector.
 
 A connector is told everything of a step but the probes' rows. KV blocks that a probe is given are told as copies of

@@ -1,7 +1,7 @@
 """Which tokens begin and end thinking on this engine: asked of vLLM's reasoning parser, its --reasoning-config and the
 tokenizer, unless policy names them.
 
-Beside `hooks` the one module that names vLLM. Knows nothing of requests or decisions. Called at the engine's start and
+Knows nothing of requests or decisions. Called at the engine's start and
 on the link's thread, never in a step.
 """
 

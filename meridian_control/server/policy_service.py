@@ -1,8 +1,8 @@
 """PolicyService over the policy store.
 
 Owns the order of checks and the hand-over of an accepted policy. Knows nothing of engines or of how a policy reaches
-them. Served behind `gate`, which tells callers of failures, and sees to it that a caller who hangs up does not stop a
-change half-way. Runs on the event loop of the gRPC server.
+them. The interceptor in front of the service tells callers of failures, and sees to it that a caller who hangs up does
+not stop a change half-way. Runs on the event loop of the gRPC server.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One engine's stream: messages in, messages out.
 
-Owns which of its parts a message concerns, and when something is answered: `intake` takes reports in, `decide` says
-what follows, `ledger` keeps the decisions, `delivery` and `freezing` what the agent was given. No I/O and no clock:
-time is passed in, so that a recorded stream replays exactly. Used from one event loop, one call at a time.
+Owns which of its parts a message concerns, and when something is answered. `report_intake` takes reports in, `decider`
+says what follows, `decision_ledger` keeps the decisions, `settings_delivery` and `freeze_state` what the agent was
+given. No I/O and no clock: time is passed in, so that a recorded stream replays. One event loop, one call at a time.
 """
 
 from __future__ import annotations
