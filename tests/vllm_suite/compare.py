@@ -16,7 +16,12 @@ _MADE_UP = (
     (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b|\b[0-9a-f]{16,}\b"), "<id>"),
     (re.compile(r"(?:/[\w.@+-]+){2,}"), "<path>"),
     (re.compile(r"(?<=:)\d{4,5}\b"), "<port>"),
-    (re.compile(r"\bGoverned(?=\w*Scheduler)|\bmeridian_agent\.scheduler\.|\bvllm\.v1\.core\.sched\.\w+\."), ""),
+    (
+        re.compile(
+            r"\bGoverned(?=\w*Scheduler)|\bmeridian_agent\.engine\.scheduler_mixin\.|\bvllm\.v1\.core\.sched\.\w+\."
+        ),
+        "",
+    ),
 )
 
 
