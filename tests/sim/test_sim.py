@@ -1,4 +1,4 @@
-"""A hundred seeds of the simulator, those that failed once, and what they found, shown as directly as can be."""
+"""Two hundred seeds of the simulator, those that failed once, and what they found, shown as directly as can be."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-BATCH = 25
+BATCH = 40
 # Every so many lines one is taken.
 SAMPLED = 23
 CAP = "meridian_max_think_tokens"
 
 
-@pytest.mark.parametrize("first", range(0, 100, BATCH))
+@pytest.mark.parametrize("first", range(0, 200, BATCH))
 def test_seeds(first: int) -> None:
     for seed in range(first, first + BATCH):
         run(seed)
