@@ -84,6 +84,8 @@ def _run(arm: str, folder: Path, where: list[str], tests: list[str], broken: str
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # One port for all runs by default: of two at a time one would wait for it until its test is over.
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(own),
     }
