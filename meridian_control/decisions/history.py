@@ -49,11 +49,6 @@ class Unsampled(NamedTuple):
     eat_count: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, table: Any, slot: int) -> Unsampled:
-        """What a request table holds of one slot now."""
-        return cls(*(getattr(table, name)[slot] for name in cls._fields))
-
 
 class Before(NamedTuple):
     """Columns [slots] of the rows' slots as they were before the report."""
@@ -104,18 +99,18 @@ class History:
         self._think, self._output = counted
         self._steps: NDArray[np.int64] | None = None
         self.sampled: dict[int, int] = {}
-        self._unsampled: dict[int, Unsampled] = {}
+        self._unsampled: dict[int, tuple[Any, ...]] = {}
         self.probed: dict[int, int] = {}
 
     def tell_steps(self, step_of: NDArray[np.int64]) -> None:
         """The step of each of the report's rows, in the report's own order."""
         self._steps = step_of
 
-    def sample(self, slot: int, step: int, known: Unsampled) -> None:
-        """EAT is about to be taken in that was measured in this step. known: what was known until now."""
+    def sample(self, table: Any, slot: int, step: int) -> None:
+        """EAT is about to be taken into the request table that was measured in this step."""
         if slot not in self.sampled:
             self.sampled[slot] = step
-            self._unsampled[slot] = known
+            self._unsampled[slot] = tuple(getattr(table, name)[slot] for name in Unsampled._fields)
 
     # --------------------------------------------------------------------------------------------------------- places
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from meridian_control.common.enum_names import phase_name
 from meridian_control.decisions import moments
-from meridian_control.decisions.history import Unsampled
 from meridian_control.decisions.request_table import MAX_SLOTS, NO_CAP, THINK
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.session.merged_steps import ages_ms, step_of
@@ -143,7 +142,7 @@ class Intake:
         for decision_id, slot, eat_nats, empty_answer, step in zip(*columns, steps, strict=True):
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
-                self._table.history.sample(slot, step, Unsampled.of(self._table, slot))
+                self._table.history.sample(self._table, slot, step)
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
                 self._table.empty_answer[slot] = empty_answer
                 if decision.logged is not None:

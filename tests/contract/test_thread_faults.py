@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 HERE = str(Path(meridian_agent.__file__).parent)
 # What begins the next round, and what the fake engine has of the agent's.
 LEFT_OUT = {"link/control_stream.py": ("_run",), "link/settings_file.py": ("_write_all",)}
-ONLY_ENGINES = ("core/directives.py", "core/tracker.py", "core/phases.py", "core/token_run.py")
+ONLY_ENGINES = (
+    "core/directives.py",
+    "core/tracker.py",
+    "core/phases.py",
+    "core/live_request.py",
+    "core/step_record.py",
+)
 # Every so many faults one is taken, but for `python -m tests.contract.test_thread_faults`, which takes all.
 SAMPLED = 19
 

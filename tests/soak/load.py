@@ -41,19 +41,26 @@ OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override
 
 class Load:
     """control: where the agent finds its control plane; empty for stock vLLM. env: more of the server's environment.
+    together: engine core and worker are one process.
 
     `samples` and `rates`, at seconds since `begin`, are what was seen; everything lies in `out`.
     """
 
     clients: Clients
 
-    def __init__(self, out: Path, seed: int, control: str = "", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, out: Path, seed: int, control: str = "", env: dict[str, str] | None = None, *, together: bool = False
+    ) -> None:
         self._out, self._seed = out, seed
         self.samples: list[watch.Sample] = []
         self.rates: picture.Rates = []
         self.began = 0.0
         self._steps = 0
-        self.server = Served(out, control, options=OPTIONS, more={**APART, **ENV, **(env or {})})
+        # Front end, engine core, and where it is apart, the worker.
+        self._processes = 2 if together else 3
+        self.server = Served(
+            out, control, options=OPTIONS, more={**(TOGETHER if together else APART), **ENV, **(env or {})}
+        )
         answers = [sys.executable, "-m", "tests.soak.stock", str(out / "stock.json")]
         self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, **TOGETHER, "MERIDIAN_CONTROL": ""})
 
@@ -80,7 +87,7 @@ class Load:
     async def watch(self, others: Callable[[], dict[str, int]] = dict, more: Callable[[], str] = str) -> None:
         """Sample the processes, the `others` by role too, and show how it goes, with `more`; until cancelled."""
         roles = watch.roles(self.server.process.popen.pid)
-        assert {watch.FRONT, watch.CORE} <= roles.keys(), f"vLLM's processes are {roles}"
+        assert len(roles) == self._processes, f"vLLM's processes are {roles}"
         rated, shown = (0.0, 0, 0), 0.0
         while True:
             now = time.monotonic() - self.began

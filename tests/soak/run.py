@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from itertools import groupby
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tests.processes import Control, free_port
@@ -20,7 +19,6 @@ from tests.soak.proxy import Proxy
 from tests.soak.record import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 # Longest that no token may come while requests wait for one.
@@ -33,12 +31,10 @@ SHOWN = 20
 
 
 class Soak:
-    """Everything lies in `out`; it may be run once. env: more of the server's environment."""
+    """Everything lies in `out`; it may be run once. together: engine core and worker are one process."""
 
-    def __init__(
-        self, out: Path, seed: int, seconds: float, clients: int, env: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self._out, self._seed, self._seconds, self._clients, self._env = out, seed, seconds, clients, env
+    def __init__(self, out: Path, seed: int, seconds: float, clients: int, *, together: bool = False) -> None:
+        self._out, self._seed, self._seconds, self._clients, self._together = out, seed, seconds, clients, together
         self._found: list[str] = []
 
     async def run(self) -> dict[str, Any]:
@@ -49,7 +45,8 @@ class Soak:
         self._recording = Recording(self._out, control)
         chance = random.Random(f"faults {self._seed}")
         self._faults = Faults(control, self._proxy, self._recording.follows, chance, self._seconds)
-        self._load = Load(self._out, self._seed, f"127.0.0.1:{self._proxy.port}", {**self._faults.env, **self._env})
+        target = f"127.0.0.1:{self._proxy.port}"
+        self._load = Load(self._out, self._seed, target, self._faults.env, together=self._together)
         try:
             await self._load.begin(lambda: self._faults.untouched)
             lasted = await self._soak()

@@ -18,7 +18,6 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.offline.trace_file import TraceWriter, read
 from tests.contract.test_record import stream_of
-from tests.engine.test_served import TOGETHER
 from tests.fakes.agent import FakeAgent
 from tests.processes import Control, wait_for
 from tests.soak import asks, trace, watch
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(folder: Path) -> dict[str, Any]:
-    return asyncio.run(Soak(folder, SEED, SECONDS, clients=4, env=TOGETHER).run())
+    return asyncio.run(Soak(folder, SEED, SECONDS, clients=4, together=True).run())
 
 
 @pytest.mark.engine

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
-FRONT, CORE, CONTROL = "front end", "engine core", "control plane"
 # Titles that vLLM gives its processes, and the role each has here.
-TITLES = {"VLLM::EngineCor": CORE, "VLLM::Worker": "worker"}
+TITLES = {"VLLM::EngineCor": "engine core", "VLLM::Worker": "worker"}
+FRONT, CONTROL = "front end", "control plane"
 # Samples of a role beyond these are thinned out before pairs are made of them.
 MOST_SAMPLES = 400
 # What may be called growth over a whole run: a process touches memory now and then for the first time, and a
