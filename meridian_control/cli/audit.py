@@ -7,7 +7,7 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2
 
-from meridian_control.cli.console import Output, add, connect, new_table, pages, show
+from meridian_control.cli.console import Output, add, connect, first, new_table, show
 
 Since = Annotated[datetime | None, typer.Option(help="Only calls from this time on, UTC.")]
 Until = Annotated[datetime | None, typer.Option(help="Only calls before this time, UTC.")]
@@ -35,13 +35,8 @@ def audit(
         since=_stamp(since),
         until=_stamp(until),
     )
-    found: list[audit_pb2.AuditRecord] = []
     with connect(context) as client:
-        for page in pages(client.audit.ListAudit, request):
-            found += page.records
-            if len(found) >= limit:
-                break
-    found = found[:limit]
+        found = first(limit, client.audit.ListAudit, request, "records")
     table = new_table("time", "principal", "role", "peer", "method", "outcome", "before", "after", "what", "why")
     for r in found:
         method = r.method.removeprefix("meridian.v1.")

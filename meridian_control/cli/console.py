@@ -151,6 +151,16 @@ def pages(call: Any, request: Any) -> Iterator[Any]:
         request.page_token = page.next_page_token
 
 
+def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
+    """The first entries of a list, over as many of its pages as it takes. field: has a page's entries."""
+    found: list[Any] = []
+    for page in pages(call, request):
+        found += getattr(page, field)
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 

@@ -23,8 +23,8 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
+    first,
     new_table,
-    pages,
     reported,
     show,
 )
@@ -133,14 +133,9 @@ def policy_history(
     output: InAnyForm = Output.table,
 ) -> None:
     """List the revisions, newest first."""
-    found: list[policy_pb2.PolicyRevision] = []
     with connect(context) as client:
         request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
-        for page in pages(client.policy.ListRevisions, request):
-            found += page.revisions
-            if len(found) >= limit:
-                break
-    found = found[:limit]
+        found = first(limit, client.policy.ListRevisions, request, "revisions")
     rows = [(r.revision, r.create_time.ToJsonString(), r.author, r.reason, r.etag) for r in found]
     show(found, output, _rows(("revision", "time", "author", "reason", "etag"), rows))
 

@@ -26,8 +26,8 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
+    first,
     new_table,
-    pages,
     show,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table
@@ -111,18 +111,14 @@ def rollout_list(
     output: Form = Output.table,
 ) -> None:
     """List the rollouts, newest first."""
-    found: list[rollout_pb2.Rollout] = []
     with connect(context) as client:
         request = rollout_pb2.ListRolloutsRequest(page_size=min(limit, 1000))
-        for page in pages(client.rollout.ListRollouts, request):
-            found += page.rollouts
-            if len(found) >= limit:
-                break
+        found = first(limit, client.rollout.ListRollouts, request, "rollouts")
     shown = new_table("rollout", "state", "step", "candidate", "started", "author", "reason")
-    for r in found[:limit]:
+    for r in found:
         started = r.create_time.ToJsonString()
         add(shown, r.rollout_id, _word(r), _step(r), r.candidate_revision, started, r.author, r.reason)
-    show(found[:limit], output, shown)
+    show(found, output, shown)
 
 
 @rollout_app.command("pause")
