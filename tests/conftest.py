@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.postgres import Postgres
+from tests.preloaded import Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ def group(nodeid: str) -> str:
     if folder == "tests/engine" and file.removeprefix("test_").removesuffix(".py") not in OF_THEIR_OWN:
         return "engine"
     return path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The first of all processes of the tests starts what forks programs for them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        servers = Servers(ENGINE_ENV)
+        config.add_cleanup(servers.stop)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

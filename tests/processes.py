@@ -20,9 +20,13 @@ import grpc
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, freeze_pb2, freeze_pb2_grpc, policy_pb2, policy_pb2_grpc
 
+from tests.preloaded import fork
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
+
+    from tests.preloaded import Forked
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "maze-qwen3"
@@ -77,20 +81,22 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     raise TimeoutError(f"not within {timeout_s * BUSY} s: {what}")
 
 
+def start(command: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
+    """Start a program in a session of its own, its output at the end of `log`."""
+    if forked := fork(command, ROOT, log, env):
+        return forked
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
+        )
+
+
 class Process:
     """A program with its output in a file; `kill` ends its whole group."""
 
     def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         self.log = log
-        with log.open("ab") as out:
-            self.popen = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
+        self.popen = start(command, log, {**os.environ, **(env or {})})
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

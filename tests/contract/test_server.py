@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from contextlib import closing
@@ -23,11 +23,14 @@ from meridian_control.common.paging import MAX_PAGE_SIZE, page
 from meridian_control.server import server as control_server
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
-from tests.processes import free_port
+from tests.processes import free_port, start
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from tests.preloaded import Forked
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -42,7 +45,7 @@ class Process:
         self.port, self.metrics_port = free_port(), free_port()
         self.target = f"127.0.0.1:{self.port}"
         self.options = options
-        self.popen: subprocess.Popen[bytes] | None = None
+        self.popen: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "meridian_control", "--listen", self.target]
@@ -54,8 +57,7 @@ class Process:
             "--store",
             str(self.folder / "m.db"),
         ]
-        with (self.folder / "log").open("ab") as log:
-            self.popen = subprocess.Popen([*command, *self.options], stderr=log)
+        self.popen = start([*command, *self.options], self.folder / "log", os.environ)
 
     async def started(self) -> None:
         self.start()

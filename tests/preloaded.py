@@ -1,0 +1,164 @@
+"""Programs that are forked from a process which has imported what they import, and has done nothing else.
+
+The tests start some thirty processes with vLLM and a hundred with the control plane. An import of vLLM costs 6 to 10
+seconds of processor time, an import of the control plane costs one. `Servers` are started with pytest; each of them
+imports its modules when a test first needs a program of its kind. vLLM itself forks after its import, too, where the
+platform lets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# What each server imports before it forks.
+IMPORTS = {
+    "control": ("meridian_control.app.main",),
+    "vllm": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
+}
+# Which server forks which program, by what follows `python -m`.
+PROGRAMS = {
+    "meridian_control": "control",
+    "tests.chaos.engine": "vllm",
+    "tests.engine.matrix.child": "vllm",
+    "tests.engine.stock": "vllm",
+    "tests.soak.stock": "vllm",
+    "vllm.entrypoints.openai.api_server": "vllm",
+}
+# In the environment of the tests: the folder of the servers' sockets. Without it, programs are started as usual.
+FOLDER = "MERIDIAN_TESTS_PRELOADED"
+
+
+class Servers:
+    """One process of each kind, for all processes of one run of pytest."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="meridian-preloaded-")
+        self._processes = []
+        for name in IMPORTS:
+            command = [sys.executable, "-m", "tests.preloaded", str(Path(self._folder.name, name)), name]
+            # The server ends when its standard input does: with this process, however this process ends.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **env})
+            self._processes.append(process)
+        os.environ[FOLDER] = self._folder.name
+
+    def stop(self) -> None:
+        del os.environ[FOLDER]
+        for process in self._processes:
+            process.communicate()
+        self._folder.cleanup()
+
+
+def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str]) -> Forked | None:
+    """Start `python -m PROGRAM ARGUMENTS...` in a session of its own, its output at the end of `log`. None where no
+    server can fork that command."""
+    if FOLDER not in os.environ or list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
+        return None
+    # Python reads these before it imports anything, and the servers have them as the tests do.
+    if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(Path(os.environ[FOLDER], PROGRAMS[command[2]])))
+    return Forked(Connection(connection.detach()), (list(command[2:]), str(cwd), str(log), dict(env)))
+
+
+class Forked:
+    """The part of subprocess.Popen that the tests use."""
+
+    def __init__(self, connection: Connection[Any, Any], program: tuple[Any, ...]) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        connection.send(program)
+        self.pid: int = connection.recv()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None and self._connection.poll():
+                self.returncode = self._connection.recv()
+                self._connection.close()
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        while (code := self.poll()) is None:
+            with contextlib.suppress(OSError):
+                if not self._connection.poll(timeout):
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(path: str, modules: Sequence[str]) -> None:
+    """Returns in each process that is to run a program, with its arguments in place."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        # Nobody waits for the processes that attend to the programs.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        imported = False
+        while True:
+            readable, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in readable:
+                os._exit(0)
+            accepted, _ = listener.accept()
+            if not imported:
+                for module in modules:
+                    importlib.import_module(module)
+                gc.freeze()
+                imported = True
+            if os.fork():
+                accepted.close()
+                continue
+            break
+    _attend(Connection(accepted.detach()))
+
+
+def _attend(connection: Connection[Any, Any]) -> None:
+    """Fork a program, wait for its end, and tell how it ended. Returns in the program."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    program, cwd, log, env = connection.recv()
+    if pid := os.fork():
+        with contextlib.suppress(OSError):
+            # Nobody has to listen any more.
+            connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os._exit(0)
+    os.setsid()
+    for number, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT))):
+        os.dup2(to, number)
+        os.close(to)
+    os.dup2(1, 2)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = program
+    # From here on, a signal to the program's group reaches it.
+    connection.send(os.getpid())
+    connection.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], IMPORTS[sys.argv[2]])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
