@@ -36,7 +36,9 @@ IMPORTS = {
 PROGRAMS = {
     "meridian_control": "control",
     "tests.chaos.engine": "vllm",
+    "tests.engine.lacking": "vllm",
     "tests.engine.matrix.child": "vllm",
+    "tests.engine.misfit": "vllm",
     "tests.engine.stock": "vllm",
     "tests.soak.stock": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
@@ -111,6 +113,20 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def _let_vllm_fork() -> None:
+    """Have the programs fork their engine cores, which is what vLLM does on a GPU; on a CPU it starts each anew, and
+    imports itself again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    spawns = CpuPlatform.check_and_update_config
+
+    def forks(_: Any, config: Any) -> None:
+        spawns(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    setattr(CpuPlatform, "check_and_update_config", classmethod(forks))  # noqa: B010
+
+
 def _serve(path: str, modules: Sequence[str]) -> None:
     """Returns in each process that is to run a program, with its arguments in place."""
     with socket.socket(socket.AF_UNIX) as listener:
@@ -127,6 +143,8 @@ def _serve(path: str, modules: Sequence[str]) -> None:
             if not imported:
                 for module in modules:
                     importlib.import_module(module)
+                if "vllm" in sys.modules:
+                    _let_vllm_fork()
                 gc.freeze()
                 imported = True
             if os.fork():
@@ -146,9 +164,11 @@ def _attend(connection: Connection[Any, Any]) -> None:
             connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.setsid()
-    for number, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT))):
-        os.dup2(to, number)
-        os.close(to)
+    files = (os.devnull, os.O_RDONLY), (log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number, (path, flags) in enumerate(files):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
     os.dup2(1, 2)
     os.chdir(cwd)
     os.environ.clear()

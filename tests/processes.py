@@ -107,12 +107,12 @@ class Process:
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout_s)
-        self.kill()
-        return self.popen.returncode
+        return self.kill()
 
-    def kill(self) -> None:
+    def kill(self) -> int:
+        """SIGKILL, which does nothing to a program that has ended; returns the exit status."""
         self.signal(signal.SIGKILL)
-        self.popen.wait()
+        return self.popen.wait()
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")

@@ -25,7 +25,7 @@ ENGINE_ARGS: dict[str, Any] = {
     "disable_log_stats": False,
     "seed": 0,
 }
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 CASES = 6
 
 

@@ -1,18 +1,20 @@
 """An engine whose vLLM lacks hooks: prints its greedy tokens for the shared cases and what its scheduler is, as JSON.
 
-`python -m tests.engine.lacking`: one function is gone, and another has lost a parameter, before the agent looks. Stock
-vLLM needs neither on the way of these requests.
+`python -m tests.engine.lacking`: it stays until SIGTERM. One function is gone, and another has lost a parameter, before
+the agent looks. Stock vLLM needs neither on the way of these requests.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases, chat
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     import vllm
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -24,7 +26,7 @@ def main() -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     tokens = chat(llm, cases(), vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     print("\n" + json.dumps({"scheduler": type(scheduler).__name__, "tokens": tokens}), flush=True)
-    input()
+    signal.sigwait({signal.SIGTERM})
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_a_full_ring(  # noqa: PLR0917
 
     monkeypatch.setattr(link.outbox, "_gather", stands_still)
     for i, case in enumerate(cases()):
-        run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
+        run.add(f"{i}", case, GREEDY.clone())
     run.until(lambda: len(run.finished) == len(cases()))
     assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
     assert ring.qsize() == FULL
@@ -204,7 +204,7 @@ def test_clocks_jump(  # noqa: PLR0917
     agent.link.clock = clocks.monotonic
     run = Run(llm)
     for i, case in enumerate(cases()):
-        run.add(f"{i}", case, SamplingParams(temperature=0.0, max_tokens=300))
+        run.add(f"{i}", case, GREEDY.clone())
     run.until(lambda: len(run.tokens["0"]) > 20)
     jumped[0] = jump_s
     run.until()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +14,7 @@ import pytest
 
 from meridian_agent.vllm_adapter import version
 from meridian_agent.vllm_adapter.required_api import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
-from tests.processes import ENGINE_ENV, ROOT, Control, wait_for
+from tests.processes import ENGINE_ENV, Control, Process, wait_for
 from tests.vllm_sources import Sources
 
 if TYPE_CHECKING:
@@ -121,25 +119,23 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
     """It serves what stock serves; its log and the fleet name each hook."""
     control = Control(tmp_path)
-    env = {**os.environ, **ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    engine = subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.lacking"],
-        cwd=ROOT,
-        env=env,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    engine = Process([sys.executable, "-m", "tests.engine.lacking"], tmp_path / "engine.log", env)
     lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
+
+    def said() -> str | None:
+        assert engine.popen.poll() is None, engine.output()[-3000:]
+        return next(
+            (line for line in engine.output().splitlines() if line.startswith("{") and line.endswith("}")), None
+        )
+
     try:
+        found = json.loads(wait_for(said, 120, "the engine to say what it generates"))
         shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 120, "the fault to be shown")
         assert lacks in shown.fault
-        output, _ = engine.communicate("\n", timeout=120)
+        assert engine.stop() == 0
     finally:
         engine.kill()
         control.process.stop()
-    found = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
-    assert engine.returncode == 0
     assert found == {"scheduler": "Scheduler", "tokens": stock}
-    assert f"no agent in this engine, vLLM runs as stock; vLLM {version.vllm_version()} {lacks}" in output
+    assert f"no agent in this engine, vLLM runs as stock; vLLM {version.vllm_version()} {lacks}" in engine.output()

@@ -85,7 +85,7 @@ def priced(agent: Any, llm: Any, settled: Settled, monkeypatch: pytest.MonkeyPat
     """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost."""
     monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
     for count in (3, 7):
-        chat(llm, SEVEN[:count], endless(agent, max_tokens=300))
+        chat(llm, SEVEN[:count], endless(agent, max_tokens=100))
     settled()
     return agent
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 # Tokens in a row that count as a piece of a request; of texts, words.
@@ -90,6 +91,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     agent: Any,
     scheduler: Any,
     control: Control,
+    settled: Settled,
     wiretap: Wiretap,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,7 +105,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     run = Run(llm)
     for i, case in enumerate(cases()):
         run.add(f"r{i}", case, endless(agent, max_tokens=100) if i else copy.deepcopy(SamplingParams(max_tokens=100)))
-    run.until(lambda: len(run.tokens["r0"]) > 20)
+    run.until(lambda: len(run.tokens["r0"]) > 20, settled=settled)
     run.abort("r3")
     refused = control.set_policy({**DENSE, "model": {"maze": {"reasoning_parser": "nobody"}}})
     wait_for(lambda: refused in agent.link.refused, 20, "the policy to be refused")

@@ -1,0 +1,31 @@
+"""vLLM that does not fit the agent, before vLLM's plugins are loaded: `python -m tests.engine.misfit version|hook`.
+
+Its version is outside the supported ones, or a method that the agent needs is gone. The program fails if vLLM is not
+stock afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    import vllm
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from meridian_agent.plugin import register
+
+    if sys.argv[1] == "version":
+        vllm.__version__ = "0.99.0"
+    else:
+        del Scheduler._preempt_request
+    register()
+    assert not hasattr(WorkerWrapperBase.init_device, "__wrapped__")
+    chosen = SchedulerConfig.get_scheduler_cls(SchedulerConfig.default_factory())
+    assert "meridian" not in str(chosen.__mro__), chosen
+
+
+if __name__ == "__main__":
+    main()
