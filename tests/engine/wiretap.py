@@ -69,8 +69,8 @@ def _pass_on(source: socket.socket, to: socket.socket, kept: bytearray | None) -
 
 
 def _bodies(kept: bytes) -> Iterator[bytes]:
-    """The gRPC messages of a connection, stream by stream; a last one may be cut off."""
-    assert kept.startswith(PREFACE)
+    """The gRPC messages of a connection, stream by stream; a last one may be cut off, and so may the preface be."""
+    assert PREFACE.startswith(kept[: len(PREFACE)])
     at, streams = len(PREFACE), defaultdict[int, bytearray](bytearray)
     while at + FRAME_BYTES <= len(kept):
         length, kind = int.from_bytes(kept[at : at + 3], "big"), kept[at + 3]
