@@ -32,8 +32,11 @@ IMPORTS = {
     "control": ("meridian_control.app.main",),
     "vllm": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
 }
-# Which server forks which program, by what follows `python -m`.
+# Which server forks which program: a module, as after `python -m`, or a script.
+EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 PROGRAMS = {
+    str(EXAMPLES / "async_llm.py"): "vllm",
+    str(EXAMPLES / "llm.py"): "vllm",
     "meridian_control": "control",
     "tests.chaos.engine": "vllm",
     "tests.engine.lacking": "vllm",
@@ -67,17 +70,20 @@ class Servers:
         self._folder.cleanup()
 
 
-def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str]) -> Forked | None:
-    """Start `python -m PROGRAM ARGUMENTS...` in a session of its own, its output at the end of `log`. None where no
-    server can fork that command."""
-    if FOLDER not in os.environ or list(command[:2]) != [sys.executable, "-m"] or command[2] not in PROGRAMS:
+def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], stdin: str) -> Forked | None:
+    """Start a program in a session of its own, its output at the end of `log`, its input the file `stdin`. None where
+    no server can fork that command."""
+    python, *program = command
+    if program[:1] == ["-m"]:
+        program = program[1:]
+    if FOLDER not in os.environ or python != sys.executable or program[:1] == [] or program[0] not in PROGRAMS:
         return None
     # Python reads these before it imports anything, and the servers have them as the tests do.
     if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
         return None
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(Path(os.environ[FOLDER], PROGRAMS[command[2]])))
-    return Forked(Connection(connection.detach()), (list(command[2:]), str(cwd), str(log), dict(env)))
+    connection.connect(str(Path(os.environ[FOLDER], PROGRAMS[program[0]])))
+    return Forked(Connection(connection.detach()), (program, str(cwd), str(log), dict(env), stdin))
 
 
 class Forked:
@@ -157,14 +163,14 @@ def _serve(path: str, modules: Sequence[str]) -> None:
 def _attend(connection: Connection[Any, Any]) -> None:
     """Fork a program, wait for its end, and tell how it ended. Returns in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    program, cwd, log, env = connection.recv()
+    program, cwd, log, env, stdin = connection.recv()
     if pid := os.fork():
         with contextlib.suppress(OSError):
             # Nobody has to listen any more.
             connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.setsid()
-    files = (os.devnull, os.O_RDONLY), (log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    files = (stdin, os.O_RDONLY), (log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for number, (path, flags) in enumerate(files):
         opened = os.open(path, flags, 0o644)
         os.dup2(opened, number)
@@ -181,4 +187,7 @@ def _attend(connection: Connection[Any, Any]) -> None:
 
 if __name__ == "__main__":
     _serve(sys.argv[1], IMPORTS[sys.argv[2]])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -81,22 +81,26 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     raise TimeoutError(f"not within {timeout_s * BUSY} s: {what}")
 
 
-def start(command: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start a program in a session of its own, its output at the end of `log`."""
-    if forked := fork(command, ROOT, log, env):
+def start(
+    command: list[str], log: Path, env: Mapping[str, str], stdin: str = os.devnull
+) -> subprocess.Popen[bytes] | Forked:
+    """Start a program in a session of its own, its output at the end of `log`, its input the file `stdin`."""
+    if forked := fork(command, ROOT, log, env, stdin):
         return forked
-    with log.open("ab") as out:
+    with log.open("ab") as out, open(stdin, "rb") as given:
         return subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
+            command, cwd=ROOT, stdin=given, stdout=out, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
         )
 
 
 class Process:
     """A program with its output in a file; `kill` ends its whole group."""
 
-    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], log: Path, env: dict[str, str] | None = None, stdin: str = os.devnull
+    ) -> None:
         self.log = log
-        self.popen = start(command, log, {**os.environ, **(env or {})})
+        self.popen = start(command, log, {**os.environ, **(env or {})}, stdin)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -132,7 +132,7 @@ async def test_a_recording_has_the_engines_of_all(replicated: Replicated) -> Non
             async with stepping(first):
                 while not (response := await recording.read()).unreachable_replicas:
                     pass
-            assert response.record.engine_id == "first"
+            assert response.record.engine_id in {"first", "third"}, "of replicas that live"
             recording.cancel()
 
 

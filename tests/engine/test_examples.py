@@ -4,8 +4,6 @@ or here names Meridian but the environment."""
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,7 @@ import pytest
 
 from tests.data import maze
 from tests.engine.test_served import APART, TOGETHER
-from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, wait_for
+from tests.processes import BUSY, ENGINE_ENV, MODEL, ROOT, Control, Process, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,34 +25,45 @@ OPTIONS = ["--model", str(MODEL), "--served-model-name", "maze", "--reasoning-pa
 OPTIONS += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "2"]
 
 
-def start(name: str, control: Control, folder: Path) -> subprocess.Popen[str]:
-    """VLLM_PLUGINS lists our plugin for one of the two, and is not set for the other."""
-    plugins, processes = EXAMPLES[name]
-    env = {**os.environ, **ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": name}
-    env |= {**processes, "MERIDIAN_STATE_DIR": str(folder / name)}
-    env.pop("VLLM_PLUGINS", None)
-    if plugins:
-        env["VLLM_PLUGINS"] = plugins
-    command = [sys.executable, str(ROOT / "deploy" / "examples" / f"{name}.py"), *OPTIONS]
-    with (folder / f"{name}.err").open("w") as errors:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, env=env, text=True, start_new_session=True
-        )
+class Script(Process):
+    """An example with an engine of its own. VLLM_PLUGINS lists our plugin for one of the two, and is not set for the
+    other."""
+
+    def __init__(self, name: str, control: Control, folder: Path) -> None:
+        plugins, processes = EXAMPLES[name]
+        env = {**ENGINE_ENV, **processes, "MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": name}
+        env["MERIDIAN_STATE_DIR"] = str(folder / name)
+        if plugins:
+            env["VLLM_PLUGINS"] = plugins
+        questions = folder / f"{name}.questions"
+        os.mkfifo(questions)
+        # To read and write, for else this waits for the script, or the script for this.
+        self._questions = os.fdopen(os.open(questions, os.O_RDWR), "w")
+        command = [sys.executable, str(ROOT / "deploy" / "examples" / f"{name}.py"), *OPTIONS]
+        super().__init__(command, folder / f"{name}.log", env, str(questions))
+
+    def ask(self, question: str) -> None:
+        print(question, file=self._questions, flush=True)
+
+    def finish(self) -> int:
+        """No question comes any more; returns the exit status."""
+        self._questions.close()
+        return self.popen.wait(60 * BUSY)
 
 
 @pytest.mark.timeout(400)
-def test_scripts_are_governed_by_the_environment_alone(tmp_path: Path) -> None:
+def test_scripts_are_governed_by_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shows up in a real meridian-control, takes the policy, and its thinking ends at the cap."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     control = Control(tmp_path)
-    running: dict[str, subprocess.Popen[str]] = {}
+    running: dict[str, Script] = {}
     try:
         revision = control.set_policy({"scheduler": {"max_think_tokens": CAP, "min_think_tokens": 0}})
-        running = {name: start(name, control, tmp_path) for name in EXAMPLES}
+        running = {name: Script(name, control, tmp_path) for name in EXAMPLES}
 
         def engines() -> dict[str, fleet_pb2.Engine]:
-            for name, process in running.items():
-                assert process.poll() is None, (tmp_path / f"{name}.err").read_text()[-3000:]
+            for script in running.values():
+                assert script.popen.poll() is None, script.output()[-3000:]
             return {engine.engine_id: engine for engine in control.engines()}
 
         def governed() -> bool:
@@ -62,22 +71,17 @@ def test_scripts_are_governed_by_the_environment_alone(tmp_path: Path) -> None:
             return found.keys() == EXAMPLES.keys() and all(e.acked_revision == revision for e in found.values())
 
         wait_for(governed, 300, "both engines to take the policy")
-        for process in running.values():
-            assert process.stdin is not None
-            process.stdin.write(maze.prompts(1, seed=11)[0] + "\n")
-            process.stdin.flush()
+        for script in running.values():
+            script.ask(maze.prompts(1, seed=11)[0])
         wait_for(lambda: all(sum(e.think_tokens.counts) for e in engines().values()), 60, "both requests to end")
         for engine in engines().values():
             assert (sum(engine.think_tokens.counts), engine.think_tokens.sum) == (1, CAP)
             assert engine.ends == {"hard_cap": 1}
             assert engine.entropy_backend == 1, "the CPU measures"
-        for name, process in running.items():
-            said, _ = process.communicate(timeout=60)
-            assert process.returncode == 0, (tmp_path / f"{name}.err").read_text()[-3000:]
-            assert " ".join(maze.ANSWER_WORDS[:2]) in said, said
+        for script in running.values():
+            assert script.finish() == 0, script.output()[-3000:]
+            assert " ".join(maze.ANSWER_WORDS[:2]) in script.output()
     finally:
-        for process in running.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        for script in running.values():
+            script.kill()
         control.process.stop()
