@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import grpc
 import typer
@@ -22,8 +22,6 @@ from meridian_control.cli.console import connect, console
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
-# Until gRPC is done with a call that was cancelled.
-END_S = 5.0
 # Lines that are neither requests nor engines: two headings, an empty line, the count of what is not shown.
 OTHER_LINES = 4
 
@@ -46,15 +44,7 @@ def top(
             if error.code() is not grpc.StatusCode.CANCELLED:
                 raise
         finally:
-            end(call)
-
-
-def end(call: Any) -> None:
-    """Cancel a call and wait until gRPC is done with it: Python that exits before writes an error of gRPC's."""
-    over = threading.Event()
-    call.cancel()
-    if call.add_callback(over.set):
-        over.wait(END_S)
+            call.cancel()
 
 
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:

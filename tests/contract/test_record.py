@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE
 from contextlib import suppress
 from datetime import UTC
@@ -21,7 +20,7 @@ from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
 from meridian_control.session.session import Session
-from tests.contract.test_ctl import FakeFleet, heeds_interrupts, run
+from tests.contract.test_ctl import MERIDIANCTL, FakeFleet, run
 from tests.contract.test_stream import Control, bad_slot, call_to, controlling, failure
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
@@ -257,11 +256,9 @@ async def test_record_for_a_while(control: Control, tmp_path: Path) -> None:
 
 async def test_record_until_interrupted(control: Control, tmp_path: Path) -> None:
     out = tmp_path / "a.trace"
-    command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()", "record", str(out)]
+    command = [*MERIDIANCTL, "record", str(out)]
     environment = {**os.environ, "MERIDIAN_SERVER": control.target}
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, stdout=PIPE, stderr=PIPE, preexec_fn=heeds_interrupts
-    )
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
     try:
         await until(lambda: control.fleet.recordings, 30)
         await stream_of(control.target, FakeAgent(), 40)

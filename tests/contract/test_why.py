@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import signal
-import sys
 import termios
 import tomllib
 from contextlib import suppress
@@ -22,7 +21,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.decision_log import jsonl_file as files
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.policy import formats as forms
-from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, heeds_interrupts, run
+from tests.contract.test_ctl import FAILED, INVALID, MERIDIANCTL, OK, UNREACHABLE, engine, run
 from tests.contract.test_ctl import Control as FakeControl
 from tests.contract.test_ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.test_server import Process
@@ -288,7 +287,7 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         termios.tcsetwinsize(self.slave, (24, 100))
         self.before = termios.tcgetattr(self.slave)
-        self.command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()", *arguments]
+        self.command = [*MERIDIANCTL, *arguments]
         # The terminal alone says how it is: Rich believes these variables before the terminal.
         inherited = {name: value for name, value in os.environ.items() if name not in RICH_VARIABLES}
         self.environment = {**inherited, "MERIDIAN_SERVER": address, "TERM": "xterm"}
@@ -296,9 +295,7 @@ class Terminal:
 
     async def __aenter__(self) -> Terminal:
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
-        self.process = await asyncio.create_subprocess_exec(
-            *self.command, env=self.environment, preexec_fn=heeds_interrupts, **streams
-        )
+        self.process = await asyncio.create_subprocess_exec(*self.command, env=self.environment, **streams)
         os.set_blocking(self.master, False)
         return self
 
@@ -382,7 +379,7 @@ async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:
     ],
 )
 async def test_completion(words: str, expected: set[str]) -> None:
-    command = [sys.executable, "-c", "from meridian_control.cli.main import main; main()"]
+    command = MERIDIANCTL
     environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
