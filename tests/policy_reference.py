@@ -1,0 +1,97 @@
+"""The reference of the policy's fields, `meridian_control/policy/reference.md`, made from the schema.
+
+`python -m tests.policy_reference` prints it; `--write` replaces the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from meridian_control.policy.diff import spelled
+from meridian_control.policy.model import PER_REQUEST
+from meridian_control.policy.schema import (
+    INT32_MAX,
+    EntropyPolicy,
+    FallbackPolicy,
+    KvMemoryPolicy,
+    ModelPolicy,
+    RankCondition,
+    SchedulerPolicy,
+    TelemetryPolicy,
+)
+from tests.processes import ROOT
+
+if TYPE_CHECKING:
+    from meridian_control.policy.schema import Section
+
+REFERENCE = ROOT / "meridian_control" / "policy" / "reference.md"
+SECTIONS: dict[str, type[Section]] = {
+    "scheduler": SchedulerPolicy,
+    "entropy": EntropyPolicy,
+    "entropy.rank_conditions[]": RankCondition,
+    "kv_memory": KvMemoryPolicy,
+    "telemetry": TelemetryPolicy,
+    "fallback": FallbackPolicy,
+    "model.NAME": ModelPolicy,
+}
+HEAD = """# Policy fields
+
+`python -m tests.policy_reference --write` makes this page from `schema.py`, and a test holds it against that.
+An `[[override]]` may set the fields marked with `*` for the requests that it matches
+([how](policy.md#who-gets-what)). The [glossary](../../proto/glossary.md) explains the terms.
+"""
+COLUMNS = f"| field | type | default | range | what it does | when to change it |\n{'|---' * 6}|\n"
+BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum", "below"), ("maximum", "to"))
+
+
+def reference() -> str:
+    """One table for each section, in the order of the schema."""
+    return HEAD + "".join(_section(name, kind) for name, kind in SECTIONS.items())
+
+
+def _section(name: str, kind: type[Section]) -> str:
+    said = " ".join((kind.__doc__ or "").split())
+    fields = kind.model_json_schema()["properties"]
+    rows = "".join(_row(name, field, of) for field, of in fields.items())
+    return f"\n## {name}\n{said}\n\n{COLUMNS}{rows}"
+
+
+def _row(section: str, field: str, of: dict[str, Any]) -> str:
+    mark = "*" if field in PER_REQUEST.get(section, ()) else ""
+    cells = (f"`{field}`{mark}", _type(of), f"`{spelled(of['default'])}`", _range(of), of["description"], of["advice"])
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _type(of: dict[str, Any]) -> str:
+    if of.get("type") == "array":
+        inner = of["items"]
+        return f"list of {_type(inner)}"
+    if "$ref" in of:
+        return "tables"
+    return {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}[of["type"]]
+
+
+def _range(of: dict[str, Any]) -> str:
+    if of.get("type") == "array":
+        least, most = of.get("minItems", 0), of["maxItems"]
+        inner = _range(of["items"])
+        return f"{least} to {most} entries" + (f", each {inner}" if inner else "")
+    if "enum" in of:
+        return ", ".join(f"`{value}`" for value in of["enum"])
+    if "maxLength" in of:
+        return f"up to {of['maxLength']:,} characters"
+    # No limit of its own, but what a field of the proto can hold.
+    bounds = {key: bound for key, bound in of.items() if bound != INT32_MAX}
+    return of.get("range") or " ".join(f"{word} {bounds[key]:,}" for key, word in BOUNDS if key in bounds)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write"]:
+        REFERENCE.write_text(reference())
+    else:
+        print(reference(), end="")
+
+
+if __name__ == "__main__":
+    main()
