@@ -1,21 +1,29 @@
-"""The list of guarantees in README.md, and the table of their mutations in tests/README.md. Runs nothing."""
+"""The list of guarantees in README.md, and the table of their mutations beside this file. Runs nothing."""
 
 from __future__ import annotations
+
+import re
 
 from tests.guarantees.broken import BROKEN, item_of
 from tests.sim.mutations import ROOT
 
-LIST, TABLE = ROOT / "README.md", ROOT / "tests" / "README.md"
-SECTION = "## What is guaranteed\n"
+LIST, TABLE = ROOT / "README.md", ROOT / "tests" / "guarantees" / "README.md"
+SECTION = "## Guarantees\n"
 BEGIN, END = "<!-- guarantees: begin -->\n", "<!-- guarantees: end -->\n"
 HEAD = "| guarantee | broken by | test that fails | |\n|---|---|---|---|\n"
 NOT_RUN = "not run yet"
 
 
 def items() -> list[str]:
-    """The items of the README's list, each on one line."""
+    """The promises of the README's table."""
+    return [promise for promise, _ in promises()]
+
+
+def promises() -> list[tuple[str, list[str]]]:
+    """Each promise of the README's table, with its tests as paths in `tests`."""
     section = LIST.read_text().partition(SECTION)[2].partition("\n## ")[0]
-    return [" ".join(item.split()) for item in section.split("\n- ")[1:]]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    return [(promise, re.findall(r"`([^`]+)`", tests)) for promise, tests in lines]
 
 
 def rows() -> list[list[str]]:

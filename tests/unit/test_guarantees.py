@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.guarantees.broken import BROKEN, Broken, item_of
-from tests.guarantees.readme import NOT_RUN, items, rows
+from tests.guarantees.readme import NOT_RUN, items, promises, rows
 from tests.sim.mutations import ROOT
 
 
 def test_every_guarantee_is_broken_once() -> None:
     found = {item_of(broken.guarantee, items()) for broken in BROKEN}
     assert [item for item in items() if item not in found] == []
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    for promise, tests in promises():
+        assert tests, promise
+        assert [test for test in tests if not (ROOT / "tests" / test).is_file()] == [], promise
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=[broken.mutant.name for broken in BROKEN])
