@@ -27,9 +27,9 @@ def generated() -> dict[Path, str]:
         for name, content in DASHBOARDS.items()
     }
     files[ADDONS / "monitoring" / "prometheusrule.yaml"] = _rule()
-    guide = (HERE / "README.md").read_text(encoding="utf-8")
+    guide = (HERE / "metrics.md").read_text(encoding="utf-8")
     before, after = guide.split(BEGIN)[0], guide.split(END)[1]
-    files[HERE / "README.md"] = f"{before}{BEGIN}{markdown()}{END}{after}"
+    files[HERE / "metrics.md"] = f"{before}{BEGIN}{markdown()}{END}{after}"
     return files
 
 

@@ -1,5 +1,5 @@
 """Compiles the CUDA source for GPUs that are not here, with NVRTC, the compiler that CuPy uses, and reads what it says
-of registers, shared memory and spills. `python -m tests.nvrtc` prints the table that kernels/README.md carries."""
+of registers, shared memory and spills. `python -m tests.nvrtc` prints the table that kernels/cuda_kernel.md carries."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The table of vLLM's reasoning parsers: which markers the agent finds for each, and whether vLLM itself agrees.
 
 `python -m tests.parsers` looks at the installed vLLM; `--save` keeps the table in tests/data/parsers and rewrites the
-summary in meridian_agent/README.md. Owns tokenizers made for the purpose: no parser's own tokenizer is at hand, so each
-gets one that has the tokens it asks for.
+summary in the agent's thinking_markers.md. Owns tokenizers made for the purpose: no parser's own tokenizer is at hand,
+so each gets one that has the tokens it asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 DATA = Path(__file__).parent / "data" / "parsers"
-README = Path(__file__).parent.parent / "meridian_agent" / "README.md"
+PAGE = Path(__file__).parent.parent / "meridian_agent" / "vllm_adapter" / "thinking_markers.md"
 BEGIN, END = "<!-- parsers: made by `python -m tests.parsers --save` -->\n", "<!-- /parsers -->\n"
 EOS = "<|endoftext|>"
 
@@ -266,7 +266,7 @@ def saved() -> list[dict[str, Any]]:
 
 
 def section(tables: list[dict[str, Any]]) -> str:
-    """The summary for the agent's README: what holds on the newest vLLM, and where another one differs."""
+    """The summary for the agent's page: what holds on the newest vLLM, and where another one differs."""
     newest = tables[-1]
     lines = [
         "| parser | thinking begins | a forced end writes | also an end | vLLM agrees by |",
@@ -301,8 +301,8 @@ def _missing(made: dict[str, Any], newest: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    """What the README has between its two marks."""
-    return README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    """What the page has between its two marks."""
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 
 def main() -> None:
@@ -317,8 +317,8 @@ def main() -> None:
         (DATA / f"{made['vllm']}.json").write_text(
             json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        readme = README.read_text(encoding="utf-8")
-        README.write_text(readme.replace(BEGIN + written(), BEGIN + section(saved())), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(page.replace(BEGIN + written(), BEGIN + section(saved())), encoding="utf-8")
     print(json.dumps(summary(made)))
 
 

@@ -55,7 +55,7 @@ def rollout_start(
     context: typer.Context,
     file: File,
     *,
-    steps: Annotated[Path, typer.Option(help="Steps and guardrails, TOML; see the README.")],
+    steps: Annotated[Path, typer.Option(help="Steps and guardrails, TOML; see rollout/staged_rollout.md.")],
     dry_run: DryRun = False,
     diff: Diff = False,
     etag: Annotated[str, typer.Option(help="Etag the policy in force must have; default: any.")] = "",

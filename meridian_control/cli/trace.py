@@ -55,7 +55,7 @@ def calibrate(
     traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
     *,
     labels: Annotated[
-        Path | None, typer.Option(help='JSON lines {"request_id", "think_tokens", "correct"}; see the README.')
+        Path | None, typer.Option(help='JSON lines {"request_id", "think_tokens", "correct"}; see calibration.md.')
     ] = None,
     max_loss: Annotated[float, typer.Option(min=0, max=1, help="Accuracy that may be lost, a fraction.")] = 0.01,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals and bounds.")] = 0.95,

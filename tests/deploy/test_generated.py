@@ -76,7 +76,7 @@ def test_every_alert_is_of_metrics_that_exist_and_has_a_runbook(name: str) -> No
     rule = ALERTS[name]
     check(rule["expr"])
     page, anchor = rule["annotations"]["runbook_url"].split("#")
-    headings = [line.removeprefix("### ") for line in (HERE.parent / page).read_text().splitlines()]
+    headings = [line.removeprefix("## ") for line in (HERE.parent / page).read_text().splitlines()]
     assert anchor in [heading.lower() for heading in headings if heading == name]
 
 

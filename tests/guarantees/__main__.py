@@ -1,8 +1,8 @@
 """`python -m tests.guarantees [NAME]... [--engine | --no-engine] [--write]`: breaks each guarantee on purpose.
 
 Each mutation is a patch in a copy of the tree, in which its test must fail; before that all the tests chosen must pass
-in the tree as it is. `--write` puts what came out into the table of tests/README.md. Exit status 1 when a test does not
-fail, or fails unbroken.
+in the tree as it is. `--write` puts what came out into the table of the README beside it. The exit status is 1 when a
+test does not fail, or fails unbroken.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ BROKEN: tuple[Broken, ...] = (
 
 
 def item_of(guarantee: str, items: list[str]) -> str:
-    """The item of the README's list that begins so. Raises ValueError where there is not exactly one."""
+    """The promise of the README's table that begins so. Raises ValueError where there is not exactly one."""
     found = [item for item in items if item.startswith(guarantee)]
     if len(found) != 1:
         raise ValueError(f"{len(found)} guarantees begin with {guarantee!r}")

@@ -1,7 +1,7 @@
 """`python -m tests.sim.mutations`: breaks the product on purpose and says after how many seeds the simulator notices.
 
 Each mutation is a patch of one source file in a copy of the tree. `--write` puts what came out into the table of
-tests/README.md. `--in NAME COMMAND…` runs a command in such a copy instead, for example a soak. Exit code 1 when a
+tests/sim/README.md. `--in NAME COMMAND…` runs a command in such a copy instead, for example a soak. Exit code 1 when a
 mutation survives, or no longer fits the source.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("meridian_agent", "meridian_control", "kernels")
-README = ROOT / "tests" / "README.md"
+README = ROOT / "tests" / "sim" / "README.md"
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
 HEAD = "| mutation | seeds | what said so |\n|---|---|---|\n"
 SAID = 110

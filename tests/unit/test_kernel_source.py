@@ -22,7 +22,7 @@ from tests.needed import NVRTC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-README = Path(cuda.__file__).parents[1] / "README.md"
+PAGE = Path(cuda.__file__).parents[1] / "cuda_kernel.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Nats; a logarithm of a float32 that is far from 0 has a larger rounding error.
 NATS = 1e-5
@@ -37,7 +37,7 @@ def compiler() -> nvrtc.Compiler:
 
 
 def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
-    """And README.md carries what this compiler says."""
+    """And the page carries what this compiler says."""
     found = []
     for architecture in nvrtc.ARCHITECTURES:
         code, log = compiler.compile(architecture)
@@ -49,8 +49,8 @@ def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
         # As many blocks as the launch counts on fit into a multiprocessor's registers and shared memory.
         assert one.registers * cuda.THREADS * cuda.BLOCKS_PER_SM <= 65536, one
         assert (one.shared_bytes + 1024) * cuda.BLOCKS_PER_SM <= 164 << 10, one
-    if f"NVRTC {compiler.version}" in README.read_text():
-        assert nvrtc.table(found) in README.read_text(), "python -m tests.nvrtc prints the table for kernels/README.md"
+    if f"NVRTC {compiler.version}" in PAGE.read_text():
+        assert nvrtc.table(found) in PAGE.read_text(), "python -m tests.nvrtc prints its table"
 
 
 def test_compiler_errors_are_told(compiler: nvrtc.Compiler) -> None:

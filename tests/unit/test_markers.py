@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.policy.formats import load
 from tests import parsers
+from tests.processes import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +179,7 @@ def test_a_parser_for_another_vocabulary_is_told_from_its_own(tmp_path: Path, mo
 
 
 def test_what_is_shipped_for_families_is_a_policy_and_names_parsers_that_are_resolved(table: dict[str, Any]) -> None:
-    shipped = load(parsers.README.parents[1] / "deploy" / "models.toml")
+    shipped = load(ROOT / "deploy" / "models.toml")
     assert shipped.model
     for name, section in shipped.model.items():
         assert "vllm_agrees_by" in table["parsers"][section.reasoning_parser], name

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def test_readme() -> None:
-    text = results.README.read_text()
+    text = results.PAGE.read_text()
     assert results.with_table(text) == text, "run python -m tests.engine.matrix --write"
 
 

@@ -1,8 +1,8 @@
 """Runs builds, each in a process of its own with a control plane of its own, and says what came of each feature.
 
 `python -m tests.engine.matrix [--build NAME]... [--feature NAME]... [--save] [--write]`: `--save` keeps the results of
-this Python's vLLM in tests/data/matrix, failures too, `--write` makes the table in meridian_agent/README.md from what
-is kept (alone, it runs nothing). Names at its end what failed, and exits with 1 then.
+this Python's vLLM in tests/data/matrix, failures too, `--write` makes the table in the agent's versions.md from what is
+kept (alone, it runs nothing). Names at its end what failed, and exits with 1 then.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
                     results.save(came)
                 found += came
     if args.write:
-        results.README.write_text(results.with_table(results.README.read_text()))
+        results.PAGE.write_text(results.with_table(results.PAGE.read_text()))
     failed = [f"failed: {of['build']}: {of['feature']}" for of in found if of["result"] == results.FAILED]
     for name in failed:
         print(name, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the matrix found, by vLLM version, and the table in meridian_agent/README.md that is made from it.
+"""What the matrix found, by vLLM version, and the table in the agent's versions.md that is made from it.
 
 Owns both files' form. Runs nothing.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Saved = dict[tuple[str, str], dict[str, str]]
 
 FOLDER = ROOT / "tests" / "data" / "matrix"
-README = ROOT / "meridian_agent" / "README.md"
+PAGE = ROOT / "meridian_agent" / "vllm_adapter" / "versions.md"
 BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!-- end -->\n"
 # One line of a build's output, less what names the file and what changes from run to run.
 KEPT = ("build", "feature", "result", "detail")
@@ -137,6 +137,6 @@ def _list(names: Sequence[str], of: Sequence[str]) -> str:
 
 
 def with_table(text: str) -> str:
-    """The README's text with its table made anew."""
+    """The page's text with its table made anew."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table(saved())}\n{END}{rest.partition(END)[2]}"
