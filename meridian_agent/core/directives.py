@@ -6,42 +6,43 @@ Pure but for the tracker it changes. Runs on the engine-core thread only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.dispatch_plan import DispatchPlan
 from meridian_agent.core.live_request import Cap, Ending, Tracked
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meridian.v1 import agent_pb2
-
     from meridian_agent.core.phases import PhaseState
     from meridian_agent.core.tracker import Tracker
 
-# meridian.v1.ForceReason of a soft close, the one force that belongs to the scheduler section.
-SOFT_CLOSE = 5
+# The one force that belongs to the scheduler section.
+SOFT_CLOSE = agent_pb2.FORCE_REASON_SOFT_CLOSE
 
 
 class Outcome(IntEnum):
     """The values of meridian.v1.Outcome."""
 
-    APPLIED = 1
-    SHADOWED = 2
-    SUPERSEDED = 3
-    ENDED_NATURALLY = 4
-    REQUEST_GONE = 5
-    REFUSED = 6
-    AGENT_OFF = 7
+    APPLIED = agent_pb2.OUTCOME_APPLIED
+    SHADOWED = agent_pb2.OUTCOME_SHADOWED
+    SUPERSEDED = agent_pb2.OUTCOME_SUPERSEDED
+    ENDED_NATURALLY = agent_pb2.OUTCOME_ENDED_NATURALLY
+    REQUEST_GONE = agent_pb2.OUTCOME_REQUEST_GONE
+    REFUSED = agent_pb2.OUTCOME_REFUSED
+    AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
 
 
 class Tier(IntEnum):
     """The values of meridian.v1.EvictionTier."""
 
-    REUSABLE = 1
-    UNREACHABLE = 2
+    REUSABLE = agent_pb2.EVICTION_TIER_REUSABLE
+    UNREACHABLE = agent_pb2.EVICTION_TIER_UNREACHABLE
 
 
 # Those of a newer control plane may be others.
@@ -63,23 +64,8 @@ STEP_DECISIONS = 1024
 # Why what is decided about thinking is refused on an engine without known markers.
 NOT_KNOWN = "the thinking markers are not known"
 
-# Flags by the value of meridian.v1.Placement.
-PLACEMENT_FLAGS = {2: FLAG_SENTENCE, 3: FLAG_PARAGRAPH}
-
-
-@dataclass(slots=True)
-class Plan:
-    """The dispatch plan in force."""
-
-    decision_id: int
-    think_per_step: int | None
-    output_per_step: int | None
-    max_skip_steps: int
-    prefill_tokens_per_step: int | None
-    hold_admission: bool
-    shadow: bool
-    stock: bool
-    reported: bool = False
+# The flags that the newest token must have where a probe is placed.
+PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 
 class Directives:
@@ -87,7 +73,7 @@ class Directives:
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self.plan: Plan | None = None
+        self.plan: DispatchPlan | None = None
         # Probes to place: (decision id, request, flags its newest token must have, milliseconds it then waits).
         self.probes: list[tuple[int, Tracked, int, int]] = []
 
@@ -210,7 +196,7 @@ class Directives:
         def limit(name: str) -> int | None:
             return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
 
-        self.plan = Plan(
+        self.plan = DispatchPlan(
             plan.decision_id,
             limit("think_per_step"),
             limit("output_per_step"),
@@ -226,7 +212,7 @@ class Directives:
                 tr.rank = rank
         self._tracker.reorder = True
 
-    def active_plan(self) -> Plan | None:
+    def active_plan(self) -> DispatchPlan | None:
         """The plan to obey in this step, reported once; None when vLLM's own order holds."""
         plan = self.plan
         if plan is None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import agent_pb2
+
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_FORCED, Phase, PhaseState
 
 if TYPE_CHECKING:
@@ -17,8 +19,12 @@ if TYPE_CHECKING:
 
 # Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
 # Where phases are not known all requests rank alike, so vLLM's own order holds.
-PHASE_RANK = {Phase.OUTPUT: 0, Phase.UNKNOWN: 256, Phase.PROMPT: 256, Phase.THINK: 544}
-
+PHASE_RANK = {
+    Phase.OUTPUT: agent_pb2.PHASE_RANK_UNSPECIFIED,
+    Phase.UNKNOWN: agent_pb2.PHASE_RANK_PROMPT,
+    Phase.PROMPT: agent_pb2.PHASE_RANK_PROMPT,
+    Phase.THINK: agent_pb2.PHASE_RANK_THINK,
+}
 
 NEVER = 1 << 62
 

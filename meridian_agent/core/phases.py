@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from meridian.v1 import agent_pb2
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 class Phase(IntEnum):
     """The values of meridian.v1.Phase. A request is UNKNOWN while nobody knows the engine's thinking markers."""
 
-    UNKNOWN = 0
-    PROMPT = 1
-    THINK = 2
-    OUTPUT = 3
+    UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
+    PROMPT = agent_pb2.PHASE_PROMPT
+    THINK = agent_pb2.PHASE_THINK
+    OUTPUT = agent_pb2.PHASE_OUTPUT
 
 
 class Event(IntEnum):
@@ -45,16 +47,15 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.OUTPUT, Event.END): Phase.OUTPUT,
 }
 
-# Row flags of meridian.v1.TokenColumns. The bits from TAKE_BACK_SHIFT up say how many earlier tokens, counted as output
-# with FLAG_FROM_OUTPUT and else as thinking, turn out to belong to the marker.
-FLAG_MARKER = 1
-FLAG_END = 2
-FLAG_FROM_OUTPUT = 4
-FLAG_FORCED = 8
-FLAG_BY_CAP = 16
-FLAG_SENTENCE = 32
-FLAG_PARAGRAPH = 64
-TAKE_BACK_SHIFT = 8
+# The row flags of meridian.v1.TokenFlag, under short names.
+FLAG_MARKER = agent_pb2.TOKEN_FLAG_MARKER
+FLAG_END = agent_pb2.TOKEN_FLAG_END
+FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
+FLAG_FORCED = agent_pb2.TOKEN_FLAG_FORCED
+FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
+FLAG_SENTENCE = agent_pb2.TOKEN_FLAG_SENTENCE
+FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
+TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
 # Tokens that are looked through at once for one that may end a marker.
 PART_TOKENS = 256
 # Where there is one, finding it takes as long as so many tokens of text for each of the part, and looking at it as long

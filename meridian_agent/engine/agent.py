@@ -11,12 +11,15 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core import probe_admission, request_info
 from meridian_agent.core.catch_up import Adoption, state_of_new
 from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
+from meridian_agent.core.guard import cause_name, hook
 from meridian_agent.core.phases import Markers, Phase
 from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, Asking
 from meridian_agent.core.tracker import Tracker
@@ -28,11 +31,10 @@ from meridian_agent.engine.token_masks import Masks
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from meridian.v1 import agent_pb2
+    from collections.abc import Iterable
 
     from meridian_agent.core.step_record import StepRecord
+    from meridian_agent.engine.engine_facts import EngineFacts
     from meridian_agent.engine.queue_order import Limit
     from meridian_agent.link.control_stream import Link
 
@@ -44,44 +46,24 @@ MAX_STEP_S = 1.0
 EMPTY_REPORT_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is found out about an engine once, at its start.
-
-    boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is filled in
-    part. tool_call: begins a tool call in this model's output, where thinking stays in the chat until the tool has
-    answered. on_fault: told of a fault elsewhere than in a hook, by its cause and its text. expected_backend: what
-    should measure entropy on the workers, and why it is not the CUDA kernel. no_probes: why probes are refused; empty
-    where they are not.
-    """
-
-    model: str
-    boundaries: bytes
-    shares_blocks: bool
-    tool_call: int | None
-    on_fault: Callable[[str, str], None]
-    expected_backend: tuple[str, str]
-    no_probes: str = ""
-
-
 class Agent:
     """One engine's agent; it belongs to the engine-core thread."""
 
-    def __init__(self, scheduler: Any, markers: Markers, link: Link, known: Known) -> None:
-        self.link, self.known = link, known
+    def __init__(self, scheduler: Any, markers: Markers, link: Link, facts: EngineFacts) -> None:
+        self.link, self.facts = link, facts
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers)
-        tracker.boundaries = known.boundaries
+        tracker.boundaries = facts.boundaries
         # Tokens of a step on top of its first; under asynchronous scheduling, those of the step before it, too.
         drafts = scheduler.num_spec_tokens
         tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
         self.queues = Queues(tracker, scheduler)
-        self.probing = Probing(tracker, directives, self.block_size, known.shares_blocks, known.no_probes)
+        self.probing = Probing(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
         self.accounts = Accounts(tracker, directives, self.probing)
         self.masks = Masks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
-        self.blocks = Blocks(directives, known.tool_call)
+        self.blocks = Blocks(directives, facts.tool_call)
         self.observe_entropy = False
         self._asking = Asking()
         # Cap of new requests; what is out of force, as parts of directives; whether all of it is.
@@ -99,7 +81,7 @@ class Agent:
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
         # What measures on the worker and why it is not the CUDA kernel: what is expected, until the worker says so.
-        self.backend = known.expected_backend
+        self.backend = facts.expected_backend
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
@@ -177,12 +159,13 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------ request events
 
+    @hook(agent_pb2.FAULT_CAUSE_OPENED)
     def opened(self, scheduler: Any, request: Any) -> None:
         """A request was added to the engine. Nothing is tracked that does not generate text."""
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
-        info = request_info.info_of(request, self.known.model)
+        info = request_info.info_of(request, self.facts.model)
         if self.link.idle:
             # No step is under way: what has arrived holds for its first request already.
             with self.link.handover:
@@ -207,21 +190,24 @@ class Agent:
                 self.tracker.reread(tr, state)
                 self.link.outbox.resync()
             elif request.sampling_params is not None and tr is None:
-                info, waits = request_info.info_of(request, self.known.model), request_api.waits_preempted(request)
+                info, waits = request_info.info_of(request, self.facts.model), request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:
             self._adoption = None
 
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any]) -> None:
         """Requests were ended from outside (client gone)."""
         for request in requests:
             if tr := self.tracker.by_id.get(getattr(request, "request_id", request)):
                 self.accounts.close(tr, FINISH_REASON["abort"])
 
+    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
         """A request is about to go back to the queue."""
         self.queues.preempting(request)
 
+    @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
     def preempted(self, scheduler: Any, request: Any) -> None:
         tr = self.tracker.by_id.get(request.request_id)
         if tr is None:
@@ -237,6 +223,7 @@ class Agent:
             if not self.frozen:
                 reuse_answers_last(scheduler, self.tracker.preempted)
 
+    @hook(agent_pb2.FAULT_CAUSE_FREEING)
     def freeing(self, scheduler: Any, request: Any) -> None:
         """A request's blocks are about to go back to the pool."""
         if request.request_id in self.probing.placed:
@@ -310,6 +297,7 @@ class Agent:
         """Whether all tokens before the step that was scheduled last are accounted."""
         return not self.is_async or len(self._prefills) <= 1
 
+    @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
         """The step's token masks, with the ends of thinking that are forced in it.
 
@@ -323,6 +311,7 @@ class Agent:
             return base
         return self.masks.with_ends(output, base)
 
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
         """Account the step's tokens, settle decisions, send the record."""
         told = getattr(runner_output, RESULT, None)
@@ -372,7 +361,7 @@ class Agent:
         self.no_entropy = reason
         if reason:
             logger.warning("meridian: no entropy from this engine: %s", reason)
-            self.known.on_fault("observer", reason)
+            self.facts.on_fault(cause_name(agent_pb2.FAULT_CAUSE_OBSERVER), reason)
         else:
             logger.info("meridian: entropy from this engine again")
         self.link.restart()

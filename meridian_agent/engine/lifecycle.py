@@ -16,10 +16,11 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import probe_admission
 from meridian_agent.core.entropy_backend import expected_backend
-from meridian_agent.core.guard import MAX_FAULT
+from meridian_agent.core.guard import MAX_FAULT, hook
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.settings_check import check
-from meridian_agent.engine.agent import Agent, Known
+from meridian_agent.engine.agent import Agent
+from meridian_agent.engine.engine_facts import EngineFacts
 from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import Credentials
@@ -75,8 +76,8 @@ class Keeper:
         boundaries = tokenizer.boundaries(config)
         tool_call, note = self._template.tool_call, self._guard.note
         expected = expected_backend(str(config.device_config.device_type))
-        self._known = Known(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
-        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        self._facts = EngineFacts(self._model, boundaries, shares_blocks, tool_call, note, expected, self._no_probes)
+        agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
@@ -102,12 +103,13 @@ class Keeper:
         self.link.hold(settings, found)
         logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
 
+    @hook(agent_pb2.FAULT_CAUSE_AGAIN)
     def again(self, steps_under_way: int) -> Agent:
         """Another agent, with the settings that were in force last; it takes up the engine's requests bit by bit.
 
         Nothing here reads a tokenizer or a file: that was done at the start.
         """
-        agent = Agent(self._scheduler, self._markers, self.link, self._known)
+        agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         if self.link.held is not None:
             agent.put_in_force(*self.link.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
@@ -199,7 +201,7 @@ class Keeper:
         """What the template does with thinking cannot be told before it is known what thinking is."""
         self._template = tokenizer.template_of(tokenizer.tokenizer_of(self._scheduler.vllm_config), found)
         if self.agent is not None:
-            self._known = replace(self._known, tool_call=self._template.tool_call)
+            self._facts = replace(self._facts, tool_call=self._template.tool_call)
             self.agent.blocks.learn(self._template.tool_call)
 
 

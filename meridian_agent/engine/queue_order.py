@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meridian.v1 import agent_pb2
+
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import prefill_limits, stock_restore
@@ -18,11 +20,11 @@ from meridian_agent.vllm_adapter import request_api, scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meridian_agent.core.directives import Plan
+    from meridian_agent.core.dispatch_plan import DispatchPlan
     from meridian_agent.core.tracker import Tracker
 
 # Under vLLM's priority policy a rank is this fraction of a priority.
-MAX_RANK, RANK_SCALE = 1023, 1024
+MAX_RANK, RANK_SCALE = agent_pb2.PHASE_RANK_MAX, agent_pb2.PHASE_RANK_MAX + 1
 
 
 class Limit(NamedTuple):
@@ -49,7 +51,7 @@ class Queues:
         # When the running list was last sorted, prompts in pieces were at its end.
         self._prompts_last = False
 
-    def obey(self, scheduler: Any, plan: Plan) -> None:
+    def obey(self, scheduler: Any, plan: DispatchPlan) -> None:
         """Order the queues and leave out those for whom the step has no share."""
         self._order(scheduler)
         if plan.think_per_step is not None and self._tracker.answering:
@@ -131,7 +133,7 @@ class Queues:
     # ---------------------------------------------------------------------------------- the scheduler's own limits
 
     def limits(
-        self, scheduler: Any, plan: Plan | None, hold: bool, reserved: int, probes: Sequence[int]
+        self, scheduler: Any, plan: DispatchPlan | None, hold: bool, reserved: int, probes: Sequence[int]
     ) -> list[Limit]:
         """Those that are to be lower in this step.
 
@@ -165,7 +167,7 @@ class Queues:
             limit = min(limit, len(scheduler.running) + len(self.preempted_answers()) + placed)
         return limit if limit < stock else None
 
-    def _token_limit(self, scheduler: Any, plan: Plan | None, probing: int) -> int | None:
+    def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:
         """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream.
         probing: those of probes."""
         if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):

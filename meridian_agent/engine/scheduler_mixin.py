@@ -11,7 +11,9 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.guard import Guard
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.guard import Guard, hook
 from meridian_agent.engine import stock_restore
 from meridian_agent.engine.absence import say_absent
 from meridian_agent.engine.lifecycle import Keeper
@@ -60,10 +62,10 @@ class GovernedScheduler:
         self._guard.starting = False
         return agent
 
-    def _tell(self, hook: Callable[..., Any], *args: Any) -> Any:
+    def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run a hook of the agent's under the guard, and book its time."""
         began = time.perf_counter()
-        result = self._guard.run(hook, *args)
+        result = self._guard.run(call, *args)
         if self._agent is not None:
             self._agent.agent_seconds += time.perf_counter() - began
         return result
@@ -135,6 +137,7 @@ class GovernedScheduler:
 
     # ----------------------------------------------------------------------------------------------- under the guard
 
+    @hook(agent_pb2.FAULT_CAUSE_BEFORE_SCHEDULE)
     def _before_schedule(self, agent: Agent) -> None:
         self._restore_limits()
         limits = agent.before_schedule(self)
@@ -142,6 +145,7 @@ class GovernedScheduler:
         for owner, name, limit in limits:
             setattr(owner, name, limit)
 
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_SCHEDULE)
     def _after_schedule(self, agent: Agent, output: Any) -> None:
         self._restore_limits()
         agent.after_schedule(self, output)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import agent_pb2
+
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.vllm_adapter import request_api
 
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
     from meridian_agent.engine.probe_runner import Probing
 
 # vLLM's finish reasons, by name, as meridian.v1.FinishReason.
-FINISH_REASON = {"stop": 1, "length": 2, "abort": 3, "error": 4}
+# vLLM's word for why a request ended, and meridian.v1's.
+FINISH_REASON = {
+    "stop": agent_pb2.FINISH_REASON_STOP,
+    "length": agent_pb2.FINISH_REASON_LENGTH,
+    "abort": agent_pb2.FINISH_REASON_ABORT,
+    "error": agent_pb2.FINISH_REASON_ERROR,
+}
 
 
 class Accounts:

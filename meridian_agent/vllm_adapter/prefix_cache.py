@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.guard import hook
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,6 +59,7 @@ def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | 
         return False
     block_size, lookup = groups[0].block_size, manager.get_computed_blocks
 
+    @hook(agent_pb2.FAULT_CAUSE_SHARED_BLOCKS)
     def shared_blocks(request_id: str, found: Any) -> Any:
         if (shared := shared_with(request_id)) is None:
             return found

@@ -18,6 +18,7 @@ OUTCOMES = _names(agent_pb2.Outcome, "OUTCOME_")
 REASONS = _names(agent_pb2.ForceReason, "FORCE_REASON_")
 PHASES = _names(agent_pb2.Phase, "PHASE_")
 STATES = _names(agent_pb2.AgentState, "AGENT_STATE_")
+FAULT_CAUSE_NAMES = _names(agent_pb2.FaultCause, "FAULT_CAUSE_")
 ENTROPY_BACKENDS = _names(agent_pb2.EntropyBackend, "ENTROPY_BACKEND_")
 
 

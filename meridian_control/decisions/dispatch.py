@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, THINK
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.schema import SchedulerPolicy
 
 # Ranks by phase; within thinking, the more a request has computed the later it is preempted, a rank for each doubling.
-OUTPUT_RANK, PROMPT_RANK, THINK_RANK, SUNK_RANKS = 0, 256, 512, 32
+OUTPUT_RANK, PROMPT_RANK = agent_pb2.PHASE_RANK_UNSPECIFIED, agent_pb2.PHASE_RANK_PROMPT
+THINK_RANK, SUNK_RANKS = agent_pb2.PHASE_RANK_THINK_FIRST, agent_pb2.PHASE_RANK_THINK - agent_pb2.PHASE_RANK_THINK_FIRST
 SUNK_TOKENS = 64
 RANK_BY_PHASE = np.array([PROMPT_RANK, PROMPT_RANK, THINK_RANK + SUNK_RANKS, OUTPUT_RANK], np.int64)
 # Deadlines further away than this, in milliseconds, are all the same.

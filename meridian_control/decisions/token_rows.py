@@ -14,9 +14,15 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Row flags of TokenColumns.
-FLAG_MARKER, FLAG_END, FLAG_FROM_OUTPUT, FLAG_FORCED, FLAG_BY_CAP, TAKE_BACK_SHIFT = 1, 2, 4, 8, 16, 8
-FLAG_BOUNDARY = 32 | 64
+# The row flags of meridian.v1.TokenFlag, under short names.
+FLAG_MARKER = agent_pb2.TOKEN_FLAG_MARKER
+FLAG_END = agent_pb2.TOKEN_FLAG_END
+FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
+FLAG_FORCED = agent_pb2.TOKEN_FLAG_FORCED
+FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
+FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
+FLAG_BOUNDARY = agent_pb2.TOKEN_FLAG_SENTENCE | FLAG_PARAGRAPH
+TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
 
 # More rows of one slot in one report come from no engine, however many steps it merges.
 MAX_ROWS_PER_SLOT = 1 << 14

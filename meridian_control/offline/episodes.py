@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, RANK_HISTORY, THINK
 from meridian_control.decisions.token_rows import (
@@ -23,16 +22,16 @@ from meridian_control.decisions.token_rows import (
     TAKE_BACK_SHIFT,
 )
 from meridian_control.offline.trace_file import FileError, read
+from meridian_control.session.think_ends import FINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from meridian.v1 import fleet_pb2, policy_pb2
+    from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
     from numpy.typing import NDArray
 
 FLAG_PARAGRAPH = 64
-FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
 # More than any request thinks or any trace has of reports: keys of (request, number) stay in order.
 KEY = 1 << 40
 

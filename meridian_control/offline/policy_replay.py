@@ -18,7 +18,13 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.token_rows import FLAG_BOUNDARY, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from meridian_control.decisions.token_rows import (
+    FLAG_BOUNDARY,
+    FLAG_FROM_OUTPUT,
+    FLAG_MARKER,
+    FLAG_PARAGRAPH,
+    TAKE_BACK_SHIFT,
+)
 from meridian_control.fleet.recording import given_freezes
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -31,7 +37,6 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-FLAG_PARAGRAPH = 64
 PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 

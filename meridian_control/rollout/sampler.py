@@ -25,7 +25,7 @@ Engine: TypeAlias = fleet_pb2.Engine
 Key = tuple[str, str]
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 BUCKETS = len(TIME_BOUNDS_S) + 1
-FINISHED = ("answered_after_", "empty_after_", "long_after_")
+ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
 
 
 class Sampler:
@@ -85,7 +85,7 @@ class Sampler:
 def _counters(engine: Engine) -> NDArray[np.int64]:
     """In the order that `_measured` reads."""
     answers = engine.answers
-    finished = sum(count for kind, count in answers.items() if kind.startswith(FINISHED))
+    finished = sum(count for kind, count in answers.items() if kind.startswith(ANSWER_KINDS))
     empty = sum(count for kind, count in answers.items() if kind.startswith("empty_after_"))
     reentries = sum(count for kind, count in answers.items() if kind.startswith("reentry_after_"))
     return np.array([*_buckets(engine.output_itl), *_buckets(engine.ttot), finished, empty, reentries], np.int64)

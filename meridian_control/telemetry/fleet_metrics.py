@@ -57,23 +57,8 @@ CLIENT_FAULTS = (
 )
 STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
 
-# The agent's hooks, where a fault of its may come from, and its part in the workers.
-FAULT_CAUSES = frozenset(
-    (
-        "opened",
-        "finished",
-        "before_schedule",
-        "after_schedule",
-        "shared_blocks",
-        "preempting",
-        "preempted",
-        "freeing",
-        "bitmask",
-        "after_update",
-        "again",
-        "observer",
-    )
-)
+# Where a fault of the agent may come from.
+FAULT_CAUSES = frozenset(enum_names.FAULT_CAUSE_NAMES.values()) - {"unspecified"}
 
 # Of every connected engine.
 ENGINE: dict[str, Callable[[Session], float]] = {
@@ -251,7 +236,7 @@ def _family(name: str, rows: Rows) -> Metric:
 
 
 def _faults(hello: agent_pb2.Hello) -> Counter[str]:
-    """By cause; what is no hook that is known here is `other`, so that no agent makes up labels."""
+    """By cause; a cause that is not known here is `other`, so that no agent makes up labels."""
     known: Counter[str] = Counter()
     for cause, count in hello.faults.items():
         known[cause if cause in FAULT_CAUSES else "other"] += count

@@ -18,7 +18,7 @@ from tests.sim.policies import NEAR
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meridian_agent.core.directives import Plan
+    from meridian_agent.core.dispatch_plan import DispatchPlan
     from tests.sim.engine import Engine
 
 LONGEST_HOLD_S = max(NEAR["eat_hold_ms"]) / 1e3
@@ -72,7 +72,7 @@ class Steps:
             self._prepare(plan, self._prepared, skipped)
         return limits
 
-    def _prepare(self, plan: Plan, prepared: Prepared, skipped: dict[str, int]) -> None:
+    def _prepare(self, plan: DispatchPlan, prepared: Prepared, skipped: dict[str, int]) -> None:
         agent, answering = self._agent, self._agent.tracker.answering
         if plan.hold_admission and answering:
             waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}

@@ -10,7 +10,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS, ORDER, Outcome
 from meridian_agent.core.live_request import RequestInfo
-from meridian_agent.engine.agent import Agent, Known
+from meridian_agent.engine.agent import Agent
+from meridian_agent.engine.engine_facts import EngineFacts
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter import scheduler_api
 from tests.fakes.engine import MARKERS, START
@@ -28,7 +29,7 @@ def scheduler_of() -> Any:
     )
 
 
-KNOWN = Known("m", b"", False, None, lambda *_: None, ("cuda", ""))
+FACTS = EngineFacts("m", b"", False, None, lambda *_: None, ("cuda", ""))
 
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, KNOWN)
+    agent = Agent(scheduler, MARKERS, link, FACTS)
 
     def settings_come() -> int:
         settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50)
@@ -56,7 +57,7 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monke
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler, MARKERS, link, KNOWN)
+    agent = Agent(scheduler, MARKERS, link, FACTS)
     tr = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
     cap = agent_pb2.ThinkCap(decision_id=1, slot=tr.slot, max_think_tokens=50)
     agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
@@ -75,7 +76,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     restarts: list[None] = []
     monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
-    agent = Agent(scheduler_of(), MARKERS, link, KNOWN)
+    agent = Agent(scheduler_of(), MARKERS, link, FACTS)
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
         agent._hear_backend(backend)
         assert (agent.backend, len(restarts)) == (backend, said)
@@ -97,7 +98,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
     scheduler = scheduler_of()
-    agent = Agent(scheduler, MARKERS, link, KNOWN)
+    agent = Agent(scheduler, MARKERS, link, FACTS)
     output = SimpleNamespace(
         num_scheduled_tokens=scheduled,
         scheduled_spec_decode_tokens={name: [7] * drafts for name, drafts in drafted.items()},

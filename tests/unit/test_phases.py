@@ -262,14 +262,14 @@ def test_counts_add_up_and_the_control_plane_agrees(
     markers, prompt, tokens = generation
     state = begin(markers, prompt, supported)
     table = RequestTable(4)
-    table.open(agent_pb2.RequestOpened(slot=3, phase=state.phase.value))  # type: ignore[arg-type]
+    table.open(agent_pb2.RequestOpened(slot=3, phase=state.phase.value))
     columns, marker_tokens = agent_pb2.TokenColumns(), 0
     for at, token in enumerate(tokens, 1):
         phase, flags = state.feed(token, markers)
         marker_tokens += (1 + taken_back(flags)) if flags & FLAG_MARKER else 0
         assert flags & FLAG_MARKER or not taken_back(flags)
         columns.slot.append(3)
-        columns.phase.append(phase.value)  # type: ignore[arg-type]
+        columns.phase.append(phase.value)
         columns.flags.append(flags)
         columns.entropy_nats.append(0.5)
         columns.end_rank.append(1)

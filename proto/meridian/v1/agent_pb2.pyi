@@ -26,6 +26,74 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _FaultCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_CAUSE_UNSPECIFIED: _FaultCause.ValueType  # 0
+    """Not known here: a cause of a newer agent."""
+    FAULT_CAUSE_OTHER: _FaultCause.ValueType  # 1
+    """Any other place."""
+    FAULT_CAUSE_OPENED: _FaultCause.ValueType  # 2
+    """vLLM had taken on a request."""
+    FAULT_CAUSE_FINISHED: _FaultCause.ValueType  # 3
+    """vLLM had finished or aborted requests."""
+    FAULT_CAUSE_BEFORE_SCHEDULE: _FaultCause.ValueType  # 4
+    """A step was about to be scheduled."""
+    FAULT_CAUSE_AFTER_SCHEDULE: _FaultCause.ValueType  # 5
+    """A step had been scheduled."""
+    FAULT_CAUSE_SHARED_BLOCKS: _FaultCause.ValueType  # 6
+    """A probe looked for the KV blocks of the request that it measures."""
+    FAULT_CAUSE_PREEMPTING: _FaultCause.ValueType  # 7
+    """vLLM was about to preempt a request."""
+    FAULT_CAUSE_PREEMPTED: _FaultCause.ValueType  # 8
+    """vLLM had preempted a request."""
+    FAULT_CAUSE_FREEING: _FaultCause.ValueType  # 9
+    """vLLM was about to free the KV blocks of a request."""
+    FAULT_CAUSE_BITMASK: _FaultCause.ValueType  # 10
+    """The masks of a step's tokens were made."""
+    FAULT_CAUSE_AFTER_UPDATE: _FaultCause.ValueType  # 11
+    """vLLM had taken in the output of a step."""
+    FAULT_CAUSE_AGAIN: _FaultCause.ValueType  # 12
+    """Another agent was to begin after a fault."""
+    FAULT_CAUSE_OBSERVER: _FaultCause.ValueType  # 13
+    """A worker measured, or handed over what it had measured."""
+
+class FaultCause(_FaultCause, metaclass=_FaultCauseEnumTypeWrapper):
+    """Where an exception of the agent came from."""
+
+FAULT_CAUSE_UNSPECIFIED: FaultCause.ValueType  # 0
+"""Not known here: a cause of a newer agent."""
+FAULT_CAUSE_OTHER: FaultCause.ValueType  # 1
+"""Any other place."""
+FAULT_CAUSE_OPENED: FaultCause.ValueType  # 2
+"""vLLM had taken on a request."""
+FAULT_CAUSE_FINISHED: FaultCause.ValueType  # 3
+"""vLLM had finished or aborted requests."""
+FAULT_CAUSE_BEFORE_SCHEDULE: FaultCause.ValueType  # 4
+"""A step was about to be scheduled."""
+FAULT_CAUSE_AFTER_SCHEDULE: FaultCause.ValueType  # 5
+"""A step had been scheduled."""
+FAULT_CAUSE_SHARED_BLOCKS: FaultCause.ValueType  # 6
+"""A probe looked for the KV blocks of the request that it measures."""
+FAULT_CAUSE_PREEMPTING: FaultCause.ValueType  # 7
+"""vLLM was about to preempt a request."""
+FAULT_CAUSE_PREEMPTED: FaultCause.ValueType  # 8
+"""vLLM had preempted a request."""
+FAULT_CAUSE_FREEING: FaultCause.ValueType  # 9
+"""vLLM was about to free the KV blocks of a request."""
+FAULT_CAUSE_BITMASK: FaultCause.ValueType  # 10
+"""The masks of a step's tokens were made."""
+FAULT_CAUSE_AFTER_UPDATE: FaultCause.ValueType  # 11
+"""vLLM had taken in the output of a step."""
+FAULT_CAUSE_AGAIN: FaultCause.ValueType  # 12
+"""Another agent was to begin after a fault."""
+FAULT_CAUSE_OBSERVER: FaultCause.ValueType  # 13
+"""A worker measured, or handed over what it had measured."""
+Global___FaultCause: _TypeAlias = FaultCause  # noqa: Y015
+
 class _EntropyBackend:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -150,6 +218,54 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """The engine could not go on with it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _TokenFlag:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TokenFlagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenFlag.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOKEN_FLAG_UNSPECIFIED: _TokenFlag.ValueType  # 0
+    """A token of text that ends no sentence."""
+    TOKEN_FLAG_MARKER: _TokenFlag.ValueType  # 1
+    """The token completes a marker, and counts as neither thinking nor output."""
+    TOKEN_FLAG_END: _TokenFlag.ValueType  # 2
+    """The token ended a thinking phase."""
+    TOKEN_FLAG_FROM_OUTPUT: _TokenFlag.ValueType  # 4
+    """The earlier tokens of the marker were counted as output; without this flag they were counted as thinking."""
+    TOKEN_FLAG_FORCED: _TokenFlag.ValueType  # 8
+    """The agent forced this end."""
+    TOKEN_FLAG_BY_CAP: _TokenFlag.ValueType  # 16
+    """The agent forced this end because of a cap."""
+    TOKEN_FLAG_SENTENCE: _TokenFlag.ValueType  # 32
+    """The token ends a sentence."""
+    TOKEN_FLAG_PARAGRAPH: _TokenFlag.ValueType  # 64
+    """The token ends a paragraph."""
+    TOKEN_FLAG_TAKE_BACK: _TokenFlag.ValueType  # 256
+    """As many times this as earlier tokens turn out to belong to the marker, and are to be uncounted."""
+
+class TokenFlag(_TokenFlag, metaclass=_TokenFlagEnumTypeWrapper):
+    """What is said of a generated token. Each value is a bit, but for the last, from which on the bits are a number."""
+
+TOKEN_FLAG_UNSPECIFIED: TokenFlag.ValueType  # 0
+"""A token of text that ends no sentence."""
+TOKEN_FLAG_MARKER: TokenFlag.ValueType  # 1
+"""The token completes a marker, and counts as neither thinking nor output."""
+TOKEN_FLAG_END: TokenFlag.ValueType  # 2
+"""The token ended a thinking phase."""
+TOKEN_FLAG_FROM_OUTPUT: TokenFlag.ValueType  # 4
+"""The earlier tokens of the marker were counted as output; without this flag they were counted as thinking."""
+TOKEN_FLAG_FORCED: TokenFlag.ValueType  # 8
+"""The agent forced this end."""
+TOKEN_FLAG_BY_CAP: TokenFlag.ValueType  # 16
+"""The agent forced this end because of a cap."""
+TOKEN_FLAG_SENTENCE: TokenFlag.ValueType  # 32
+"""The token ends a sentence."""
+TOKEN_FLAG_PARAGRAPH: TokenFlag.ValueType  # 64
+"""The token ends a paragraph."""
+TOKEN_FLAG_TAKE_BACK: TokenFlag.ValueType  # 256
+"""As many times this as earlier tokens turn out to belong to the marker, and are to be uncounted."""
+Global___TokenFlag: _TypeAlias = TokenFlag  # noqa: Y015
+
 class _Outcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -229,6 +345,38 @@ FORCE_REASON_RANK: ForceReason.ValueType  # 4
 FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
 """Past the soft limit, the end marker ranks high enough."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
+
+class _PhaseRank:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PhaseRankEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseRank.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PHASE_RANK_UNSPECIFIED: _PhaseRank.ValueType  # 0
+    """An answering request."""
+    PHASE_RANK_PROMPT: _PhaseRank.ValueType  # 256
+    """A request that has not generated a token yet, or whose phase is not known."""
+    PHASE_RANK_THINK_FIRST: _PhaseRank.ValueType  # 512
+    """A thinking request that has computed a great deal already: it is the last one of its phase to be preempted."""
+    PHASE_RANK_THINK: _PhaseRank.ValueType  # 544
+    """A thinking request that has computed next to nothing."""
+    PHASE_RANK_MAX: _PhaseRank.ValueType  # 1023
+    """No rank is above this one."""
+
+class PhaseRank(_PhaseRank, metaclass=_PhaseRankEnumTypeWrapper):
+    """The scale of ranks: where requests stand until a plan says otherwise. Lower is more urgent."""
+
+PHASE_RANK_UNSPECIFIED: PhaseRank.ValueType  # 0
+"""An answering request."""
+PHASE_RANK_PROMPT: PhaseRank.ValueType  # 256
+"""A request that has not generated a token yet, or whose phase is not known."""
+PHASE_RANK_THINK_FIRST: PhaseRank.ValueType  # 512
+"""A thinking request that has computed a great deal already: it is the last one of its phase to be preempted."""
+PHASE_RANK_THINK: PhaseRank.ValueType  # 544
+"""A thinking request that has computed next to nothing."""
+PHASE_RANK_MAX: PhaseRank.ValueType  # 1023
+"""No rank is above this one."""
+Global___PhaseRank: _TypeAlias = PhaseRank  # noqa: Y015
 
 class _EvictionTier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -529,7 +677,7 @@ class Hello(_message.Message):
 
     @_builtins.property
     def faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Faults of the agent since the engine started, by the hook that failed; `observer` for the workers'."""
+        """Faults of the agent since the engine started, by cause: the name of a FaultCause without its prefix, in lower case."""
 
     def __init__(
         self,
@@ -788,11 +936,7 @@ class TokenColumns(_message.Message):
 
     @_builtins.property
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bit 0: the token completes a marker and counts as neither thinking nor output. Bit 1: it ended a thinking phase.
-        Bits 8 and up: how many earlier tokens belong to that marker and are to be uncounted, from output when bit 2 is
-        set and else from thinking. Bit 3: the agent forced this end; bit 4: because of a cap.
-        Bit 5: the token ends a sentence; bit 6: a paragraph.
-        """
+        """The sum of TokenFlags."""
 
     def __init__(
         self,

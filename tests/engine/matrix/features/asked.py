@@ -158,7 +158,7 @@ def reentry(engine: Engine) -> None:
 @feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", *ALL)
 def tool_loop(engine: Engine) -> None:
     """Where the template keeps thinking until the tool has answered (here: any full stop is a call)."""
-    blocks, tool_call = engine.agent.blocks, engine.agent.known.tool_call
+    blocks, tool_call = engine.agent.blocks, engine.agent.facts.tool_call
     blocks._tool_call = engine.token(".")
     try:
         prompt = engine.chat("A>B B>B start A")

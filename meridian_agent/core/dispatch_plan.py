@@ -1,0 +1,20 @@
+"""The order and the share of steps that an engine obeys, as the control plane decided them. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class DispatchPlan:
+    """What meridian.v1.DispatchPlan says but for its ranks, which live requests keep; None is no limit."""
+
+    decision_id: int
+    think_per_step: int | None
+    output_per_step: int | None
+    max_skip_steps: int
+    prefill_tokens_per_step: int | None
+    hold_admission: bool
+    shadow: bool
+    stock: bool
+    reported: bool = False
