@@ -57,7 +57,7 @@ def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -
     return Reading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
 
 
-class Adoption:
+class CatchUp:
     """Those that are still to be read."""
 
     def __init__(self, requests: Iterable[Any] = ()) -> None:

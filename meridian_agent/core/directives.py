@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.dispatch_plan import DispatchPlan
-from meridian_agent.core.live_request import Cap, Ending, Tracked
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
 
 if TYPE_CHECKING:
@@ -75,25 +75,25 @@ class Directives:
         self._tracker = tracker
         self.plan: DispatchPlan | None = None
         # Probes to place: (decision id, request, flags its newest token must have, milliseconds it then waits).
-        self.probes: list[tuple[int, Tracked, int, int]] = []
+        self.probes: list[tuple[int, LiveRequest, int, int]] = []
 
-    def report(self, decision_id: int, outcome: Outcome, tr: Tracked | None = None, detail: str = "") -> None:
+    def report(self, decision_id: int, outcome: Outcome, live: LiveRequest | None = None, detail: str = "") -> None:
         """Record the outcome of a decision; id 0 marks what the agent does on its own account."""
         if decision_id:
-            think = tr.state.think_tokens if tr is not None else 0
+            think = live.state.think_tokens if live is not None else 0
             self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
 
     def lose_markers(self) -> None:
         """Nobody knows any more where thinking ends: refuse what would end it, endings that have begun too."""
-        for tr in self._tracker.by_id.values():
-            if tr.ending is not None and (tr.cap is None or tr.cap.decision_id != tr.ending.decision_id):
-                self.report(tr.ending.decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
-            tr.ending = None
-            tr.expected.clear()
-            self._close_cap(tr, Outcome.REFUSED, NOT_KNOWN)
-            tr.cap = None
-        for decision_id, tr, *_ in self.probes:
-            self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        for live in self._tracker.by_id.values():
+            if live.ending is not None and (live.cap is None or live.cap.decision_id != live.ending.decision_id):
+                self.report(live.ending.decision_id, Outcome.REFUSED, live, NOT_KNOWN)
+            live.ending = None
+            live.expected.clear()
+            self._close_cap(live, Outcome.REFUSED, NOT_KNOWN)
+            live.cap = None
+        for decision_id, live, *_ in self.probes:
+            self.report(decision_id, Outcome.REFUSED, live, NOT_KNOWN)
         self.probes = []
 
     def accept(self, message: agent_pb2.Directives) -> None:
@@ -110,81 +110,81 @@ class Directives:
             self._accept_plan(message.plan, message.step)
 
     def _probe(self, probe: agent_pb2.EatProbe, step: int) -> None:
-        tr = self._thinker(probe.slot, probe.decision_id, step)
-        if tr is None:
+        live = self._thinker(probe.slot, probe.decision_id, step)
+        if live is None:
             return
-        for waiting in [p for p in self.probes if p[1] is tr]:
+        for waiting in [p for p in self.probes if p[1] is live]:
             self.probes.remove(waiting)
-            self.report(waiting[0], Outcome.SUPERSEDED, tr)
+            self.report(waiting[0], Outcome.SUPERSEDED, live)
         flags, hold_ms = PLACEMENT_FLAGS.get(probe.placement, 0), min(probe.hold_ms, MAX_HOLD_MS)
-        self.probes.append((probe.decision_id, tr, flags, hold_ms))
+        self.probes.append((probe.decision_id, live, flags, hold_ms))
 
-    def _target(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+    def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
         """The request a decision was meant for: one opened after the decision merely has the same slot."""
-        tr = self._tracker.by_slot.get(slot)
-        if tr is None or tr.opened_step > step:
+        live = self._tracker.by_slot.get(slot)
+        if live is None or live.opened_step > step:
             self.report(decision_id, Outcome.REQUEST_GONE)
             return None
-        return tr
+        return live
 
-    def _thinker(self, slot: int, decision_id: int, step: int) -> Tracked | None:
+    def _thinker(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
         """The same for a decision about thinking, which is refused where nobody knows what thinking is."""
-        tr = self._target(slot, decision_id, step)
-        if tr is None or tr.state.phase is not Phase.UNKNOWN:
-            return tr
-        self.report(decision_id, Outcome.REFUSED, tr, NOT_KNOWN)
+        live = self._target(slot, decision_id, step)
+        if live is None or live.state.phase is not Phase.UNKNOWN:
+            return live
+        self.report(decision_id, Outcome.REFUSED, live, NOT_KNOWN)
         return None
 
     def _force(self, force: agent_pb2.ForceEnd, step: int) -> None:
-        tr = self._thinker(force.slot, force.decision_id, step)
-        if tr is None:
+        live = self._thinker(force.slot, force.decision_id, step)
+        if live is None:
             return
-        if tr.state.phase is not Phase.THINK:
-            self.report(force.decision_id, Outcome.ENDED_NATURALLY, tr)
+        if live.state.phase is not Phase.THINK:
+            self.report(force.decision_id, Outcome.ENDED_NATURALLY, live)
         elif force.shadow:
-            self.report(force.decision_id, Outcome.SHADOWED, tr)
-        elif tr.ending is not None:
-            self.report(force.decision_id, Outcome.SUPERSEDED, tr)
+            self.report(force.decision_id, Outcome.SHADOWED, live)
+        elif live.ending is not None:
+            self.report(force.decision_id, Outcome.SUPERSEDED, live)
         else:
-            tr.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
-            self._tracker.due[tr] = None
+            live.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
+            self._tracker.due[live] = None
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
-        tr = self._thinker(cap.slot, cap.decision_id, step)
-        if tr is None:
+        live = self._thinker(cap.slot, cap.decision_id, step)
+        if live is None:
             return
-        self._supersede_cap(tr)
-        tr.default_cap = None
+        self._supersede_cap(live)
+        live.default_cap = None
         if not cap.HasField("max_think_tokens"):
-            tr.cap = None
-            self.report(cap.decision_id, Outcome.APPLIED, tr)
-            self._tracker.watch_limit(tr)
+            live.cap = None
+            self.report(cap.decision_id, Outcome.APPLIED, live)
+            self._tracker.watch_limit(live)
             return
-        tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
-        if tr.ending is not None and tr.ending.by_cap and not tr.ending.decision_id and not cap.shadow:
+        live.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
+        if live.ending is not None and live.ending.by_cap and not live.ending.decision_id and not cap.shadow:
             # The default cap began what this decision would have: it is the one that counts.
-            tr.ending.decision_id = cap.decision_id
-        if tr.state.ends and tr.state.phase is not Phase.THINK:
-            self._close_cap(tr, Outcome.APPLIED if tr.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
-        self._tracker.watch_limit(tr)
+            live.ending.decision_id = cap.decision_id
+        if live.state.ends and live.state.phase is not Phase.THINK:
+            self._close_cap(live, Outcome.APPLIED if live.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
+        self._tracker.watch_limit(live)
 
-    def _supersede_cap(self, tr: Tracked) -> None:
+    def _supersede_cap(self, live: LiveRequest) -> None:
         """Make place for a newer cap. An ending that has begun is finished, under the decision that began it."""
-        if tr.ending is not None and tr.ending.by_cap and not _begun(tr):
-            tr.ending = None
-        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
-            self._close_cap(tr, Outcome.SUPERSEDED)
+        if live.ending is not None and live.ending.by_cap and not _begun(live):
+            live.ending = None
+        if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
+            self._close_cap(live, Outcome.SUPERSEDED)
 
     def _tier(self, tier: agent_pb2.TierChange, step: int) -> None:
-        tr = self._target(tier.slot, tier.decision_id, step)
-        if tr is None:
+        live = self._target(tier.slot, tier.decision_id, step)
+        if live is None:
             return
         if tier.tier not in TIERS:
             self.report(tier.decision_id, Outcome.REFUSED, detail=f"no tier {tier.tier} is known here")
             return
-        if tr.tier is not None:
-            self.report(tr.tier[0], Outcome.SUPERSEDED)
-        tr.tier = (tier.decision_id, tier.tier, tier.shadow)
+        if live.tier is not None:
+            self.report(live.tier[0], Outcome.SUPERSEDED)
+        live.tier = (tier.decision_id, tier.tier, tier.shadow)
 
     def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
         if len(plan.slot) != len(plan.rank):
@@ -207,9 +207,9 @@ class Directives:
             plan.stock,
         )
         for slot, rank in zip(plan.slot, plan.rank, strict=True):
-            tr = self._tracker.by_slot.get(slot)
-            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:
-                tr.rank = rank
+            live = self._tracker.by_slot.get(slot)
+            if live is not None and max(live.opened_step, live.phase_step) <= step:
+                live.rank = rank
         self._tracker.reorder = True
 
     def active_plan(self) -> DispatchPlan | None:
@@ -227,17 +227,22 @@ class Directives:
         """Whether nothing new is to be admitted but preempted answers; holds whatever the order is."""
         return self.plan is not None and self.plan.hold_admission
 
-    def _close_cap(self, tr: Tracked, outcome: Outcome, detail: str = "") -> None:
-        if tr.cap is not None and not tr.cap.reported:
-            tr.cap.reported = True
-            self.report(tr.cap.decision_id, outcome, tr, detail)
+    def _close_cap(self, live: LiveRequest, outcome: Outcome, detail: str = "") -> None:
+        if live.cap is not None and not live.cap.reported:
+            live.cap.reported = True
+            self.report(live.cap.decision_id, outcome, live, detail)
 
-    def shadow_cap(self, tr: Tracked) -> None:
+    def shadow_cap(self, live: LiveRequest) -> None:
         """Report a shadowed cap at the moment it would have ended thinking."""
-        if tr.cap and tr.cap.shadow and not tr.cap.reported and tr.state.think_tokens >= tr.cap.max_think_tokens:
-            self._close_cap(tr, Outcome.SHADOWED)
+        if (
+            live.cap
+            and live.cap.shadow
+            and not live.cap.reported
+            and live.state.think_tokens >= live.cap.max_think_tokens
+        ):
+            self._close_cap(live, Outcome.SHADOWED)
 
-    def forced_tokens(self, tr: Tracked, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
+    def forced_tokens(self, live: LiveRequest, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
         """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
 
         drafts: the draft tokens of the rows, negative where only the workers know one; row r counts only when the first
@@ -245,26 +250,26 @@ class Directives:
         tokens too; not behind a token that is not known, which may have ended thinking already.
         """
         first = 0
-        if tr.ending is None:
-            limit = tr.limit
-            reached = None if limit is None else self._row_at(tr, limit, rows, drafts)
+        if live.ending is None:
+            limit = live.limit
+            reached = None if limit is None else self._row_at(live, limit, rows, drafts)
             if reached is None:
                 return {}
-            (first, state), cap = reached, tr.cap
+            (first, state), cap = reached, live.cap
             counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
             self._tracker.run.end()
             tokens = state.ending(self._tracker.markers)
-            tr.ending = Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True)
-        elif not _begun(tr):
-            tr.ending.tokens = tr.state.ending(self._tracker.markers)
-        left = tr.ending.tokens[tr.ending.position :]
-        tr.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
-        return tr.expected
+            live.ending = Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True)
+        elif not _begun(live):
+            live.ending.tokens = live.state.ending(self._tracker.markers)
+        left = live.ending.tokens[live.ending.position :]
+        live.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
+        return live.expected
 
-    def _row_at(self, tr: Tracked, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
+    def _row_at(self, live: LiveRequest, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
         """The row that finds the request thinking with `limit` thinking tokens done, and its state there, if these rows
         get there."""
-        state = replace(tr.state, tail=list(tr.state.tail))
+        state = replace(live.state, tail=list(live.state.tail))
         for row in range(rows):
             if state.phase is Phase.THINK and state.think_tokens >= limit:
                 return row, state
@@ -273,85 +278,85 @@ class Directives:
             state.feed(drafts[row], self._tracker.markers)
         return None
 
-    def after_tokens(self, tr: Tracked, ended: bool) -> None:
+    def after_tokens(self, live: LiveRequest, ended: bool) -> None:
         """Settle endings and caps once a step's tokens are known."""
-        ending = tr.ending
+        ending = live.ending
         if ending is not None and ending.position == len(ending.tokens):
-            tr.ending, tr.forced = None, True
-            tr.capped = tr.cap is None and ending.decision_id == 0
-            if tr.cap is not None and tr.cap.decision_id == ending.decision_id:
-                tr.cap.reported = True
+            live.ending, live.forced = None, True
+            live.capped = live.cap is None and ending.decision_id == 0
+            if live.cap is not None and live.cap.decision_id == ending.decision_id:
+                live.cap.reported = True
             elif not ending.by_cap:
-                self._close_cap(tr, Outcome.SUPERSEDED)
-            self.report(ending.decision_id, Outcome.APPLIED, tr)
+                self._close_cap(live, Outcome.SUPERSEDED)
+            self.report(ending.decision_id, Outcome.APPLIED, live)
         elif ending is not None and ended:
-            tr.ending = None
-            if tr.cap is None or tr.cap.decision_id != ending.decision_id:
-                self.report(ending.decision_id, Outcome.ENDED_NATURALLY, tr)
+            live.ending = None
+            if live.cap is None or live.cap.decision_id != ending.decision_id:
+                self.report(ending.decision_id, Outcome.ENDED_NATURALLY, live)
         elif ending is not None and ending.position == 0:
-            self._drop_unstarted_cap(tr, ending)
-        if ended or tr.state.phase is Phase.THINK:
-            self.shadow_cap(tr)
+            self._drop_unstarted_cap(live, ending)
+        if ended or live.state.phase is Phase.THINK:
+            self.shadow_cap(live)
         if ended:
-            self._close_cap(tr, Outcome.ENDED_NATURALLY)
+            self._close_cap(live, Outcome.ENDED_NATURALLY)
 
-    def _drop_unstarted_cap(self, tr: Tracked, ending: Ending) -> None:
+    def _drop_unstarted_cap(self, live: LiveRequest, ending: Ending) -> None:
         """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
-        limit, thinks = tr.limit, tr.state.phase is Phase.THINK
-        if not ending.by_cap or (thinks and limit is not None and tr.state.think_tokens >= limit):
+        limit, thinks = live.limit, live.state.phase is Phase.THINK
+        if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit):
             return
-        tr.ending = None
-        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
-            self.report(ending.decision_id, Outcome.SUPERSEDED, tr)
+        live.ending = None
+        if live.cap is None or live.cap.decision_id != ending.decision_id:
+            self.report(ending.decision_id, Outcome.SUPERSEDED, live)
 
-    def close(self, tr: Tracked) -> None:
+    def close(self, live: LiveRequest) -> None:
         """Settle everything that still waits for a request that is gone."""
-        if tr.ending is not None:
-            if tr.cap is None or tr.cap.decision_id != tr.ending.decision_id:
-                self.report(tr.ending.decision_id, Outcome.REQUEST_GONE, tr)
-            tr.ending = None
-        self._close_cap(tr, Outcome.REQUEST_GONE)
-        if tr.tier is not None:
-            self.report(tr.tier[0], Outcome.REQUEST_GONE)
-            tr.tier = None
+        if live.ending is not None:
+            if live.cap is None or live.cap.decision_id != live.ending.decision_id:
+                self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
+            live.ending = None
+        self._close_cap(live, Outcome.REQUEST_GONE)
+        if live.tier is not None:
+            self.report(live.tier[0], Outcome.REQUEST_GONE)
+            live.tier = None
         for decision_id, target, *_ in self.probes:
-            if target is tr:
-                self.report(decision_id, Outcome.REQUEST_GONE, tr)
-        self.probes = [p for p in self.probes if p[1] is not tr]
+            if target is live:
+                self.report(decision_id, Outcome.REQUEST_GONE, live)
+        self.probes = [p for p in self.probes if p[1] is not live]
 
     def drop(self, parts: int, report: bool = True) -> None:
         """Forget the decisions about these parts; an ending that has begun is finished. report: False where their ids
         are void too."""
         self._drop_plan(parts, report)
-        for tr in self._tracker.by_id.values():
+        for live in self._tracker.by_id.values():
             if parts & ORDER:
-                tr.rank = None
-            if tr.ending is not None and parts & _part(tr.ending) and not _begun(tr):
-                self._drop_ending(tr, tr.ending, report)
+                live.rank = None
+            if live.ending is not None and parts & _part(live.ending) and not _begun(live):
+                self._drop_ending(live, live.ending, report)
             if parts & CAPS:
-                self._drop_cap(tr)
-            if parts & MEMORY and tr.tier is not None:
-                self._let_go(tr.tier[0], None, report)
-                tr.tier = None
+                self._drop_cap(live)
+            if parts & MEMORY and live.tier is not None:
+                self._let_go(live.tier[0], None, report)
+                live.tier = None
         if parts & RULES:
-            for decision_id, tr, *_ in self.probes:
-                self._let_go(decision_id, tr, report)
+            for decision_id, live, *_ in self.probes:
+                self._let_go(decision_id, live, report)
             self.probes = []
         self._tracker.reorder = True
 
     def freeze(self) -> None:
         """Forget all decisions, endings that have begun too. Caps are kept for afterwards, with their outcome given."""
-        for tr in self._tracker.by_id.values():
-            if tr.ending is not None:
-                self._drop_ending(tr, tr.ending, True)
-            if tr.cap is not None:
-                self._close_cap(tr, Outcome.AGENT_OFF)
-                tr.cap.decision_id = 0
+        for live in self._tracker.by_id.values():
+            if live.ending is not None:
+                self._drop_ending(live, live.ending, True)
+            if live.cap is not None:
+                self._close_cap(live, Outcome.AGENT_OFF)
+                live.cap.decision_id = 0
         self.drop(ALL_BUT_CAPS)
 
-    def _let_go(self, decision_id: int, tr: Tracked | None, report: bool) -> None:
+    def _let_go(self, decision_id: int, live: LiveRequest | None, report: bool) -> None:
         if report:
-            self.report(decision_id, Outcome.AGENT_OFF, tr)
+            self.report(decision_id, Outcome.AGENT_OFF, live)
 
     def _drop_plan(self, parts: int, report: bool) -> None:
         """Order and admission are in one plan: what is left of it goes on."""
@@ -365,36 +370,36 @@ class Directives:
                 self._let_go(plan.decision_id, None, report)
             self.plan = None
 
-    def _drop_ending(self, tr: Tracked, ending: Ending, report: bool) -> None:
-        if tr.cap is None or tr.cap.decision_id != ending.decision_id:
-            self._let_go(ending.decision_id, tr, report)
-        tr.ending = None
-        tr.expected.clear()
-        self._tracker.watch_limit(tr)
+    def _drop_ending(self, live: LiveRequest, ending: Ending, report: bool) -> None:
+        if live.cap is None or live.cap.decision_id != ending.decision_id:
+            self._let_go(ending.decision_id, live, report)
+        live.ending = None
+        live.expected.clear()
+        self._tracker.watch_limit(live)
 
-    def _drop_cap(self, tr: Tracked) -> None:
+    def _drop_cap(self, live: LiveRequest) -> None:
         """A cap whose ending goes on has its outcome from that."""
-        if tr.cap is not None and (tr.ending is None or tr.ending.decision_id != tr.cap.decision_id):
-            self._close_cap(tr, Outcome.AGENT_OFF)
-        tr.cap = tr.default_cap = None
-        self._tracker.watch_limit(tr)
+        if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
+            self._close_cap(live, Outcome.AGENT_OFF)
+        live.cap = live.default_cap = None
+        self._tracker.watch_limit(live)
 
     def new_stream(self) -> None:
         """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
         self.drop(ALL_BUT_CAPS, report=False)
         self._tracker.record.outcomes.clear()
         self._tracker.record.probes.clear()
-        for tr in self._tracker.by_id.values():
-            if tr.cap is not None:
-                tr.cap.decision_id, tr.cap.reported = 0, True
-            if tr.ending is not None:
-                tr.ending.decision_id = 0
+        for live in self._tracker.by_id.values():
+            if live.cap is not None:
+                live.cap.decision_id, live.cap.reported = 0, True
+            if live.ending is not None:
+                live.ending.decision_id = 0
 
 
 def _part(ending: Ending) -> int:
     return CAPS if ending.by_cap else ORDER if ending.by_order else RULES
 
 
-def _begun(tr: Tracked) -> bool:
+def _begun(live: LiveRequest) -> bool:
     """Whether a token of the ending is in the text, or in a mask that is under way to the workers."""
-    return tr.ending is not None and (tr.ending.position > 0 or bool(tr.expected))
+    return live.ending is not None and (live.ending.position > 0 or bool(live.expected))

@@ -88,19 +88,19 @@ class Run:
         # Sentence and paragraph flags by token id.
         self.boundaries = b""
         self.steps = 0
-        self._tracked: list[Tracked] = []
+        self._tracked: list[LiveRequest] = []
         self._newest: Sequence[int] = ()
         # Steps that may still be noted before one brings a request to where its cap is looked at.
         self._left = 0
 
-    def begin(self, request_ids: list[str], tracked: list[Tracked]) -> None:
+    def begin(self, request_ids: list[str], tracked: list[LiveRequest]) -> None:
         """Begin with requests that think or answer, or whose phase is not known, none of them being ended."""
-        left = [tr.text_steps() for tr in tracked]
+        left = [live.text_steps() for live in tracked]
         if not left or min(left) <= 0:
             return
         self.request_ids, self._tracked, self._left = request_ids, tracked, min(left)
-        self.slots = [tr.slot for tr in tracked]
-        self.phases = [int(tr.own_state.phase) for tr in tracked]
+        self.slots = [live.slot for live in tracked]
+        self.phases = [int(live.own_state.phase) for live in tracked]
         self.rows = list(range(len(tracked)))
 
     def end(self) -> None:
@@ -124,19 +124,19 @@ class Run:
         if not steps:
             return
         known = len(self.boundaries)
-        for tr, token in zip(self._tracked, self._newest, strict=True):
-            state = tr.own_state
+        for live, token in zip(self._tracked, self._newest, strict=True):
+            state = live.own_state
             state.text_run += steps
             if state.phase is Phase.THINK:
                 state.think_tokens += steps
-                tr.own_boundary = self.boundaries[token] if token < known else 0
+                live.own_boundary = self.boundaries[token] if token < known else 0
             else:
                 state.output_tokens += steps * (state.phase is Phase.OUTPUT)
-                tr.own_boundary = 0
+                live.own_boundary = 0
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
+class LiveRequest:
     """One live request. `ref` is vLLM's own request object, opaque here."""
 
     slot: int
@@ -226,7 +226,7 @@ class Tracked:
         return policy if own is None else own if policy is None else min(own, policy)
 
 
-def opened_row(tr: Tracked) -> tuple[Any, ...]:
+def opened_row(live: LiveRequest) -> tuple[Any, ...]:
     """The fields of RequestOpened, copied so that another thread may read them."""
-    i, s = tr.info, tr.state
-    return (tr.slot, i, int(s.phase), s.think_tokens, s.output_tokens, tr.forced, tr.preempted)
+    i, s = live.info, live.state
+    return (live.slot, i, int(s.phase), s.think_tokens, s.output_tokens, live.forced, live.preempted)

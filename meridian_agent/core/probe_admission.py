@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meridian_agent.core.phases import Phase
 
 if TYPE_CHECKING:
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
 
 PREFIX = "meridian-probe-"
 # Probe tokens of one step, as a share of the step's token budget.
@@ -30,7 +30,7 @@ class Placed:
     """A probe that is in the engine, and what it has cost so far."""
 
     decision_id: int
-    parent: Tracked
+    parent: LiveRequest
     think_tokens: int
     # Tokens whose KV the parent has.
     shared_tokens: int
@@ -63,20 +63,20 @@ def free_blocks(cost_tokens: int, block_size: int) -> int:
     return 2 * (cost_tokens // block_size + 2)
 
 
-def refusal(tr: Tracked, room: Room, block_size: int, cost_tokens: int) -> str:
+def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) -> str:
     """Why a probe of this request cannot be placed now; empty when it can.
 
     It never takes the last running place, and leaves at least one free block for every block it takes.
     """
-    request = tr.ref
+    request = live.ref
     obstacles = (
-        (tr.state.phase is not Phase.THINK or tr.ending is not None, "not thinking"),
+        (live.state.phase is not Phase.THINK or live.ending is not None, "not thinking"),
         (not room.prefix_caching, "prefix caching is off"),
         (request.num_tokens > LONGEST_TOKENS, f"over {LONGEST_TOKENS} tokens"),
         (getattr(request, "lora_request", None) is not None, "LoRA request"),
         (bool(getattr(request, "mm_features", None)), "multimodal prompt"),
         (getattr(request, "prompt_embeds", None) is not None, "prompt embeddings"),
-        (tr.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
+        (live.preempted or request.is_prefill_chunk or request.num_computed_tokens == 0, "not decoding"),
         (room.sequences < 2, "no running place to spare"),
         (room.blocks < free_blocks(cost_tokens, block_size), "no KV blocks to spare"),
         (room.probe_tokens + cost_tokens > room.tokens // STEP_SHARE, "over the step's probe budget"),

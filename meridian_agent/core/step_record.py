@@ -10,7 +10,7 @@ from meridian_agent.core.phases import Phase
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meridian_agent.core.step_signals import Told
+    from meridian_agent.core.step_signals import SignalBytes
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class StepRecord:
     text: Sequence[int] = ()
     boundaries: bytes = b""
     # Signals of the step's rows, as the worker told them, and the row each token was drawn from.
-    told: Told | None = None
+    told: SignalBytes | None = None
     rows: list[int] = field(default_factory=list)
     # (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row, answer would be empty)
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)

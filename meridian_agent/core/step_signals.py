@@ -16,52 +16,52 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Attribute of SchedulerOutput (engine core to worker): a Request, absent when not observing.
+# Attribute of SchedulerOutput (engine core to worker): a WorkerRequest, absent when not observing.
 REQUEST = "meridian_wanted"
-# Attribute of ModelRunnerOutput (worker to engine core): what was Told, or why this worker measures nothing, empty
-# where it can again.
+# Attribute of ModelRunnerOutput (worker to engine core): SignalBytes, or why this worker measures nothing; empty
+# where it measures again.
 RESULT = "meridian_signals"
 # Attribute of ModelRunnerOutput (worker to engine core), on the first output after names were sent: what measures there
 # (cpu, cuda or torch), and why it is not the CUDA kernel, empty where it is or none is needed.
 BACKEND = "meridian_backend"
 
-# The id of the end marker's first token, a mark, and the requests whose rows are not wanted; None for those that came
-# with that mark before.
-Request = tuple[int, int, tuple[str, ...] | None]
-# The three columns of StepSignals, one after the other; with drafts a pair of them and `first_row`.
-Told = bytes | tuple[bytes, bytes]
+# The id of the end marker's first token, the version of the list of request ids to leave out, and that list; None where
+# the list of this version was sent before.
+WorkerRequest = tuple[int, int, tuple[str, ...] | None]
+# The three columns of StepSignals, one after the other; with drafts, a pair of these bytes and those of `first_row`.
+SignalBytes = bytes | tuple[bytes, bytes]
 
 
-class Asking:
-    """The engine core's side of requests: names go out when they have changed."""
+class WorkerRequestEncoder:
+    """The engine core's side: it sends the list of request ids to leave out only when the list has changed."""
 
     def __init__(self) -> None:
-        self._named: Set[str] | None = None
-        self._request: Request = (-1, 0, None)
+        self._sent: Set[str] | None = None
+        self._request: WorkerRequest = (-1, 0, None)
 
-    def request(self, end_token_id: int, not_of: Set[str]) -> Request:
-        """What to ask for. not_of: another object whenever it has changed."""
-        known_end, mark, _ = self._request
-        if not_of is not self._named:
-            self._named, self._request = not_of, (end_token_id, mark + 1, None)
-            return end_token_id, mark + 1, tuple(not_of)
+    def request(self, end_token_id: int, excluded_ids: Set[str]) -> WorkerRequest:
+        """The request for a step. excluded_ids: another object whenever the ids have changed."""
+        known_end, version, _ = self._request
+        if excluded_ids is not self._sent:
+            self._sent, self._request = excluded_ids, (end_token_id, version + 1, None)
+            return end_token_id, version + 1, tuple(excluded_ids)
         if end_token_id != known_end:
-            self._request = end_token_id, mark, None
+            self._request = end_token_id, version, None
         return self._request
 
 
-class Asked:
-    """The worker's side: what was named under the newest mark."""
+class WorkerRequestDecoder:
+    """The worker's side: it keeps the newest list of request ids to leave out."""
 
     def __init__(self) -> None:
-        self._mark, self._not_of = 0, frozenset[str]()
+        self._version, self._excluded_ids = 0, frozenset[str]()
 
-    def not_of(self, request: Request) -> Set[str]:
-        """The requests whose rows are not wanted; of a mark that has not come, none."""
-        _, mark, names = request
-        if names is not None:
-            self._mark, self._not_of = mark, frozenset(names)
-        return self._not_of if mark == self._mark else frozenset()
+    def excluded_ids(self, request: WorkerRequest) -> Set[str]:
+        """Request ids to leave out; empty if the list of this version never arrived."""
+        _, version, excluded_ids = request
+        if excluded_ids is not None:
+            self._version, self._excluded_ids = version, frozenset(excluded_ids)
+        return self._excluded_ids if version == self._version else frozenset()
 
 
 @dataclass(slots=True)
@@ -80,14 +80,15 @@ class StepSignals:
         """First row of the request at this place in `req_ids`."""
         return request if self.first_row is None else int(self.first_row[request])
 
-    def told(self) -> Told:
+    def encode(self) -> SignalBytes:
+        """The columns as plain bytes, for another process."""
         columns = b"".join((self.entropy_nats.tobytes(), self.end_rank.tobytes(), self.end_logprob_nats.tobytes()))
         return columns if self.first_row is None else (columns, self.first_row.tobytes())
 
     @classmethod
-    def of(cls, told: Told) -> StepSignals:
-        """What was told, as it was."""
-        columns, first_row = told if isinstance(told, tuple) else (told, None)
+    def decode(cls, encoded: SignalBytes) -> StepSignals:
+        """The inverse of `encode`."""
+        columns, first_row = encoded if isinstance(encoded, tuple) else (encoded, None)
         entropy, end_rank, end_logprob = np.frombuffer(columns, np.float32).reshape(3, -1)
         first = None if first_row is None else np.frombuffer(first_row, np.int32)
         return cls(first, entropy, end_rank.view(np.int32), end_logprob)

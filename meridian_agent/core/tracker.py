@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.live_request import NEVER, RequestInfo, Run, Tracked, opened_row
+from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, Run, opened_row
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.step_record import StepRecord
 
@@ -25,12 +25,12 @@ class Tracker:
         self.run = Run()
         self.supports_think_disable = True
         self.default_cap: int | None = None
-        self.by_id: dict[str, Tracked] = {}
-        self.by_slot: dict[int, Tracked] = {}
+        self.by_id: dict[str, LiveRequest] = {}
+        self.by_slot: dict[int, LiveRequest] = {}
         # Requests that may need a forced token in the coming step, and those that wait after a preemption: as keys, in
         # the order in which they came, for a set is in that of their addresses.
-        self.due: dict[Tracked, None] = {}
-        self.preempted: dict[Tracked, None] = {}
+        self.due: dict[LiveRequest, None] = {}
+        self.preempted: dict[LiveRequest, None] = {}
         self.record = StepRecord()
         self.answering = 0
         self.thinking = 0
@@ -45,36 +45,36 @@ class Tracker:
         self._next_slot = 0
         self._last_step = 0
 
-    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> Tracked:
+    def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> LiveRequest:
         """Start tracking a request that was just admitted to the engine."""
         return self.enter(info, begin(self.markers, prompt, self.supports_think_disable), step, ref)
 
-    def enter(self, info: RequestInfo, state: PhaseState, step: int, ref: Any, preempted: bool = False) -> Tracked:
+    def enter(self, info: RequestInfo, state: PhaseState, step: int, ref: Any, preempted: bool = False) -> LiveRequest:
         """Start tracking a request in the state it is in."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
         # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
         step = max(step, self._last_step + 1)
-        tr = Tracked(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
+        live = LiveRequest(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
         if preempted:
-            self.preempted[tr] = None
-        self.by_id[info.request_id] = self.by_slot[slot] = tr
+            self.preempted[live] = None
+        self.by_id[info.request_id] = self.by_slot[slot] = live
         self._count(state.phase, 1)
-        self.watch_limit(tr)
+        self.watch_limit(live)
         self.reorder = True
-        self.record.opened.append(opened_row(tr))
-        return tr
+        self.record.opened.append(opened_row(live))
+        return live
 
-    def reread(self, tr: Tracked, state: PhaseState) -> None:
+    def reread(self, live: LiveRequest, state: PhaseState) -> None:
         """Go on with a tracked request in another state: its tokens have been read with other markers."""
         self.run.end()
-        self._count(tr.own_state.phase, -1)
-        tr.own_state = state
+        self._count(live.own_state.phase, -1)
+        live.own_state = state
         self._count(state.phase, 1)
-        tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True
+        live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True
         # The cap that it began with may be one of settings that are long gone.
-        tr.default_cap = self.default_cap if tr.cap is None else None
-        tr.own_boundary, tr.passed, self.record.urgent = 0, (0, 0), True
-        self.watch_limit(tr)
+        live.default_cap = self.default_cap if live.cap is None else None
+        live.own_boundary, live.passed, self.record.urgent = 0, (0, 0), True
+        self.watch_limit(live)
 
     def _take_slot(self) -> int:
         self._next_slot += 1
@@ -84,7 +84,7 @@ class Tracker:
     def answering_ids(self) -> frozenset[str]:
         """Requests that answer; the same object until one begins or ends."""
         if self._answering_ids is None:
-            answering = (r for r, tr in self.by_id.items() if tr.own_state.phase is Phase.OUTPUT)
+            answering = (r for r, live in self.by_id.items() if live.own_state.phase is Phase.OUTPUT)
             self._answering_ids = frozenset(answering)
         return self._answering_ids
 
@@ -95,15 +95,15 @@ class Tracker:
         elif phase is Phase.OUTPUT:
             self.answering += by
 
-    def watch_limit(self, tr: Tracked) -> None:
+    def watch_limit(self, live: LiveRequest) -> None:
         """Put a thinking request among those looked at before the mask is built once its cap is near."""
         self.run.end()
-        limit = tr.limit
-        tr.watch_from = NEVER if limit is None else limit - self.lookahead
-        if tr.state.phase is Phase.THINK and (tr.ending or tr.state.think_tokens >= tr.watch_from):
-            self.due[tr] = None
+        limit = live.limit
+        live.watch_from = NEVER if limit is None else limit - self.lookahead
+        if live.state.phase is Phase.THINK and (live.ending or live.state.think_tokens >= live.watch_from):
+            self.due[live] = None
         else:
-            self.due.pop(tr, None)
+            self.due.pop(live, None)
 
     @property
     def boundaries(self) -> bytes:
@@ -139,62 +139,62 @@ class Tracker:
             # The runner's own list may be changed by it.
             self._last_ids = list(request_ids)
         elif self.markers.longest == 1 and not (self.due or self.preempted):
-            tracked = [tr for request_id in request_ids if (tr := self.by_id.get(request_id))]
+            tracked = [live for request_id in request_ids if (live := self.by_id.get(request_id))]
             if len(tracked) == len(request_ids):
                 self.run.begin(self._last_ids, tracked)
 
-    def feed(self, tr: Tracked, tokens: Sequence[int], first_row: int) -> bool:
+    def feed(self, live: LiveRequest, tokens: Sequence[int], first_row: int) -> bool:
         """Account a step's new tokens; returns whether thinking ended in them."""
         self.run.end()
-        if len(tokens) == 1 and tr.ending is None and self.markers.is_text(tokens[0], tr.state.phase):
-            return self._feed_text(tr, tokens[0], first_row)
-        record, state, markers, ended = self.record, tr.state, self.markers, False
+        if len(tokens) == 1 and live.ending is None and self.markers.is_text(tokens[0], live.state.phase):
+            return self._feed_text(live, tokens[0], first_row)
+        record, state, markers, ended = self.record, live.state, self.markers, False
         for offset, token in enumerate(tokens):
             before = state.phase
             phase, flags = state.feed(token, markers)
-            if tr.ending is not None and tr.expected.get(offset) == token:
-                flags |= tr.ending.advance()
+            if live.ending is not None and live.expected.get(offset) == token:
+                flags |= live.ending.advance()
             here = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
             if here or flags:
                 # Nothing before a marker is looked back at.
-                tr.passed = (0, 0) if flags else (state.think_tokens, here)
-            tr.own_boundary = here
-            record.add_row(tr.slot, phase, flags | here, first_row + offset)
+                live.passed = (0, 0) if flags else (state.think_tokens, here)
+            live.own_boundary = here
+            record.add_row(live.slot, phase, flags | here, first_row + offset)
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
-                tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True
+                live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True
                 record.urgent = True
                 ended = ended or before is Phase.THINK
-        tr.expected.clear()
-        self.watch_limit(tr)
+        live.expected.clear()
+        self.watch_limit(live)
         return ended
 
-    def _feed_text(self, tr: Tracked, token: int, row: int) -> bool:
+    def _feed_text(self, live: LiveRequest, token: int, row: int) -> bool:
         """The common case, one token of text in a phase that goes on; the same as `feed` without its cost."""
-        state = tr.state
+        state = live.state
         state.text_run += 1
         if state.phase is Phase.THINK:
             state.think_tokens += 1
-            tr.own_boundary = self.boundaries[token] if token < len(self.boundaries) else 0
-            if state.think_tokens >= tr.watch_from:
-                self.due[tr] = None
+            live.own_boundary = self.boundaries[token] if token < len(self.boundaries) else 0
+            if state.think_tokens >= live.watch_from:
+                self.due[live] = None
         else:
             state.output_tokens += state.phase is Phase.OUTPUT
-            tr.own_boundary = 0
-        self.record.add_row(tr.slot, state.phase, tr.own_boundary, row)
+            live.own_boundary = 0
+        self.record.add_row(live.slot, state.phase, live.own_boundary, row)
         return False
 
-    def close(self, tr: Tracked, reason: int) -> None:
+    def close(self, live: LiveRequest, reason: int) -> None:
         """Forget a request; its slot is free again once the record that says so is taken."""
         self.run.end()
         self._last_ids = []
-        del self.by_id[tr.info.request_id]
-        del self.by_slot[tr.slot]
-        self._count(tr.state.phase, -1)
-        self.due.pop(tr, None)
-        self.preempted.pop(tr, None)
-        self.record.closed.append((tr.slot, reason))
+        del self.by_id[live.info.request_id]
+        del self.by_slot[live.slot]
+        self._count(live.state.phase, -1)
+        self.due.pop(live, None)
+        self.preempted.pop(live, None)
+        self.record.closed.append((live.slot, reason))
 
     def take_record(self) -> StepRecord:
         """The finished record, its step above that of the one before; a new one is begun.
@@ -208,4 +208,4 @@ class Tracker:
         return record
 
     def snapshot(self) -> list[tuple[Any, ...]]:
-        return [opened_row(tr) for tr in self.by_id.values()]
+        return [opened_row(live) for live in self.by_id.values()]

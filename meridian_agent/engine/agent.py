@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import probe_admission, request_info
-from meridian_agent.core.catch_up import Adoption, state_of_new
+from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import cause_name, hook
 from meridian_agent.core.phases import Markers, Phase
-from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, Asking
+from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.engine.kv_blocks import Blocks, reuse_answers_last
-from meridian_agent.engine.probe_runner import Probing
-from meridian_agent.engine.queue_order import Queues
-from meridian_agent.engine.step_accounting import FINISH_REASON, Accounts
-from meridian_agent.engine.token_masks import Masks
+from meridian_agent.engine.kv_blocks import KvBlocks, reuse_answers_last
+from meridian_agent.engine.probe_runner import ProbeRunner
+from meridian_agent.engine.queue_order import QueueOrder
+from meridian_agent.engine.step_accounting import FINISH_REASON, StepAccounting
+from meridian_agent.engine.token_masks import TokenMasks
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ class Agent:
         drafts = scheduler.num_spec_tokens
         tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
-        self.queues = Queues(tracker, scheduler)
-        self.probing = Probing(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
-        self.accounts = Accounts(tracker, directives, self.probing)
-        self.masks = Masks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
-        self.blocks = Blocks(directives, facts.tool_call)
+        self.queues = QueueOrder(tracker, scheduler)
+        self.probing = ProbeRunner(tracker, directives, self.block_size, facts.shares_blocks, facts.no_probes)
+        self.accounts = StepAccounting(tracker, directives, self.probing)
+        self.masks = TokenMasks(tracker, directives, (scheduler.vllm_config.model_config.get_vocab_size() + 31) // 32)
+        self.blocks = KvBlocks(directives, facts.tool_call)
         self.observe_entropy = False
-        self._asking = Asking()
+        self._asking = WorkerRequestEncoder()
         # Cap of new requests; what is out of force, as parts of directives; whether all of it is.
         self.default_cap: int | None = None
         self._lapsed = 0
@@ -77,7 +77,7 @@ class Agent:
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
         # Requests that were there before this agent, and new ones whose prompts take long to read.
-        self._adoption: Adoption | None = None
+        self._adoption: CatchUp | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
         # What measures on the worker and why it is not the CUDA kernel: what is expected, until the worker says so.
@@ -104,12 +104,12 @@ class Agent:
         """Read the live requests again, over the coming steps: markers are known now, or are known no longer."""
         if not self.tracker.markers.known:
             self.directives.lose_markers()
-            for tr in self.tracker.by_id.values():
-                self.tracker.reread(tr, replace(tr.state, phase=Phase.UNKNOWN))
+            for live in self.tracker.by_id.values():
+                self.tracker.reread(live, replace(live.state, phase=Phase.UNKNOWN))
         elif self.tracker.by_id:
-            self._adoption = self._adoption or Adoption()
-            for tr in self.tracker.by_id.values():
-                self._adoption.add(tr.ref)
+            self._adoption = self._adoption or CatchUp()
+            for live in self.tracker.by_id.values():
+                self._adoption.add(live.ref)
         self.link.outbox.resync()
 
     def take_arrived(self, scheduler: Any) -> None:
@@ -175,21 +175,21 @@ class Agent:
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request)
             return
-        self._adoption = self._adoption or Adoption()
+        self._adoption = self._adoption or CatchUp()
         self._adoption.add(request)
 
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
         """Take up the requests of an engine that runs already, over the coming steps."""
-        self._adoption = Adoption(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
+        self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
         self._prefills.extend([0] * steps_under_way)
 
-    def _adopt_some(self, scheduler: Any, adoption: Adoption) -> None:
+    def _adopt_some(self, scheduler: Any, adoption: CatchUp) -> None:
         for request, state in adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
-            tr = self.tracker.by_id.get(request.request_id)
-            if tr is not None and tr.state.phase is Phase.UNKNOWN and self.tracker.markers.known:
-                self.tracker.reread(tr, state)
+            live = self.tracker.by_id.get(request.request_id)
+            if live is not None and live.state.phase is Phase.UNKNOWN and self.tracker.markers.known:
+                self.tracker.reread(live, state)
                 self.link.outbox.resync()
-            elif request.sampling_params is not None and tr is None:
+            elif request.sampling_params is not None and live is None:
                 info, waits = request_info.info_of(request, self.facts.model), request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:
@@ -199,8 +199,8 @@ class Agent:
     def finished(self, requests: list[Any]) -> None:
         """Requests were ended from outside (client gone)."""
         for request in requests:
-            if tr := self.tracker.by_id.get(getattr(request, "request_id", request)):
-                self.accounts.close(tr, FINISH_REASON["abort"])
+            if live := self.tracker.by_id.get(getattr(request, "request_id", request)):
+                self.accounts.close(live, FINISH_REASON["abort"])
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
@@ -209,13 +209,13 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
     def preempted(self, scheduler: Any, request: Any) -> None:
-        tr = self.tracker.by_id.get(request.request_id)
-        if tr is None:
+        live = self.tracker.by_id.get(request.request_id)
+        if live is None:
             return
-        tr.preempted = True
-        self.tracker.preempted[tr] = None
-        self.tracker.record.preempted.append(tr.slot)
-        if tr.state.phase is Phase.OUTPUT:
+        live.preempted = True
+        self.tracker.preempted[live] = None
+        self.tracker.record.preempted.append(live.slot)
+        if live.state.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
         else:
@@ -228,8 +228,8 @@ class Agent:
         """A request's blocks are about to go back to the pool."""
         if request.request_id in self.probing.placed:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
-        elif (tr := self.tracker.by_id.get(request.request_id)) is not None:
-            self.blocks.freeing(scheduler, request, tr)
+        elif (live := self.tracker.by_id.get(request.request_id)) is not None:
+            self.blocks.freeing(scheduler, request, live)
 
     # ------------------------------------------------------------------------------------------------------ each step
 

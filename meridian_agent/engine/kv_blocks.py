@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_agent.core.directives import Directives
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
 
 
 # Of an output, for whose blocks something is done as they are freed; beyond, that would hold up the step.
 LONGEST_TOKENS = 65_536
 
 
-class Blocks:
+class KvBlocks:
     """One engine's blocks. tool_call: token that begins a tool call, where the next turn repeats its thinking."""
 
     def __init__(self, directives: Directives, tool_call: int | None) -> None:
@@ -34,30 +34,30 @@ class Blocks:
         """The template has been read again, with markers that were not known before."""
         self._tool_call = tool_call
 
-    def freeing(self, scheduler: Any, request: Any, tr: Tracked) -> None:
+    def freeing(self, scheduler: Any, request: Any, live: LiveRequest) -> None:
         """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
         if not request.is_finished():
-            if tr.state.phase is Phase.OUTPUT:
-                _remember(scheduler, request, tr)
+            if live.state.phase is Phase.OUTPUT:
+                _remember(scheduler, request, live)
             return
-        if tr.tier is None:
+        if live.tier is None:
             return
-        (decision_id, tier, shadow), tr.tier = tr.tier, None
+        (decision_id, tier, shadow), live.tier = live.tier, None
         outcome, detail = Outcome.APPLIED, ""
         if tier == Tier.UNREACHABLE and shadow:
             outcome = Outcome.SHADOWED
         elif tier == Tier.UNREACHABLE:
-            outcome, detail = self._reclaim(scheduler, request, tr)
+            outcome, detail = self._reclaim(scheduler, request, live)
         self._directives.report(decision_id, outcome, detail=detail)
 
-    def _reclaim(self, scheduler: Any, request: Any, tr: Tracked) -> tuple[Outcome, str]:
+    def _reclaim(self, scheduler: Any, request: Any, live: LiveRequest) -> tuple[Outcome, str]:
         if request.num_output_tokens > LONGEST_TOKENS:
             return Outcome.REFUSED, f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             return Outcome.REFUSED, "several KV cache groups"
         if self._tool_call is not None and self._tool_call in request.output_token_ids:
             return Outcome.REFUSED, "a tool call: the next turn repeats its thinking"
-        count = self.evict(scheduler, request, tr.info.prompt_tokens)
+        count = self.evict(scheduler, request, live.info.prompt_tokens)
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
 
@@ -74,11 +74,11 @@ class Blocks:
         return len(blocks)
 
 
-def reuse_answers_last(scheduler: Any, preempted: Iterable[Tracked]) -> None:
+def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None:
     """Thinking's blocks went behind those of preempted answers in the order of reuse: put these last again."""
     pool = scheduler.kv_cache_manager.block_pool
-    for tr in preempted:
-        kept = [block for block, known in tr.kept if block.block_hash == known and block.ref_cnt == 0]
+    for live in preempted:
+        kept = [block for block, known in live.kept if block.block_hash == known and block.ref_cnt == 0]
         _free_anew(pool, kept)
 
 
@@ -91,8 +91,8 @@ def _free_anew(pool: Any, blocks: list[Any]) -> None:
     pool.touch(blocks) or pool.free_blocks(blocks[::-1])
 
 
-def _remember(scheduler: Any, request: Any, tr: Tracked) -> None:
+def _remember(scheduler: Any, request: Any, live: LiveRequest) -> None:
     """Which blocks a preempted answer leaves behind, to find them again as long as they are its own."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     blocks = groups[0] if len(groups) == 1 else ()
-    tr.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]
+    live.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
 
 
-def left_out(sequences: list[Tracked], per_step: int | None, max_skip_steps: int) -> list[Tracked]:
+def left_out(sequences: list[LiveRequest], per_step: int | None, max_skip_steps: int) -> list[LiveRequest]:
     """The sequences of one phase to leave out of the coming step.
 
     At most `per_step` join, those first that have waited longest; one that has been left out `max_skip_steps` times in
@@ -16,10 +16,10 @@ def left_out(sequences: list[Tracked], per_step: int | None, max_skip_steps: int
     """
     if per_step is None or len(sequences) <= per_step:
         return []
-    by_wait = sorted(sequences, key=lambda tr: tr.joined_step)
-    return [tr for tr in by_wait[per_step:] if tr.skipped_steps < max_skip_steps]
+    by_wait = sorted(sequences, key=lambda live: live.joined_step)
+    return [live for live in by_wait[per_step:] if live.skipped_steps < max_skip_steps]
 
 
-def skip_step(scheduler: Any, tr: Tracked) -> None:
+def skip_step(scheduler: Any, live: LiveRequest) -> None:
     """Leave a running request out of the coming step; what vLLM itself put off longer stays so."""
-    tr.ref.next_decode_eligible_step = max(tr.ref.next_decode_eligible_step, scheduler.current_step + 2)
+    live.ref.next_decode_eligible_step = max(live.ref.next_decode_eligible_step, scheduler.current_step + 2)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 
-class Keeper:
+class Lifecycle:
     """Builds the agents of one engine core, from the environment and the engine's own configuration."""
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:

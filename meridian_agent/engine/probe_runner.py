@@ -18,13 +18,13 @@ from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
     from meridian_agent.core.directives import Directives
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import StepRecord
     from meridian_agent.core.step_signals import StepSignals
     from meridian_agent.core.tracker import Tracker
 
 
-class Probing:
+class ProbeRunner:
     """The probes of one engine.
 
     shares_blocks: they may begin on a block that is filled in part. never: why each is refused, if so.
@@ -37,7 +37,7 @@ class Probing:
         self._block_size, self._shares_blocks = block_size, shares_blocks
         self.placed: dict[str, probe_admission.Placed] = {}
         # Thinking requests that wait for what is decided from their probes, in the order in which they came.
-        self.held: dict[Tracked, None] = {}
+        self.held: dict[LiveRequest, None] = {}
         self.tokens = 0
         self._number = 0
         self._keep_places_until = 0
@@ -49,40 +49,40 @@ class Probing:
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
-        for decision_id, tr, flags, hold_ms in asked:
+        for decision_id, live, flags, hold_ms in asked:
             # Of a step of several tokens the end of a sentence need not be the last one.
-            past = tr.since_boundary(flags, scheduler.num_spec_tokens)
-            misplaced = past is None or tr.state.may_be_in_marker(markers)
-            if tr.state.phase is Phase.THINK and tr.ending is None and misplaced:
-                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+            past = live.since_boundary(flags, scheduler.num_spec_tokens)
+            misplaced = past is None or live.state.may_be_in_marker(markers)
+            if live.state.phase is Phase.THINK and live.ending is None and misplaced:
+                self._directives.probes.append((decision_id, live, flags, hold_ms))
                 continue
             # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
-            known = len(tr.ref.all_token_ids) - (past or 0)
+            known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
-            cost = len(markers.probe_of(tr.state.start)) + again
-            reason = self._never or probe_admission.refusal(tr, self._room(scheduler, placed), self._block_size, cost)
+            cost = len(markers.probe_of(live.state.start)) + again
+            reason = self._never or probe_admission.refusal(live, self._room(scheduler, placed), self._block_size, cost)
             if reason or not observes:
-                self._directives.report(decision_id, Outcome.REFUSED, tr, reason or "not observing")
+                self._directives.report(decision_id, Outcome.REFUSED, live, reason or "not observing")
                 continue
             wanted = wanted or scheduler_api.wanted_tokens(scheduler)
             if not prefill_limits.leave_room(scheduler, wanted, [*placed, cost], self._shares_blocks):
-                self._directives.probes.append((decision_id, tr, flags, hold_ms))
+                self._directives.probes.append((decision_id, live, flags, hold_ms))
                 continue
             placed.append(cost)
-            think_tokens = tr.state.think_tokens - (past or 0)
-            self._enter(scheduler, probe_admission.Placed(decision_id, tr, think_tokens, known - 1), hold_ms)
+            think_tokens = live.state.think_tokens - (past or 0)
+            self._enter(scheduler, probe_admission.Placed(decision_id, live, think_tokens, known - 1), hold_ms)
         return placed
 
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
-        tr, known = placed.parent, placed.shared_tokens + 1
-        tr.passed = (0, 0)
-        tokens = [*tr.ref.all_token_ids[:known], *self._tracker.markers.probe_of(tr.state.start)]
-        probe = request_api.probe_request(tr.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
+        live, known = placed.parent, placed.shared_tokens + 1
+        live.passed = (0, 0)
+        tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.state.start)]
+        probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
         self.placed[probe.request_id] = placed
         if hold_ms:
-            tr.held_until, tr.asked_in = time.monotonic() + hold_ms / 1e3, 0
-            self.held[tr] = None
+            live.held_until, live.asked_in = time.monotonic() + hold_ms / 1e3, 0
+            self.held[live] = None
         scheduler.add_request(probe)
         scheduler.waiting.remove_requests([probe])
         scheduler.waiting.prepend_request(probe)
@@ -116,14 +116,14 @@ class Probing:
     def hold(self, scheduler: Any, answered_step: int) -> None:
         """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
         now = time.monotonic()
-        for tr in list(self.held):
-            answered = tr.asked_in and tr.asked_in <= answered_step
+        for live in list(self.held):
+            answered = live.asked_in and live.asked_in <= answered_step
             # A clock that was set back would have it wait for as long.
-            waits = 0 <= tr.held_until - now <= MAX_HOLD_MS / 1e3
-            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:
-                self.held.pop(tr, None)
+            waits = 0 <= live.held_until - now <= MAX_HOLD_MS / 1e3
+            if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:
+                self.held.pop(live, None)
             else:
-                skip_step(scheduler, tr)
+                skip_step(scheduler, live)
 
     def scheduled(self, scheduler: Any, tokens: dict[str, int]) -> None:
         """The step has so many tokens of each request. A probe that is not in it has come too late."""
@@ -149,23 +149,23 @@ class Probing:
 
     def _measured(self, placed: probe_admission.Placed, answer: int, eat_nats: float) -> None:
         self.tokens += placed.cost_tokens
-        tr = placed.parent
-        if self._tracker.by_slot.get(tr.slot) is not tr:
+        live = placed.parent
+        if self._tracker.by_slot.get(live.slot) is not live:
             # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
-            self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, tr)
+            self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, live)
             return
-        tr.same_answer = tr.same_answer + 1 if answer == tr.trial_answer else 1
-        tr.trial_answer = answer
-        empty = answer in tr.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
-        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
-        self._tracker.record.probes.append((*measured, tr.same_answer, empty))
+        live.same_answer = live.same_answer + 1 if answer == live.trial_answer else 1
+        live.trial_answer = answer
+        empty = answer in live.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
+        measured = (placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
+        self._tracker.record.probes.append((*measured, live.same_answer, empty))
         self._directives.report(placed.decision_id, Outcome.APPLIED)
 
     def sent(self, record: StepRecord) -> None:
         """The record is about to be sent: those held wait for the answer to the one that has their result."""
-        for tr in self.held:
-            if not tr.asked_in and any(probe[1] == tr.slot for probe in record.probes):
-                tr.asked_in, record.urgent = record.step, True
+        for live in self.held:
+            if not live.asked_in and any(probe[1] == live.slot for probe in record.probes):
+                live.asked_in, record.urgent = record.step, True
 
     def new_stream(self) -> None:
         """Nobody waits any more for what is under way."""

@@ -35,7 +35,7 @@ class Limit(NamedTuple):
     value: int
 
 
-class Queues:
+class QueueOrder:
     """One engine's queues, and what plans have done to them."""
 
     def __init__(self, tracker: Tracker, scheduler: Any) -> None:
@@ -97,8 +97,8 @@ class Queues:
         by_id = self._tracker.by_id
 
         def rank(request: Any) -> int:
-            tr = by_id.get(request.request_id)
-            own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
+            live = by_id.get(request.request_id)
+            own = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]
             # The step's tokens are given out in this order: a long prompt would leave none to those after it.
             return own + MAX_RANK if request.is_prefill_chunk else own
 
@@ -107,26 +107,26 @@ class Queues:
         self._prompts_last = bool(running[-1].is_prefill_chunk)
         if not self._is_fcfs:
             for request in running:
-                if tr := by_id.get(request.request_id):
-                    request.priority = math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE
+                if live := by_id.get(request.request_id):
+                    request.priority = math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE
 
     def preempted_answers(self) -> list[Any]:
         """Those that wait. One that runs again is told of as resumed only with its next token, which may take steps."""
-        found = [tr.ref for tr in self._tracker.preempted if tr.state.phase is Phase.OUTPUT]
+        found = [live.ref for live in self._tracker.preempted if live.state.phase is Phase.OUTPUT]
         return [request for request in found if request_api.waits_preempted(request)]
 
     def _leave_out(self, scheduler: Any, phase: Phase, per_step: int, max_skip_steps: int) -> None:
         step = scheduler.current_step + 1
         by_id = self._tracker.by_id
         running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
-        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
+        sequences = [live for live in running if live is not None and live.state.phase is phase]
         skipped = set(left_out(sequences, per_step, max_skip_steps))
-        for tr in sequences:
-            if tr in skipped:
-                tr.skipped_steps += 1
-                skip_step(scheduler, tr)
+        for live in sequences:
+            if live in skipped:
+                live.skipped_steps += 1
+                skip_step(scheduler, live)
             else:
-                tr.joined_step, tr.skipped_steps = step, 0
+                live.joined_step, live.skipped_steps = step, 0
         if phase is Phase.THINK:
             self.think_skips += len(skipped)
 
@@ -173,7 +173,9 @@ class Queues:
         if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
             return None
         # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
-        if not self._can_redraw and any(request_api.awaits_seeded_token(tr.ref) for tr in self._tracker.by_id.values()):
+        if not self._can_redraw and any(
+            request_api.awaits_seeded_token(live.ref) for live in self._tracker.by_id.values()
+        ):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
         # Without a single token a preempted request would never come back.

@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.guard import Guard, hook
 from meridian_agent.engine import stock_restore
 from meridian_agent.engine.absence import say_absent
-from meridian_agent.engine.lifecycle import Keeper
+from meridian_agent.engine.lifecycle import Lifecycle
 from meridian_agent.engine.queue_order import Limit
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class GovernedScheduler:
 
     # None while it is off.
     _agent: Agent | None = None
-    _keeper: Keeper | None = None
+    _lifecycle: Lifecycle | None = None
     _guard: Guard
     # Steps that were scheduled and not accounted yet.
     _under_way = 0
@@ -57,8 +57,8 @@ class GovernedScheduler:
     def _begin(self) -> Agent:
         # What fails here would fail again, and reading a tokenizer would stall a step.
         self._guard.starting = True
-        self._keeper = Keeper(self, self._guard)
-        agent = self._keeper.start()
+        self._lifecycle = Lifecycle(self, self._guard)
+        agent = self._lifecycle.start()
         self._guard.starting = False
         return agent
 
@@ -130,9 +130,9 @@ class GovernedScheduler:
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        if self._keeper is not None:
+        if self._lifecycle is not None:
             # Also while the agent is off.
-            Guard("the stream ends with the process").run(self._keeper.link.stop)
+            Guard("the stream ends with the process").run(self._lifecycle.link.stop)
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------------- under the guard
@@ -166,5 +166,5 @@ class GovernedScheduler:
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True
         if self._to_restore:
             self._to_restore = not stock_restore.as_stock(self, self._ordered, self._restore_limits, outputs)
-        if self._keeper is not None and self._guard.come_back():
-            self._agent = self._guard.run(self._keeper.again, self._under_way)
+        if self._lifecycle is not None and self._guard.come_back():
+            self._agent = self._guard.run(self._lifecycle.again, self._under_way)

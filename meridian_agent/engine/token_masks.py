@@ -15,11 +15,11 @@ from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
     from meridian_agent.core.directives import Directives
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.tracker import Tracker
 
 
-class Masks:
+class TokenMasks:
     """The masks of one engine. words: length of a row, 32 tokens in each."""
 
     def __init__(self, tracker: Tracker, directives: Directives, words: int) -> None:
@@ -27,15 +27,15 @@ class Masks:
 
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
         """Whether somebody's end can be due in a step that has these requests, once the step before is accounted."""
-        near = (tr for tr in self._tracker.due if tr.info.request_id in scheduled and _end_is_near(tr))
-        return any(self._may_end(tr, _under_way(tr)) and not self._is_under_way(tr) for tr in near)
+        near = (live for live in self._tracker.due if live.info.request_id in scheduled and _end_is_near(live))
+        return any(self._may_end(live, _under_way(live)) and not self._is_under_way(live) for live in near)
 
     def drop_unknown_drafts(self) -> None:
         """Near a cap a step makes no drafts that only the workers know: one may hold the model's own end marker."""
-        for tr in self._tracker.due:
-            if tr.limit is not None and any(token < 0 for token in tr.ref.spec_token_ids):
+        for live in self._tracker.due:
+            if live.limit is not None and any(token < 0 for token in live.ref.spec_token_ids):
                 # Another list, for vLLM's own serves many requests.
-                tr.ref.spec_token_ids = []
+                live.ref.spec_token_ids = []
 
     def with_ends(self, output: Any, base: Any) -> Any:
         """The step's token masks with a forced token for every request whose thinking ends now.
@@ -44,41 +44,41 @@ class Masks:
         None.
         """
         forced: dict[str, dict[int, int]] = {}
-        for tr in [*self._tracker.due, *self._drafted_to_think(output)]:
-            request_id = tr.info.request_id
-            if request_id not in output.num_scheduled_tokens or tr.ref.is_prefill_chunk or not self._may_end(tr):
+        for live in [*self._tracker.due, *self._drafted_to_think(output)]:
+            request_id = live.info.request_id
+            if request_id not in output.num_scheduled_tokens or live.ref.is_prefill_chunk or not self._may_end(live):
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
-            tokens = self._directives.forced_tokens(tr, 1 + len(drafts), drafts)
+            tokens = self._directives.forced_tokens(live, 1 + len(drafts), drafts)
             if tokens and _grammar_allows(output, base, request_id, tokens):
                 forced[request_id] = tokens
             else:
-                tr.expected.clear()
+                live.expected.clear()
         return self._merge(output, base, forced) if forced else base
 
-    def _may_end(self, tr: Tracked, unknown: int = 0) -> bool:
+    def _may_end(self, live: LiveRequest, unknown: int = 0) -> bool:
         """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one.
         unknown: tokens that the request may have made besides those that are accounted."""
-        ending = self._tracker.markers.ending_of(tr.state.start)
-        if tr.checked != ending:
-            tr.checked, tr.allowed = ending, not request_api.never_allows(tr.ref, ending)
-        return tr.allowed and not request_api.not_yet_allows(tr.ref, ending, unknown)
+        ending = self._tracker.markers.ending_of(live.state.start)
+        if live.checked != ending:
+            live.checked, live.allowed = ending, not request_api.never_allows(live.ref, ending)
+        return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
 
-    def _is_under_way(self, tr: Tracked) -> bool:
+    def _is_under_way(self, live: LiveRequest) -> bool:
         """Whether the step before this one surely writes the last token of a forced end."""
-        if tr.ending is None or self._tracker.lookahead > 1:
+        if live.ending is None or self._tracker.lookahead > 1:
             return False
-        return tr.ending.position + len(tr.expected) == len(tr.ending.tokens)
+        return live.ending.position + len(live.expected) == len(live.ending.tokens)
 
-    def _drafted_to_think(self, output: Any) -> list[Tracked]:
+    def _drafted_to_think(self, output: Any) -> list[LiveRequest]:
         """Requests that do not think now and may do so within their drafts: a cap may fall there."""
         found = []
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
-            tr = self._tracker.by_id.get(request_id)
-            if tr is None or tr.limit is None or tr.state.phase is Phase.THINK:
+            live = self._tracker.by_id.get(request_id)
+            if live is None or live.limit is None or live.state.phase is Phase.THINK:
                 continue
             if not self._tracker.markers.by_last.keys().isdisjoint(drafts):
-                found.append(tr)
+                found.append(live)
         return found
 
     def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
@@ -100,17 +100,17 @@ class Masks:
         return scheduler_api.grammar_output([*own, *added], mask, base)
 
 
-def _under_way(tr: Tracked) -> int:
+def _under_way(live: LiveRequest) -> int:
     """Tokens that may come before the last one of the step that was just scheduled and are not accounted: those of the
     step before it, and the drafts of both."""
-    return max(0, int(tr.ref.num_output_placeholders) - 1)
+    return max(0, int(live.ref.num_output_placeholders) - 1)
 
 
-def _end_is_near(tr: Tracked) -> bool:
+def _end_is_near(live: LiveRequest) -> bool:
     """Whether the step that was just scheduled may be the one to end a due request's thinking in, however many tokens
     the step before it brings."""
-    most = tr.state.think_tokens + _under_way(tr)
-    return tr.ending is not None or (tr.limit is not None and most >= tr.limit)
+    most = live.state.think_tokens + _under_way(live)
+    return live.ending is not None or (live.limit is not None and most >= live.limit)
 
 
 def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:

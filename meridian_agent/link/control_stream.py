@@ -25,7 +25,7 @@ from meridian_agent.core.settings_check import check
 from meridian_agent.link.credentials import Credentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
-from meridian_agent.link.lease import Standing
+from meridian_agent.link.lease import Lease
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import Outbox
 
@@ -66,7 +66,7 @@ class Arrived:
     markers: Any = None
 
 
-class Link(Standing):
+class Link(Lease):
     """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
 
     hello: builds the first message of every stream.

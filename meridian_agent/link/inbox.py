@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.link.messages import decisions_in
 
 if TYPE_CHECKING:
-    from meridian_agent.link.lease import Standing
+    from meridian_agent.link.lease import Lease
 
 INBOX_MESSAGES = 4096
 # Decisions that wait to be taken in, or their outcomes to be sent: four for each request of the largest engine.
@@ -25,8 +25,8 @@ INBOX_DECISIONS = 1 << 18
 class Inbox:
     """One engine's."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         # Directives in order of arrival; None marks the start of a new stream.
         self.messages: deque[agent_pb2.Directives | None] = deque()
         # Newest report that was answered, with everything that was decided from it taken in.
@@ -83,7 +83,7 @@ class Inbox:
 
         What has its outcome is taken out of the directives; None where nothing has.
         """
-        if not self._standing.idle:
+        if not self._lease.idle:
             return None
         report = agent_pb2.StepReport(step=directives.step)
         for decisions in (directives.forces, directives.caps, directives.tiers, directives.probes):
@@ -92,7 +92,7 @@ class Inbox:
             del decisions[:]
         if directives.plan.decision_id:
             outcome = agent_pb2.OUTCOME_SHADOWED if directives.plan.shadow else agent_pb2.OUTCOME_APPLIED
-            if frozen := self._standing.frozen():
+            if frozen := self._lease.frozen():
                 outcome = agent_pb2.OUTCOME_AGENT_OFF
             report.outcomes.add(decision_id=directives.plan.decision_id, outcome=outcome)
             directives.plan.decision_id = 0

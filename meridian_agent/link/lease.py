@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.meridian")
 MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.25, 0.25
 
 
-class Standing:
+class Lease:
     """One engine's. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -15,13 +15,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.messages import mergeable, opened_message, step_report
-from meridian_agent.link.record_queue import Ring
+from meridian_agent.link.record_queue import RecordQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from meridian_agent.link.lease import Standing
+    from meridian_agent.link.lease import Lease
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
@@ -37,18 +37,16 @@ class SnapshotRecord:
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
 
-RecordRing = Ring[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
+RecordRing = RecordQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None]
 
 
 class Outbox:
     """One engine's. restart: ends the stream. give_up: the same, because too much waits, with a word on what."""
 
-    def __init__(
-        self, standing: Standing, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]
-    ) -> None:
-        self._standing, self._inbox, self._restart, self._give_up = standing, inbox, restart, give_up
+    def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
+        self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
         # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
-        self.ring: RecordRing = Ring()
+        self.ring: RecordRing = RecordQueue()
         # Set on the link's thread, cleared on the engine's: the stream has not had a snapshot yet.
         self.snapshot_due = False
         self._streaming = False
@@ -69,8 +67,8 @@ class Outbox:
         It is sent when `wake` is called, and else a little later. What the last record before a rest would have told is
         not waited for: the stream begins anew.
         """
-        standing = self._standing
-        if not standing.connected or self._inbox.new_stream_waits():
+        lease = self._lease
+        if not lease.connected or self._inbox.new_stream_waits():
             self._streaming = False
             return
         self._outcomes_in += len(record.outcomes)
@@ -80,15 +78,15 @@ class Outbox:
             self._streaming = False
             self.reports_dropped += 1
             self._kept_outcomes += record.outcomes
-            if standing.idle:
+            if lease.idle:
                 # No record comes after it in which these could be told.
                 self._restart()
             return
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
-        record.urgent = record.urgent or standing.idle
-        record.ended_s = now = standing.clock()
-        standing.asks(now)
+        record.urgent = record.urgent or lease.idle
+        record.ended_s = now = lease.clock()
+        lease.asks(now)
         self._queued[record.step % ROUND_TRIP_STEPS] = now
         self.ring.lay(record, record.presses)
 
@@ -120,7 +118,7 @@ class Outbox:
 
     def new_ring(self) -> RecordRing:
         """Begin anew, for a new stream."""
-        self.ring = Ring()
+        self.ring = RecordQueue()
         self._outcomes_out = self._outcomes_in
         return self.ring
 
@@ -132,7 +130,7 @@ class Outbox:
     def answered(self, step: int) -> None:
         """The report of this step was answered; what names it again answers something else."""
         if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
-            self.round_trip_ms = (self._standing.clock() - queued) * 1e3
+            self.round_trip_ms = (self._lease.clock() - queued) * 1e3
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
         """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""
@@ -156,23 +154,23 @@ class Outbox:
                 rows = [opened_message(row) for row in item.rows]
                 yield agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=item.step, requests=rows))
             else:
-                if 0 < (rests_s := reported_s + REST_S - self._standing.clock()) <= REST_S:
+                if 0 < (rests_s := reported_s + REST_S - self._lease.clock()) <= REST_S:
                     ring.rest(rests_s)
                 batch, held = self._gather(ring, item)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
                 ring.took(sum(record.presses for record in batch))
                 yield agent_pb2.ConnectRequest(step=step_report(batch))
-                reported_s = self._standing.clock()
+                reported_s = self._lease.clock()
 
     def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
         """The first of what waits, once its interval is over. Raises queue.Empty."""
-        standing = self._standing
-        return ring.get(IDLE_WAIT_S if standing.idle else standing.merge_s, standing.report_interval_steps)
+        lease = self._lease
+        return ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps)
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
         """The records to merge into one report: whatever waits."""
         batch = [first]
-        while len(batch) < max(MERGE_RECORDS, self._standing.report_interval_steps):
+        while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:
                 item = ring.get_nowait()
             except queue.Empty:

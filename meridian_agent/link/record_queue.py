@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ring(Generic[T]):
+class RecordQueue(Generic[T]):
     """A queue with one reader, who rests between two reports: what comes meanwhile goes into the next one."""
 
     def __init__(self) -> None:

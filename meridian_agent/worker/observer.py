@@ -19,7 +19,7 @@ from meridian_kernels import EntropyProbe, KernelError
 
 from meridian_agent.core.entropy_backend import expected_backend
 from meridian_agent.core.guard import Guard
-from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, Asked, StepSignals
+from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, StepSignals, WorkerRequestDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence, Set
@@ -56,12 +56,12 @@ class Rows:
 
 
 def rows_wanted(
-    req_ids: Sequence[str], not_of: Set[str], first_row: NDArray[np.int32] | None, count: int
+    req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
 ) -> Rows | None:
     """The rows of the requests that are not named, of `count`; None for all."""
-    if not_of.isdisjoint(req_ids):
+    if excluded_ids.isdisjoint(req_ids):
         return None
-    wanted = np.fromiter((r not in not_of for r in req_ids), bool, len(req_ids))
+    wanted = np.fromiter((r not in excluded_ids for r in req_ids), bool, len(req_ids))
     if first_row is not None:
         wanted = np.repeat(wanted, np.diff(first_row, append=count))
     return Rows(count, np.flatnonzero(wanted).astype(np.int32))
@@ -82,18 +82,18 @@ class Wanted:
 
     def __init__(self) -> None:
         self._req_ids: list[str] = []
-        self._not_of: Set[str] = frozenset()
+        self._excluded_ids: Set[str] = frozenset()
         self._rows: Rows | None = None
 
     def rows(
-        self, req_ids: Sequence[str], not_of: Set[str], first_row: NDArray[np.int32] | None, count: int
+        self, req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
     ) -> Rows | None:
-        """As `rows_wanted`. not_of: another object whenever it has changed."""
+        """As `rows_wanted`. excluded_ids: another object whenever it has changed."""
         if first_row is not None:
-            return rows_wanted(req_ids, not_of, first_row, count)
-        if not_of is not self._not_of or req_ids != self._req_ids:
-            self._rows = rows_wanted(req_ids, not_of, None, count)
-            self._req_ids, self._not_of = list(req_ids), not_of
+            return rows_wanted(req_ids, excluded_ids, first_row, count)
+        if excluded_ids is not self._excluded_ids or req_ids != self._req_ids:
+            self._rows = rows_wanted(req_ids, excluded_ids, None, count)
+            self._req_ids, self._excluded_ids = list(req_ids), excluded_ids
         return self._rows
 
 
@@ -110,7 +110,7 @@ class Observer:
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
-        self._asked, self._which = Asked(), Wanted()
+        self._asked, self._which = WorkerRequestDecoder(), Wanted()
         # The end marker's first token, and whose rows are not wanted.
         self._wanted: tuple[int, Set[str]] | None = None
         self._measurement: Measurement | None = None
@@ -130,7 +130,7 @@ class Observer:
     def begin(self, scheduler_output: Any) -> None:
         """Note what the engine core asks for in this step."""
         request = getattr(scheduler_output, REQUEST, None)
-        self._wanted = None if request is None else (request[0], self._asked.not_of(request))
+        self._wanted = None if request is None else (request[0], self._asked.excluded_ids(request))
         self._tells_backend |= request is not None and request[2] is not None
 
     def before_sampling(self) -> None:
@@ -157,8 +157,8 @@ class Observer:
 
     def _measure(self, logits: Any, req_ids: Sequence[str], first_row: NDArray[np.int32] | None) -> None:
         assert self._wanted is not None
-        end, not_of = self._wanted
-        rows = self._which.rows(req_ids, not_of, first_row, len(logits)) if not_of else None
+        end, excluded_ids = self._wanted
+        rows = self._which.rows(req_ids, excluded_ids, first_row, len(logits)) if excluded_ids else None
         pending = self.probe.begin(logits, end, None if rows is None else rows.chosen)
         self._measurement = Measurement(pending, first_row, rows)
 
@@ -173,7 +173,7 @@ class Observer:
         if not getattr(output, "req_ids", None):
             return
         signals = None if measurement is None else self.guard.run(measurement.signals)
-        said = self._untold or (signals.told() if signals is not None else self.guard.fault)
+        said = self._untold or (signals.encode() if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
         if self._tells_backend and signals is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decision_log.records import Event, Life, Logged, Signals
+from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision, Signals
 from meridian_control.decision_log.request_ids import sampled
 from meridian_control.decisions.request_table import NO_CAP
 
@@ -101,10 +101,12 @@ class Journal:
             return
         what = made.decision_id, made.kind, made.reason, shadow
         signals, number = signals_of(*seen), self._log.number()
-        made.logged = Logged(number, self.now, life, self._session_id, *what, revision, policy, signals)
+        made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, signals)
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 
-    def settled(self, made: Logged, outcome: agent_pb2.Outcome.ValueType, think_tokens: int, detail: str) -> None:
+    def settled(
+        self, made: LoggedDecision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int, detail: str
+    ) -> None:
         made.outcome, made.outcome_time = outcome, self.now
         made.outcome_think_tokens, made.detail = think_tokens, detail
         if self._log.settled is not None:
@@ -116,7 +118,7 @@ class Journal:
         life.output_tokens = max(0, int(table.output_tokens[slot]))
 
     def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
-        event = Event(self._log.number(), self.now, kind, phase, life.think_tokens, life.output_tokens, detail)
+        event = LifeEvent(self._log.number(), self.now, kind, phase, life.think_tokens, life.output_tokens, detail)
         self._log.add(life, event, life.events)
 
     def _close(self, life: Life, reason: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from meridian_control.decision_log.records import Logged
+    from meridian_control.decision_log.records import LoggedDecision
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ WAITING = 10_000
 
 
 @contextmanager
-def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[Logged], None] | None]:
+def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[LoggedDecision], None] | None]:
     """Where settled decisions go, None without a path; what waits is written before it closes. Raises OSError when it
     cannot be opened."""
     if path is None:

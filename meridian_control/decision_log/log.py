@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from meridian_control.decision_log.records import Logged
+from meridian_control.decision_log.records import LoggedDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import datetime
 
-    from meridian_control.decision_log.records import Event, Key, Life
+    from meridian_control.decision_log.records import Key, Life, LifeEvent
 
 # Kept by a replica: events of all lives together, and decisions in the order in which they were made.
 MAX_EVENTS, MAX_DECISIONS = 1 << 16, 1 << 15
@@ -28,7 +28,7 @@ class DecisionLog:
 
     def __init__(
         self,
-        settled: Callable[[Logged], None] | None = None,
+        settled: Callable[[LoggedDecision], None] | None = None,
         ended: Callable[[Life], None] | None = None,
         max_events: int = MAX_EVENTS,
         max_decisions: int = MAX_DECISIONS,
@@ -39,7 +39,7 @@ class DecisionLog:
         # In the order in which they began, or were over; a request whose stream is lost counts as over.
         self._live: dict[Key, Life] = {}
         self._over: dict[Key, Life] = {}
-        self._decisions: deque[Logged] = deque(maxlen=max_decisions)
+        self._decisions: deque[LoggedDecision] = deque(maxlen=max_decisions)
         self._number = 0
 
     def number(self) -> int:
@@ -62,7 +62,7 @@ class DecisionLog:
             self._live[key] = self._over.pop(key)
         return life if life is not None and life.close_time is None else None
 
-    def add(self, life: Life, event: Event | Logged, among: deque[Event | Logged]) -> None:
+    def add(self, life: Life, event: LifeEvent | LoggedDecision, among: deque[LifeEvent | LoggedDecision]) -> None:
         """Note an event; where there is no room, the oldest life that is over goes, else the oldest of all."""
         if self._live.get(life.key) is not life:
             return
@@ -71,7 +71,7 @@ class DecisionLog:
         else:
             self.events += 1
         among.append(event)
-        if isinstance(event, Logged):
+        if isinstance(event, LoggedDecision):
             self._decisions.append(event)
         while self.events > self._max_events:
             lives = self._over or self._live
@@ -90,6 +90,6 @@ class DecisionLog:
         exact = [life for life in lives if life.opened.request_id == request_id]
         return max(exact or lives, key=lambda life: life.open_time, default=None)
 
-    def decisions(self, wanted: Callable[[Logged], bool], before: datetime | None) -> Iterator[Logged]:
+    def decisions(self, wanted: Callable[[LoggedDecision], bool], before: datetime | None) -> Iterator[LoggedDecision]:
         """Decisions, newest first; those made before a time."""
         return (d for d in reversed(self._decisions) if (before is None or d.time < before) and wanted(d))

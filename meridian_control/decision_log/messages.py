@@ -12,7 +12,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
-from meridian_control.decision_log.records import Logged
+from meridian_control.decision_log.records import LoggedDecision
 from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from meridian_control.decision_log.log import DecisionLog
-    from meridian_control.decision_log.records import Event, Life
+    from meridian_control.decision_log.records import Life, LifeEvent
     from meridian_control.policy.model import Policy
 
 # Signal, its value, an operator, the limit's name and value.
@@ -52,7 +52,7 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
     """Raises InvalidRequest."""
     limit, before_us = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
 
-    def wanted(made: Logged) -> bool:
+    def wanted(made: LoggedDecision) -> bool:
         return (
             request.engine_id in ("", made.life.engine_id)
             and request.kind in ("", made.kind)
@@ -61,7 +61,7 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
         )
 
     before = START + timedelta(microseconds=before_us) if before_us is not None else None
-    found: list[Logged] = []
+    found: list[LoggedDecision] = []
     for made in log.decisions(wanted, before):
         if len(found) >= limit and made.time != found[-1].time:
             break
@@ -129,8 +129,8 @@ def life_message(life: Life) -> fleet_pb2.RequestLife:
     return told
 
 
-def _event(event: Event | Logged) -> fleet_pb2.RequestEvent:
-    if isinstance(event, Logged):
+def _event(event: LifeEvent | LoggedDecision) -> fleet_pb2.RequestEvent:
+    if isinstance(event, LoggedDecision):
         seen, kind, detail = event.signals, "decision", ""
         phase = seen.phase
     else:
@@ -141,13 +141,13 @@ def _event(event: Event | Logged) -> fleet_pb2.RequestEvent:
         think_tokens=seen.think_tokens,
         output_tokens=seen.output_tokens,
         detail=detail,
-        decision=decision_message(event) if isinstance(event, Logged) else None,
+        decision=decision_message(event) if isinstance(event, LoggedDecision) else None,
     )
     _set(told.time, event.time)
     return told
 
 
-def decision_message(made: Logged) -> fleet_pb2.LoggedDecision:
+def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
     life = made.life
     told = fleet_pb2.LoggedDecision(
         decision_id=made.decision_id,
@@ -175,7 +175,7 @@ def decision_message(made: Logged) -> fleet_pb2.LoggedDecision:
     return told
 
 
-def compared(made: Logged) -> list[Compared]:
+def compared(made: LoggedDecision) -> list[Compared]:
     """What the rule behind a decision compared, from the policy that held and what was seen then."""
     rules = {
         ("force", "eat"): _eat,
@@ -191,7 +191,7 @@ def compared(made: Logged) -> list[Compared]:
     return list(rule(made, made.policy)) if rule else []
 
 
-def _eat(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _eat(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = made.signals, policy.entropy
     yield _floor(made, policy)
     yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
@@ -200,7 +200,7 @@ def _eat(made: Logged, policy: Policy) -> Iterator[Compared]:
     yield "eat_ema_nats", seen.eat_ema_nats, "<", "entropy.eat_level_threshold_nats", level
 
 
-def _rank(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _rank(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     ranks = made.signals.boundary_ranks
     for index, condition in enumerate(policy.entropy.rank_conditions):
@@ -211,12 +211,12 @@ def _rank(made: Logged, policy: Policy) -> Iterator[Compared]:
             return
 
 
-def _rpdi(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _rpdi(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
     yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", policy.entropy.rpdi_threshold
 
 
-def _soft_close(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
     name = "scheduler.soft_think_tokens" if soft >= own else "own min_think_tokens"
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
@@ -224,7 +224,7 @@ def _soft_close(made: Logged, policy: Policy) -> Iterator[Compared]:
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
 
 
-def _cap(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     cap, limit = made.signals.max_think_tokens, policy.scheduler.max_think_tokens
     name = "scheduler.max_think_tokens"
     if made.reason == "empty_answer":
@@ -236,7 +236,7 @@ def _cap(made: Logged, policy: Policy) -> Iterator[Compared]:
         yield "max_think_tokens", cap, "=", name, limit
 
 
-def _probe(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
     signal, value, operator, name, floor = _floor(made, policy)
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
@@ -244,13 +244,13 @@ def _probe(made: Logged, policy: Policy) -> Iterator[Compared]:
         yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
 
 
-def _cap_probe(made: Logged, policy: Policy) -> Iterator[Compared]:
+def _cap_probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     if (cap := made.signals.max_think_tokens) is not None:
         name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
         yield THINK_TOKENS, made.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
 
 
-def _floor(made: Logged, policy: Policy) -> Compared:
+def _floor(made: LoggedDecision, policy: Policy) -> Compared:
     own, floor = made.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
     name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
     return THINK_TOKENS, made.signals.think_tokens, ">=", name, max(floor, own)

@@ -41,7 +41,7 @@ class Signals(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Event:
+class LifeEvent:
     """What happened to a request, and its state from then on."""
 
     number: int
@@ -54,7 +54,7 @@ class Event:
 
 
 @dataclass(eq=False, slots=True)
-class Logged:
+class LoggedDecision:
     """A decision about a request, whose policy held then. The outcome is unspecified until it is known."""
 
     number: int
@@ -89,8 +89,8 @@ class Life:
     close_time: datetime | None = None
     think_tokens: int = 0
     output_tokens: int = 0
-    events: deque[Event | Logged] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
-    probes: deque[Event | Logged] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
+    events: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_EVENTS))
+    probes: deque[LifeEvent | LoggedDecision] = field(default_factory=lambda: deque(maxlen=LIFE_PROBES))
     left_out: int = 0
 
     @property
@@ -100,7 +100,7 @@ class Life:
     def __len__(self) -> int:
         return len(self.events) + len(self.probes)
 
-    def in_order(self) -> list[Event | Logged]:
+    def in_order(self) -> list[LifeEvent | LoggedDecision]:
         return sorted((*self.events, *self.probes), key=lambda event: event.number)
 
     def is_called(self, request_id: str) -> bool:
@@ -122,7 +122,7 @@ class Decision:
     step: int = 0
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     # In the decision log, where the request's life is kept.
-    logged: Logged | None = None
+    logged: LoggedDecision | None = None
 
     @property
     def counted_as(self) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_control.offline.policy_comparison import Difference, Outcome
-    from meridian_control.offline.policy_replay import Place
+    from meridian_control.offline.policy_replay import ThinkEnd
     from meridian_control.policy.model import Policy
 
 BEFORE, AFTER = "recorded", "new"
@@ -90,7 +90,7 @@ def _think_tokens(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def _sides(outcomes: list[Outcome]) -> tuple[list[Place], list[Place]]:
+def _sides(outcomes: list[Outcome]) -> tuple[list[ThinkEnd], list[ThinkEnd]]:
     return [o.before for o in outcomes], [o.after for o in outcomes]
 
 

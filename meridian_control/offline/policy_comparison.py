@@ -15,7 +15,7 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import MeridianError
 from meridian_control.decisions import moments
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_FORCED
-from meridian_control.offline.policy_replay import Fate, Place, Run
+from meridian_control.offline.policy_replay import ReplayResult, Run, ThinkEnd
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.session.think_ends import FINISHED
 
@@ -41,11 +41,11 @@ class Outcome:
 
     request_id: str
     engine_id: str
-    recorded: Place
-    before: Place
-    after: Place
+    recorded: ThinkEnd
+    before: ThinkEnd
+    after: ThinkEnd
     # The shadowed decisions, by reason, and the caps.
-    fates: tuple[Fate, Fate]
+    fates: tuple[ReplayResult, ReplayResult]
 
     @property
     def change(self) -> str:
@@ -78,7 +78,7 @@ class _Request:
 
     opened: agent_pb2.RequestOpened
     whole: bool
-    end: Place | None = None
+    end: ThinkEnd | None = None
     forced_by: str = UNKNOWN
     closed: bool = False
 
@@ -176,7 +176,7 @@ class Difference:
             request = session.requests.get(change.slot)
             if change.kind == "think_end" and request is not None and request.end is None:
                 forced = request.forced_by if change.flags & FLAG_FORCED else NATURAL
-                request.end = Place(CAP if change.flags & FLAG_BY_CAP else forced, change.think_tokens)
+                request.end = ThinkEnd(CAP if change.flags & FLAG_BY_CAP else forced, change.think_tokens)
         for closed in report.closed:
             if (request := session.requests.pop(closed.slot, None)) is not None:
                 self._close(session, request, closed, int(table.think_tokens[closed.slot]))
@@ -190,8 +190,8 @@ class Difference:
         if request.end is None and closed.reason not in FINISHED:
             self.left_out["aborted while thinking"] += 1
             return
-        recorded = request.end or Place(UNENDED, think_tokens)
-        before, after = (run.fates.pop(closed.slot, Fate()) for run in session.runs)
+        recorded = request.end or ThinkEnd(UNENDED, think_tokens)
+        before, after = (run.fates.pop(closed.slot, ReplayResult()) for run in session.runs)
         before_end, after_end = (_end(request.opened, recorded, fate) for fate in (before, after))
         who = request.opened.request_id, session.engine_id
         self.outcomes.append(Outcome(*who, recorded, before_end, after_end, (before, after)))
@@ -225,7 +225,7 @@ class Difference:
             self.samples[side] += run.samples
 
 
-def _end(opened: agent_pb2.RequestOpened, recorded: Place, fate: Fate) -> Place:
+def _end(opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult) -> ThinkEnd:
     """Where thinking ends under a policy: at what was decided, at the cap, or where the model ended it."""
     length = recorded.think_tokens
     caps = [fate.cap_tokens] if fate.cap_tokens is not None and not fate.cap_shadow else []
@@ -238,11 +238,11 @@ def _end(opened: agent_pb2.RequestOpened, recorded: Place, fate: Fate) -> Place:
         and (force is None or cap <= force.think_tokens)
         and (cap < length or (cap == length and recorded.reason == CAP))
     ):
-        return Place(CAP, cap)
+        return ThinkEnd(CAP, cap)
     # Decided with the last token known, it comes too late for an end that the model makes.
     if force is not None and (force.think_tokens < length or not by_itself):
         return force
-    return recorded if by_itself else Place(UNKNOWN, length)
+    return recorded if by_itself else ThinkEnd(UNKNOWN, length)
 
 
 def _reordered(before: Run, after: Run) -> tuple[int, int]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 
-class Place(NamedTuple):
+class ThinkEnd(NamedTuple):
     """Where an end of thinking was decided: why, and the thinking tokens known then."""
 
     reason: str
@@ -48,16 +48,16 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fate:
+class ReplayResult:
     """What one policy decided for one request. cap_tokens: in force at last, None for none."""
 
-    force: Place | None = None
+    force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
     cap_tokens: int | None = None
     cap_shadow: bool = False
 
 
-class Share(NamedTuple):
+class ReplayedShare(NamedTuple):
     """What the agent was told about steps; None for no limit."""
 
     think_per_step: int | None = None
@@ -67,7 +67,7 @@ class Share(NamedTuple):
     hold_admission: bool = False
 
 
-class Made(NamedTuple):
+class ReplayedDecision(NamedTuple):
     """A decision in a message: its id, its slot where it has one, and all else about it."""
 
     kind: str
@@ -77,7 +77,7 @@ class Made(NamedTuple):
     content: bytes
 
 
-class Ask(NamedTuple):
+class PendingProbe(NamedTuple):
     """A probe under way: its decision, where it is to be placed, and the thinking tokens when it was asked for."""
 
     decision_id: int
@@ -128,7 +128,7 @@ class Run:
         # Recorded decisions under way, by id: the same decision here.
         self._same: dict[int, int] = {}
         # By slot: a probe that only this run asked for. By recorded id: one that only the recorded session did.
-        self._asked: dict[int, Ask] = {}
+        self._asked: dict[int, PendingProbe] = {}
         self._lent: dict[int, int] = {}
         # Decisions of this run alone that are carried out with the next report: id and outcome.
         self._due: list[tuple[int, agent_pb2.Outcome.ValueType]] = []
@@ -140,9 +140,9 @@ class Run:
         # By slot: sentence ends of the thinking, by thinking tokens, and the count.
         self._flags: dict[int, dict[int, int]] = {}
         self._think: dict[int, int] = {}
-        self.fates: dict[int, Fate] = {}
+        self.fates: dict[int, ReplayResult] = {}
         self.ranks: dict[int, int] = {}
-        self.share = Share()
+        self.share = ReplayedShare()
         # The plan in force asks for an order of its own.
         self.orders = False
         self.changed = True
@@ -234,7 +234,7 @@ class Run:
         slot = opened.slot
         self._asked.pop(slot, None)
         self.ranks.pop(slot, None)
-        self._flags[slot], self._think[slot], self.fates[slot] = {}, opened.think_tokens, Fate()
+        self._flags[slot], self._think[slot], self.fates[slot] = {}, opened.think_tokens, ReplayResult()
         self.changed = True
 
     def _count(self, tokens: agent_pb2.TokenColumns) -> None:
@@ -271,13 +271,13 @@ class Run:
             out.probes.decision_id.append(decision_id)
             came.probes.append(came.recorded_probes[row])
 
-    def _fits(self, ask: Ask, slot: int, think_tokens: int, placement: int | None) -> bool:
+    def _fits(self, ask: PendingProbe, slot: int, think_tokens: int, placement: int | None) -> bool:
         if think_tokens < ask.think_tokens:
             return False
         wanted = PLACES.get(ask.placement, 0)  # type: ignore[call-overload]
         return not wanted or ask.placement == placement or bool(self._flags.get(slot, {}).get(think_tokens, 0) & wanted)
 
-    def _pair(self, mine: list[Made], recorded: list[Made]) -> None:
+    def _pair(self, mine: list[ReplayedDecision], recorded: list[ReplayedDecision]) -> None:
         """Find the decisions that both made, and note the others."""
         left: dict[tuple[str, bytes], list[int]] = {}
         for made in recorded:
@@ -290,7 +290,7 @@ class Run:
                 self.reproduced += 1
             elif made.kind == "probe" and made.slot is not None:
                 tokens = int(self.session.table.think_tokens[made.slot])
-                self._asked[made.slot] = Ask(made.decision_id, made.message.placement, tokens)
+                self._asked[made.slot] = PendingProbe(made.decision_id, made.message.placement, tokens)
             else:
                 shadow = getattr(made.message, "shadow", False)
                 outcome = agent_pb2.OUTCOME_SHADOWED if shadow else agent_pb2.OUTCOME_APPLIED
@@ -300,7 +300,7 @@ class Run:
             if made.kind == "probe" and made.decision_id in unpaired:
                 self._lent[made.decision_id] = made.message.placement
 
-    def _note(self, made: Made) -> None:
+    def _note(self, made: ReplayedDecision) -> None:
         """Be told, as the agent would."""
         message = made.message
         self.decisions[made.kind] += 1
@@ -318,21 +318,21 @@ class Run:
             fate.cap_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
             fate.cap_shadow = message.shadow
         elif made.kind == "force":
-            place = Place(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
+            place = ThinkEnd(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
             if message.shadow:
                 fate.shadowed.setdefault(*place)
             else:
                 fate.force = fate.force or place
 
 
-def _share(plan: agent_pb2.DispatchPlan) -> Share:
+def _share(plan: agent_pb2.DispatchPlan) -> ReplayedShare:
     if plan.shadow or plan.stock:
-        return Share(hold_admission=plan.hold_admission)
+        return ReplayedShare(hold_admission=plan.hold_admission)
 
     def limit(name: str) -> int | None:
         return getattr(plan, name) if plan.HasField(name) else None  # type: ignore[arg-type]
 
-    return Share(
+    return ReplayedShare(
         limit("think_per_step"),
         limit("output_per_step"),
         limit("prefill_tokens_per_step"),
@@ -341,11 +341,11 @@ def _share(plan: agent_pb2.DispatchPlan) -> Share:
     )
 
 
-def _decisions(responses: list[agent_pb2.ConnectResponse]) -> list[Made]:
+def _decisions(responses: list[agent_pb2.ConnectResponse]) -> list[ReplayedDecision]:
     return [made for response in responses for made in _of(response.directives)]
 
 
-def _of(directives: agent_pb2.Directives) -> Iterator[Made]:
+def _of(directives: agent_pb2.Directives) -> Iterator[ReplayedDecision]:
     lists: list[tuple[str, Any]] = [
         ("force", directives.forces),
         ("cap", directives.caps),
@@ -360,7 +360,7 @@ def _of(directives: agent_pb2.Directives) -> Iterator[Made]:
             content.ClearField("decision_id")
             text = content.SerializeToString(deterministic=True)
             slot = None if kind == "plan" else message.slot
-            yield Made(kind, message.decision_id, slot, message, text)
+            yield ReplayedDecision(kind, message.decision_id, slot, message, text)
 
 
 def _time(record: fleet_pb2.TraceRecord) -> datetime:

@@ -45,7 +45,7 @@ class Freeze:
     end_time: datetime
 
 
-class Freezing:
+class FreezeState:
     """`freezes` are to hold; `frozen` is the engine before it has confirmed them, too, and until it has confirmed that
     none is left. `void`: the agent has dropped what it was told, and sends a snapshot once it has thawed."""
 

@@ -13,7 +13,7 @@ from meridian_control.decisions import moments
 from meridian_control.decisions.request_table import MAX_SLOTS, NO_CAP, THINK
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.session.merged_steps import ages_ms, step_of
-from meridian_control.session.think_ends import FINISHED, Endings
+from meridian_control.session.think_ends import FINISHED, ThinkEnds
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -46,7 +46,7 @@ class Intake:
     ) -> None:
         self._table, self._groups, self._ledger = table, groups, ledger
         self._totals, self._shadow, self._journal = totals, shadow, journal
-        self._endings = Endings(table, totals)
+        self._endings = ThinkEnds(table, totals)
         # The step of each entry of the report that is being taken in, by field.
         self._steps: dict[str, list[int]] = {}
 

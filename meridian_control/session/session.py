@@ -18,7 +18,7 @@ from meridian_control.session.counters import Totals
 from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
 from meridian_control.session.effective_policies import Groups
-from meridian_control.session.freeze_state import Freezing
+from meridian_control.session.freeze_state import FreezeState
 from meridian_control.session.report_intake import Intake
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
@@ -62,7 +62,7 @@ class Session:
         self.shadow = shadow or Comparison()
         self.shadow.new_stream()
         self.delivery = Delivery(hello, self.totals)
-        self.freezing = Freezing(hello.freeze)
+        self.freezing = FreezeState(hello.freeze)
         self.agent_state = hello.state
         self.last_report: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None

@@ -26,7 +26,7 @@ FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
 LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
 
 
-class Endings:
+class ThinkEnds:
     def __init__(self, table: RequestTable, totals: Totals) -> None:
         self._table, self._totals = table, totals
         # Lengths of the newest answers after natural ends, in tokens.

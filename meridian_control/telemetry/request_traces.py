@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from meridian_control import __version__
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.decision_log.records import Logged
+from meridian_control.decision_log.records import LoggedDecision
 from meridian_control.session.decision_ledger import ENDING
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Tracing:
                 child.set_attribute("meridian.tokens", tokens)
             child.end(_ns(until))
         for event in life.in_order():
-            if isinstance(event, Logged):
+            if isinstance(event, LoggedDecision):
                 if event.kind in ENDING and outcome_name(event.outcome) in CARRIED_OUT:
                     span.add_event(
                         f"meridian.{event.kind}", dict(_decided(event)), _ns(event.outcome_time or event.time)
@@ -89,7 +89,7 @@ class Tracing:
 
 def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
     """Each stretch of one phase: name, begin, end, tokens generated in it (None where that is not known)."""
-    marks = [e for e in life.in_order() if not isinstance(e, Logged) and e.phase in PHASES]
+    marks = [e for e in life.in_order() if not isinstance(e, LoggedDecision) and e.phase in PHASES]
     for i, mark in enumerate(marks):
         if i and marks[i - 1].phase == mark.phase:
             continue
@@ -120,7 +120,7 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
         yield "meridian.joined_late", True
 
 
-def _decided(made: Logged) -> Iterator[tuple[str, Any]]:
+def _decided(made: LoggedDecision) -> Iterator[tuple[str, Any]]:
     yield "meridian.reason", made.reason
     yield "meridian.decision_id", made.decision_id
     yield "meridian.revision", made.revision

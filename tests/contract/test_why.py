@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from typer.testing import Result
 
-    from meridian_control.decision_log.records import Logged
+    from meridian_control.decision_log.records import LoggedDecision
 
 # A soft close and a cap, in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}
@@ -222,7 +222,7 @@ async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path)
     assert "No such file or directory" in (tmp_path / "log").read_text()
 
 
-def logged(count: int) -> list[Logged]:
+def logged(count: int) -> list[LoggedDecision]:
     made = stream(policy(scheduler=EARLY))
     for number in range(count):
         made.open(f"r{number}", think=2, answer=1)
@@ -265,7 +265,7 @@ def test_what_cannot_be_written_is_left_out_and_said_once(
 
 
 def test_settled_decisions_are_handed_on_once() -> None:
-    seen: list[Logged] = []
+    seen: list[LoggedDecision] = []
     made = stream(policy(scheduler=EARLY), log=DecisionLog(seen.append))
     made.open("a", think=4, answer=2)
     made.step(10)

@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.control_stream import Link
-from meridian_agent.link.record_queue import Ring
+from meridian_agent.link.record_queue import RecordQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def watch() -> None:
 
     Ids of decisions count up from 1 on each stream, so the newest one tells how many have come.
     """
-    lay, receive = Ring.lay, Link._receive
+    lay, receive = RecordQueue.lay, Link._receive
 
     def laid(ring: Any, item: Any, presses: bool = False) -> None:
         if isinstance(item, StepRecord):
@@ -46,7 +46,7 @@ def watch() -> None:
         receive(link, response)
         ring.heard = max(newest, getattr(ring, "heard", 0))
 
-    setattr(Ring, "lay", laid)  # noqa: B010
+    setattr(RecordQueue, "lay", laid)  # noqa: B010
     setattr(Link, "_receive", received)  # noqa: B010
 
 

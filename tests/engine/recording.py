@@ -52,7 +52,7 @@ def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]
         flags = record.row_flags()
         for i, slot in enumerate(slots):
             at = record.rows[i]
-            s = None if record.told is None else StepSignals.of(record.told)
+            s = None if record.told is None else StepSignals.decode(record.told)
             measured = (float("nan"), 0, float("nan"))
             if s is not None:
                 measured = float(s.entropy_nats[at]), int(s.end_rank[at]), float(s.end_logprob_nats[at])

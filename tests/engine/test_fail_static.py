@@ -28,8 +28,8 @@ def rebuild(scheduler: Any) -> Any:
     """A new agent, as a restart of the engine makes it."""
     from meridian_agent.core.guard import Guard
 
-    scheduler._keeper.link.stop()
-    scheduler._keeper.link._thread.join(10)
+    scheduler._lifecycle.link.stop()
+    scheduler._lifecycle.link._thread.join(10)
     scheduler._guard = Guard()
     scheduler._agent = scheduler._begin()
     return scheduler._agent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -110,10 +111,10 @@ def test_it_comes_back_by_itself(
 
 
 def _break(agent: Any, hook: str) -> None:
+    @functools.wraps(getattr(agent, hook))
     def fails(*_: Any) -> None:
         raise RuntimeError(f"injected into {hook}")
 
-    fails.__name__ = hook
     setattr(agent, hook, fails)
 
 

@@ -20,7 +20,7 @@ import pytest
 from meridian.v1 import agent_pb2
 from vllm import SamplingParams
 
-from meridian_agent.core.live_request import Tracked
+from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.engine import agent as agent_module
 from meridian_agent.engine import probe_runner as probing_module
@@ -241,13 +241,13 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
         return sum(len(o.outputs[0].token_ids) == length[i % 3] for i, o in enumerate(outputs))
 
     finished = [batch() for _ in range(3)]
-    before, tracked, slots = rss_mb(), alive(Tracked), agent.tracker._next_slot
+    before, tracked, slots = rss_mb(), alive(LiveRequest), agent.tracker._next_slot
     blocks = sys.getallocatedblocks()
     finished += [batch() for _ in range(SHORT // BATCH - 3)]
     assert finished == [BATCH] * (SHORT // BATCH)
     assert not scheduler._guard.fault
     assert_empty(agent)
-    assert (alive(Tracked), agent.tracker._next_slot) == (tracked, slots)
+    assert (alive(LiveRequest), agent.tracker._next_slot) == (tracked, slots)
     # Less than one piece of memory for each request: none is left behind by each.
     assert sys.getallocatedblocks() - blocks < SHORT / 2
     assert alive(StepRecord) <= outbox_module.RING_RECORDS

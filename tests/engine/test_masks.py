@@ -12,7 +12,7 @@ from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending, RequestInfo
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.engine.token_masks import Masks
+from meridian_agent.engine.token_masks import TokenMasks
 
 START, END, TEXT = 1, 2, 3
 FLOOR, DRAFTS = 6, 4
@@ -28,10 +28,10 @@ class Thinker:
         self.request: Any = Request("r", [START], params, None, arrival_time=0.0)
         tracker = Tracker(Markers(((START,),), ((END,),)))
         tracker.lookahead = lookahead
-        tr = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, self.request)
-        tr.ending = Ending((END,), 1)
-        tracker.due[tr] = None
-        self.masks = Masks(tracker, Directives(tracker), words=1)
+        live = tracker.open(RequestInfo("r", "m", "", "", 1, 40, None), [START], 0, self.request)
+        live.ending = Ending((END,), 1)
+        tracker.due[live] = None
+        self.masks = TokenMasks(tracker, Directives(tracker), words=1)
 
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])

@@ -158,6 +158,6 @@ def all_was_said(messages: list[agent_pb2.ConnectRequest]) -> None:
     assert any(step.closed for step in steps)
     assert any(message.settings_status.error for message in messages)
     hellos = [message.hello for message in messages if message.HasField("hello")]
-    assert {"observer", "fails"} <= set(hellos[-1].faults)
+    assert {"observer", "other"} <= set(hellos[-1].faults)
     assert any("KeyError at " in hello.last_fault for hello in hellos)
     assert any(message.snapshot.requests for message in messages)

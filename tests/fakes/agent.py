@@ -20,7 +20,7 @@ from tests.fakes.engine import END, TEXT, FakeEngine
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_agent.core.live_request import Tracked
+    from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import StepRecord
 
 ALL = agent_pb2.Capabilities(
@@ -214,7 +214,7 @@ class FakeAgent:
         if not frozen:
             self.say(snapshot=self.snapshot())
 
-    def open(self, name: str, script: Script, **fields: Any) -> Tracked:
+    def open(self, name: str, script: Script, **fields: Any) -> LiveRequest:
         self.scripts[name] = script
         return self.engine.open(name, **fields)
 
@@ -243,7 +243,7 @@ class FakeAgent:
         self._measured(entropies)
         return self._report()
 
-    def _wanted(self, tr: Tracked, script: Script) -> int:
+    def _wanted(self, tr: LiveRequest, script: Script) -> int:
         thinking = tr.state.phase.name == "THINK"
         return END if thinking and tr.state.think_tokens >= script.think_tokens else TEXT
 
@@ -251,7 +251,7 @@ class FakeAgent:
         record = self.engine.tracker.record
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
-        record.told = StepSignals(None, columns, np.full(len(columns), self.end_rank, np.int32), -columns).told()
+        record.told = StepSignals(None, columns, np.full(len(columns), self.end_rank, np.int32), -columns).encode()
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from meridian_agent.core.directives import Directives, Outcome, Tier
-from meridian_agent.core.live_request import RequestInfo, Tracked
+from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers, Phase
 from meridian_agent.core.tracker import Tracker
 
@@ -39,7 +39,7 @@ class FakeEngine:
         self._masks: dict[str, dict[int, int]] = {}
 
     @property
-    def live(self) -> dict[str, Tracked]:
+    def live(self) -> dict[str, LiveRequest]:
         return self.tracker.by_id
 
     def open(
@@ -49,7 +49,7 @@ class FakeEngine:
         own_cap: int | None = None,
         tenant: str = "tenant",
         **own: Any,
-    ) -> Tracked:
+    ) -> LiveRequest:
         info = RequestInfo(name, "model", tenant, "slo", len(prompt), 1000, own_cap, **own)
         ref = SimpleNamespace(is_prefill_chunk=False, num_computed_tokens=len(prompt))
         return self.tracker.open(info, list(prompt), self.step, ref)

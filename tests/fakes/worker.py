@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 END_TOKEN = 3
 
 
-def asked(logits: torch.Tensor, not_of: frozenset[str] | None = frozenset(), **drafts: list[int]) -> Any:
-    """What the engine core sends for a step. not_of: requests whose rows it does not ask for; None for all."""
-    wanted = {} if not_of is None else {REQUEST: (END_TOKEN, 1, tuple(not_of))}
+def asked(logits: torch.Tensor, excluded_ids: frozenset[str] | None = frozenset(), **drafts: list[int]) -> Any:
+    """What the engine core sends for a step. excluded_ids: requests whose rows it does not ask for; None for all."""
+    wanted = {} if excluded_ids is None else {REQUEST: (END_TOKEN, 1, tuple(excluded_ids))}
     return SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **wanted)
 
 

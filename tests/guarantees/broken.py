@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.sim.mutants import MUTANTS, Mutant
 
-GUARD, STATE, STANDING = (
+GUARD, STATE, LEASE = (
     "meridian_agent/core/guard.py",
     "meridian_agent/link/settings_file.py",
     "meridian_agent/link/lease.py",
@@ -82,8 +82,8 @@ BROKEN: tuple[Broken, ...] = (
         STOCK,
         "a shadowed cap is applied on an engine",
         DIRECTIVES,
-        "        tr.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)\n",
-        "        tr.cap = Cap(cap.decision_id, cap.max_think_tokens, False)\n",
+        "        live.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)\n",
+        "        live.cap = Cap(cap.decision_id, cap.max_think_tokens, False)\n",
         "tests/engine/test_equality.py::test_shadow",
     ),
     _known(EXACT, "cap one token late", "tests/unit/test_directives.py::test_caps_are_exact"),
@@ -137,7 +137,7 @@ BROKEN: tuple[Broken, ...] = (
         ANSWERS,
         "running order by arrival",
         QUEUES,
-        "            own = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]\n",
+        "            own = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]\n",
         "            own = PHASE_RANK[Phase.PROMPT]\n",
         "tests/engine/test_pressure.py::test_answers_are_never_preempted_before_thinking",
     ),
@@ -145,7 +145,7 @@ BROKEN: tuple[Broken, ...] = (
         ANSWERS,
         "no rank within a priority",
         QUEUES,
-        "math.floor(request.priority) + min(tr.effective_rank, MAX_RANK) / RANK_SCALE",
+        "math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE",
         "math.floor(request.priority)",
         "tests/engine/test_matrix.py::test_feature[priority: priority policy: answers first between requests of equal "
         "priority]",
@@ -162,16 +162,16 @@ BROKEN: tuple[Broken, ...] = (
         HELD,
         "held until the step of the probe only",
         PROBING,
-        "            answered = tr.asked_in and tr.asked_in <= answered_step\n",
-        "            answered = tr.asked_in\n",
+        "            answered = live.asked_in and live.asked_in <= answered_step\n",
+        "            answered = live.asked_in\n",
         "tests/sim/test_holds.py::test_a_request_waits_for_exactly_its_hold",
     ),
     _new(
         HELD,
         "two tokens go by under asynchronous scheduling",
         PROBING,
-        "            answered = tr.asked_in and tr.asked_in <= answered_step\n",
-        "            answered = tr.asked_in\n",
+        "            answered = live.asked_in and live.asked_in <= answered_step\n",
+        "            answered = live.asked_in\n",
         "tests/engine/test_matrix.py::test_feature[async: entropy rules end thinking]",
     ),
     _new(
@@ -287,7 +287,7 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         FREEZE,
         "a freeze that does not end by itself",
-        STANDING,
+        LEASE,
         "        return self._frozen_until > 0 and self.clock() < self._frozen_until\n",
         "        return self._frozen_until > 0\n",
         "tests/contract/test_stream.py::test_the_agent_thaws_by_itself",
@@ -346,8 +346,9 @@ BROKEN: tuple[Broken, ...] = (
         PRIVATE,
         "the last token travels with a probe's result",
         PROBING,
-        "        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, placed.cost_tokens)\n",
-        "        measured = (placed.decision_id, tr.slot, placed.think_tokens, eat_nats, tr.ref.all_token_ids[-1])\n",
+        "        measured = (placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens)\n",
+        "        measured = (\n            placed.decision_id, live.slot, placed.think_tokens, eat_nats,"
+        " live.ref.all_token_ids[-1]\n        )\n",
         "tests/sim/test_private.py::test_other_words_are_the_same_bytes[no fault]",
     ),
 )

@@ -56,17 +56,17 @@ class EngineBooks:
 
         link.taken_in = watched_taken_in  # type: ignore[method-assign]
         self._watch(engine.agent)
-        keeper = engine.scheduler._keeper
-        again = keeper.again
+        lifecycle = engine.scheduler._lifecycle
+        again = lifecycle.again
 
         def watched_again(steps_under_way: int) -> Any:
             agent = again(steps_under_way)
             # It begins with what holds.
-            self._obeyed = [keeper.link.held[0]] if keeper.link.held is not None else []
+            self._obeyed = [lifecycle.link.held[0]] if lifecycle.link.held is not None else []
             self._watch(agent)
             return agent
 
-        keeper.again = watched_again
+        lifecycle.again = watched_again
 
     def _watch(self, agent: Any) -> None:
         self._steps = Steps(self.engine, agent, self._clock)
@@ -95,7 +95,7 @@ class EngineBooks:
     def open(self, request_id: str, prompt: list[int], own_cap: int | None) -> None:
         if self.link is None:
             return
-        tracker = self.engine.scheduler._keeper.agent.tracker
+        tracker = self.engine.scheduler._lifecycle.agent.tracker
         state = begin(tracker.markers, prompt, tracker.supports_think_disable)
         known = self.engine.agent is not None
         self.requests[request_id] = Watched(request_id, own_cap, self._default_cap(), state, tracker.markers, known)

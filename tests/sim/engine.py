@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from meridian_agent.core.probe_admission import PREFIX
-from meridian_agent.core.step_signals import REQUEST, RESULT, Asked, StepSignals
+from meridian_agent.core.step_signals import REQUEST, RESULT, StepSignals, WorkerRequestDecoder
 from meridian_agent.engine.scheduler_mixin import governed
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
@@ -214,7 +214,7 @@ class Engine:
             config, cache, structured, block_size=BLOCK, log_stats=False
         )
         self.model = Model()
-        self.asked = Asked()
+        self.asked = WorkerRequestDecoder()
         self.finished: dict[str, str] = {}
         # What each step scheduled, probes left out.
         self.schedule: list[dict[str, int]] = []
@@ -329,9 +329,9 @@ class Engine:
             sampled.append(self._tokens(request_id, drafts, masks.get(request_id, {})))
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
         if (request := getattr(output, REQUEST, None)) is not None:
-            not_of = self.asked.not_of(request)
+            excluded_ids = self.asked.excluded_ids(request)
             if ids:
-                setattr(result, RESULT, self._signals(output, ids, not_of).told())
+                setattr(result, RESULT, self._signals(output, ids, excluded_ids).encode())
         return result
 
     def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:
@@ -364,13 +364,13 @@ class Engine:
                 break
         return tokens
 
-    def _signals(self, output: Any, ids: list[str], not_of: Set[str]) -> StepSignals:
+    def _signals(self, output: Any, ids: list[str], excluded_ids: Set[str]) -> StepSignals:
         counts = [1 + len(output.scheduled_spec_decode_tokens.get(r, ())) for r in ids]
         rows = sum(counts)
         x = [mix(len(self.schedule), row) for row in range(rows)]
         entropy = np.array([(v % 1000) / 250 for v in x], np.float32)
         rank = np.array([1 + v % 30 for v in x], np.int32)
-        unmeasured = np.repeat([r in not_of for r in ids], counts)
+        unmeasured = np.repeat([r in excluded_ids for r in ids], counts)
         entropy[unmeasured], rank[unmeasured] = np.nan, 0
         first = None if rows == len(ids) else np.cumsum([0, *counts[:-1]], dtype=np.int32)
         return StepSignals(first, entropy, rank, -entropy)

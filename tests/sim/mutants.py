@@ -62,13 +62,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "record of the old stream sent",
         OUTBOX,
-        "        if not standing.connected or self._inbox.new_stream_waits():",
-        "        if not standing.connected:",
+        "        if not lease.connected or self._inbox.new_stream_waits():",
+        "        if not lease.connected:",
     ),
     Mutant(
         "no outcome for a replaced probe",
         DIRECTIVES,
-        "            self.report(waiting[0], Outcome.SUPERSEDED, tr)\n",
+        "            self.report(waiting[0], Outcome.SUPERSEDED, live)\n",
         "",
     ),
     Mutant(
@@ -80,15 +80,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no outcome for caps at a freeze",
         DIRECTIVES,
-        "                self._close_cap(tr, Outcome.AGENT_OFF)\n                tr.cap.decision_id = 0\n",
-        "                tr.cap.decision_id = 0\n",
+        "                self._close_cap(live, Outcome.AGENT_OFF)\n                live.cap.decision_id = 0\n",
+        "                live.cap.decision_id = 0\n",
     ),
     Mutant(
         "two outcomes for a superseded force",
         DIRECTIVES,
-        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n        else:",
-        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n"
-        "            self.report(force.decision_id, Outcome.SUPERSEDED, tr)\n        else:",
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, live)\n        else:",
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, live)\n"
+        "            self.report(force.decision_id, Outcome.SUPERSEDED, live)\n        else:",
     ),
     Mutant(
         "nobody answers for an idle engine",
@@ -124,8 +124,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "snapshot forgets who is preempted",
         LIVE,
-        "tr.forced, tr.preempted)",
-        "tr.forced, False)",
+        "live.forced, live.preempted)",
+        "live.forced, False)",
     ),
     Mutant(
         "snapshot adds to the table",
@@ -154,8 +154,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "slot free before its close is told",
         TRACKER,
-        "        self.record.closed.append((tr.slot, reason))\n",
-        "        self.record.closed.append((tr.slot, reason))\n        heapq.heappush(self._free, tr.slot)\n",
+        "        self.record.closed.append((live.slot, reason))\n",
+        "        self.record.closed.append((live.slot, reason))\n        heapq.heappush(self._free, live.slot)\n",
     ),
     Mutant(
         "a counter begins anew",
@@ -167,20 +167,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "decisions for the slot's next request",
         DIRECTIVES,
-        "        if tr is None or tr.opened_step > step:",
-        "        if tr is None:",
+        "        if live is None or live.opened_step > step:",
+        "        if live is None:",
     ),
     Mutant(
         "ranks for the slot's next request",
         DIRECTIVES,
-        "            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:",
-        "            if tr is not None:",
+        "            if live is not None and max(live.opened_step, live.phase_step) <= step:",
+        "            if live is not None:",
     ),
     Mutant(
         "ranks of an earlier phase",
         DIRECTIVES,
-        "            if tr is not None and max(tr.opened_step, tr.phase_step) <= step:",
-        "            if tr is not None and tr.opened_step <= step:",
+        "            if live is not None and max(live.opened_step, live.phase_step) <= step:",
+        "            if live is not None and live.opened_step <= step:",
     ),
     Mutant(
         "inbox taken past the lease",
@@ -197,8 +197,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks in force past the lease",
         DIRECTIVES,
-        "                tr.rank = None\n            if tr.ending",
-        "                pass\n            if tr.ending",
+        "                live.rank = None\n            if live.ending",
+        "                pass\n            if live.ending",
     ),
     Mutant(
         "a shadowed force is applied",
@@ -276,7 +276,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "drafts that are not known kept near a cap",
         MASKS,
-        "                tr.ref.spec_token_ids = []\n",
+        "                live.ref.spec_token_ids = []\n",
         "                pass\n",
     ),
     Mutant(
@@ -288,8 +288,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no cap on thinking anew in drafts",
         MASKS,
-        "        for tr in [*self._tracker.due, *self._drafted_to_think(output)]:",
-        "        for tr in [*self._tracker.due]:",
+        "        for live in [*self._tracker.due, *self._drafted_to_think(output)]:",
+        "        for live in [*self._tracker.due]:",
     ),
     Mutant(
         "ending of two tokens cut by one",
@@ -300,20 +300,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a second token of an ending forgotten",
         DIRECTIVES,
-        "        left = tr.ending.tokens[tr.ending.position :]",
-        "        left = tr.ending.tokens[-1:]",
+        "        left = live.ending.tokens[live.ending.position :]",
+        "        left = live.ending.tokens[-1:]",
     ),
     Mutant(
         "an ending in a mask not begun",
         DIRECTIVES,
-        "(tr.ending.position > 0 or bool(tr.expected))",
-        "tr.ending.position > 0",
+        "(live.ending.position > 0 or bool(live.expected))",
+        "live.ending.position > 0",
     ),
     Mutant(
         "caps gone with the stream",
         DIRECTIVES,
-        "                tr.cap.decision_id, tr.cap.reported = 0, True\n",
-        "                tr.cap = None\n",
+        "                live.cap.decision_id, live.cap.reported = 0, True\n",
+        "                live.cap = None\n",
     ),
     Mutant(
         "no wait for tokens before a force",
@@ -325,14 +325,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "left out for ever",
         SHARE,
-        "    return [tr for tr in by_wait[per_step:] if tr.skipped_steps < max_skip_steps]",
+        "    return [live for live in by_wait[per_step:] if live.skipped_steps < max_skip_steps]",
         "    return by_wait[per_step:]",
     ),
     Mutant(
         "left out two steps more",
         SHARE,
-        "tr.skipped_steps < max_skip_steps]",
-        "tr.skipped_steps < max_skip_steps + 2]",
+        "live.skipped_steps < max_skip_steps]",
+        "live.skipped_steps < max_skip_steps + 2]",
     ),
     Mutant(
         "nobody is left out",
@@ -343,8 +343,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "order not made anew",
         TRACKER,
-        "                tr.rank, tr.phase_step, self.reorder = None, self._last_step + 1, True",
-        "                tr.rank, tr.phase_step = None, self._last_step + 1",
+        "                live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True",
+        "                live.rank, live.phase_step = None, self._last_step + 1",
     ),
     Mutant(
         "prompts not held back",
@@ -361,8 +361,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a preemption not noticed as over",
         ACCOUNTS,
-        "            if tr.preempted and not request_api.waits_preempted(tr.ref):",
-        "            if tr.preempted:",
+        "            if live.preempted and not request_api.waits_preempted(live.ref):",
+        "            if live.preempted:",
     ),
     Mutant(
         "rank in the priority for good",
@@ -404,8 +404,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a probe past the end of its sentence",
         PROBING,
-        "            known = len(tr.ref.all_token_ids) - (past or 0)\n",
-        "            known = len(tr.ref.all_token_ids)\n",
+        "            known = len(live.ref.all_token_ids) - (past or 0)\n",
+        "            known = len(live.ref.all_token_ids)\n",
     ),
     Mutant(
         "a piece's limit not taken back",
@@ -423,8 +423,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "probes held for ever",
         PROBING,
-        "            if answered or not waits or tr.state.phase is not Phase.THINK or tr.preempted:",
-        "            if answered or tr.state.phase is not Phase.THINK or tr.preempted:",
+        "            if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:",
+        "            if answered or live.state.phase is not Phase.THINK or live.preempted:",
     ),
     Mutant(
         "a probe's output reaches clients",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_agent.link import control_stream as link_module
 from meridian_agent.link.control_stream import Link
-from meridian_agent.link.record_queue import Ring
+from meridian_agent.link.record_queue import RecordQueue
 from meridian_control.common.errors import MeridianError
 from meridian_control.fleet.fleet import Fleet
 
@@ -75,7 +75,7 @@ class Stream:
         return way.popleft()[1]
 
 
-class SteppedRing(Ring[Any]):
+class SteppedRing(RecordQueue[Any]):
     """The link's ring where nobody waits."""
 
     def _sleep(self, seconds: float) -> None:

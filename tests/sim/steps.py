@@ -58,7 +58,7 @@ class Steps:
     def _watched_before(self, scheduler: Any) -> Any:
         placed = set(self._agent.probing.placed)
         asked = {decision_id: flags for decision_id, _, flags, _ in self._agent.directives.probes}
-        skipped = {name: tr.skipped_steps for name, tr in self._agent.tracker.by_id.items()}
+        skipped = {name: live.skipped_steps for name, live in self._agent.tracker.by_id.items()}
         running = self._running()
         limits = self._before(scheduler)
         self._check_disorder(running)
@@ -75,7 +75,7 @@ class Steps:
     def _prepare(self, plan: DispatchPlan, prepared: Prepared, skipped: dict[str, int]) -> None:
         agent, answering = self._agent, self._agent.tracker.answering
         if plan.hold_admission and answering:
-            waiting = {tr.info.request_id for tr in agent.tracker.preempted if tr.state.phase is Phase.OUTPUT}
+            waiting = {live.info.request_id for live in agent.tracker.preempted if live.state.phase is Phase.OUTPUT}
             prepared.admitted = waiting | prepared.running
             # In vLLM's own order, in shadow or under its priority policy somebody before an answer takes its place.
             prepared.are_first = self._engine.shape.policy == "fcfs" and not (plan.shadow or plan.stock)
@@ -98,8 +98,8 @@ class Steps:
         """skipped: how often in a row each had been left out before this step."""
         by_id = self._agent.tracker.by_id
         running = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
-        sequences = [tr for tr in running if tr is not None and tr.state.phase is phase]
-        prepared.shared = {tr.info.request_id for tr in sequences}
+        sequences = [live for live in running if live is not None and live.state.phase is phase]
+        prepared.shared = {live.info.request_id for live in sequences}
         prepared.may_join = per_step + sum(skipped.get(name, 0) >= max_skip_steps for name in prepared.shared)
 
     def _running(self) -> list[str]:
@@ -130,21 +130,21 @@ class Steps:
             return
         by_id, ranks = self._agent.tracker.by_id, []
         for request in self._scheduler.running:
-            tr = by_id.get(request.request_id)
-            rank = tr.effective_rank if tr is not None else PHASE_RANK[Phase.PROMPT]
+            live = by_id.get(request.request_id)
+            rank = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]
             ranks.append((bool(request.is_prefill_chunk), rank))
         assert ranks == sorted(ranks), f"a step goes by the order {ranks}"
 
     def _check_held(self) -> None:
         """Nobody waits for an answer about a probe for longer than the policy says."""
         held, now = self._agent.probing.held, self._clock()
-        self._held = {tr: since for tr, since in self._held.items() if tr in held}
-        for tr in held:
-            until, since = self._held.get(tr, (0.0, 0.0))
-            if until != tr.held_until:
-                self._held[tr] = until, since = tr.held_until, now
-            assert until <= since + LONGEST_HOLD_S + 1e-6, f"{tr.info.request_id} is to be held for {until - since} s"
-            assert now <= until, f"{tr.info.request_id} is held for {now - since:.3f} s, until {until - since:.3f}"
+        self._held = {live: since for live, since in self._held.items() if live in held}
+        for live in held:
+            until, since = self._held.get(live, (0.0, 0.0))
+            if until != live.held_until:
+                self._held[live] = until, since = live.held_until, now
+            assert until <= since + LONGEST_HOLD_S + 1e-6, f"{live.info.request_id} is to be held for {until - since} s"
+            assert now <= until, f"{live.info.request_id} is held for {now - since:.3f} s, until {until - since:.3f}"
 
     def _check_places(self, newly_placed: set[str]) -> None:
         scheduler = self._scheduler

@@ -74,8 +74,8 @@ def test_a_million_tokens(opens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
         most = max(most, prompt.read - before)
     assert most <= STEP_TOKENS + PART_TOKENS
     engine.step()
-    (tr,) = tracker.by_id.values()
-    assert tr.state.phase is (Phase.THINK if opens else Phase.OUTPUT)
+    (live,) = tracker.by_id.values()
+    assert live.state.phase is (Phase.THINK if opens else Phase.OUTPUT)
     read = prompt.read
     calls = [calls_in(engine) for _ in range(NEW - 1)]
     assert prompt.read == read
@@ -84,7 +84,7 @@ def test_a_million_tokens(opens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (tracker.by_id, engine.scheduler.requests, engine.scheduler._guard.fault) == ({}, {}, "")
     engine.agent.link.stop()
     prompts.clear()
-    del tr
+    del live
     gc.collect()
     # The name here, and the argument.
     assert sys.getrefcount(prompt) == 2, "somebody keeps the request"

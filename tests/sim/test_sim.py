@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import Tracked
+from meridian_agent.core.live_request import LiveRequest
 from meridian_control.policy.model import Policy
 from meridian_control.session.freeze_state import Freeze, Match
 from tests.sim.engine import Script, Shape, mix, words
@@ -64,7 +64,7 @@ def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkey
     """The agent goes through requests in an order of its own, not in that of their addresses."""
     reached = []
     for salt in (1, 2):
-        monkeypatch.setattr(Tracked, "__hash__", lambda tr, salt=salt: mix(salt, tr.slot, tr.opened_step))
+        monkeypatch.setattr(LiveRequest, "__hash__", lambda live, salt=salt: mix(salt, live.slot, live.opened_step))
         world = run(seed, replace(OPTIONS, ticks=80, longest=100, fault=Fault()))
         assert world.injected is not None
         reached.append(world.injected.reached)

@@ -27,7 +27,7 @@ from tests.sim.inject import INJECTED_AT, WORKER, Fault, Injected
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meridian_agent.core.step_signals import Told
+    from meridian_agent.core.step_signals import SignalBytes
 
 VOCABULARY = 50
 # A step takes a second.
@@ -64,7 +64,7 @@ class Served:
 
     injected: Injected | None
     sampled: list[list[int]] = field(default_factory=list)
-    told: list[Told | str | None] = field(default_factory=list)
+    told: list[SignalBytes | str | None] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -104,9 +104,9 @@ def served(kind: Kind, injected: Injected | None) -> Served:
 
 def _outputs(own: Any) -> Iterator[Any]:
     random = torch.Generator().manual_seed(3)
-    for not_of, drafts, requests in STEPS:
+    for excluded_ids, drafts, requests in STEPS:
         rows = sum(1 + len(drafts.get(r, ())) for r in requests)
-        output = step(own, asked(torch.randn(rows, VOCABULARY, generator=random), not_of, **drafts), requests)
+        output = step(own, asked(torch.randn(rows, VOCABULARY, generator=random), excluded_ids, **drafts), requests)
         yield output.get_output() if hasattr(output, "get_output") else output
 
 
@@ -194,6 +194,6 @@ def _in_service(found: Served, whole: Served) -> dict[str, bool]:
     }
 
 
-def _same(said: Told | str | None, whole: Told | str | None) -> bool:
+def _same(said: SignalBytes | str | None, whole: SignalBytes | str | None) -> bool:
     """A step has its own signals or none."""
     return said is None or isinstance(said, str) or said == whole

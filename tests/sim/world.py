@@ -15,7 +15,7 @@ import pytest
 
 from meridian_agent.core.guard import Guard
 from meridian_agent.engine import agent as agent_module
-from meridian_agent.engine import lifecycle as keeper_module
+from meridian_agent.engine import lifecycle as lifecycle_module
 from meridian_agent.engine import probe_runner as probing_module
 from meridian_agent.engine import scheduler_mixin as scheduler_module
 from meridian_agent.link import inbox as inbox_module
@@ -181,8 +181,8 @@ class World:
 
     def patches(self) -> None:
         self.patch.setenv("MERIDIAN_CONTROL", "control")
-        self.patch.setattr(keeper_module, "Link", partial(SteppedLink, self.network))
-        self.patch.setattr(keeper_module, "StateFile", NoFile)
+        self.patch.setattr(lifecycle_module, "Link", partial(SteppedLink, self.network))
+        self.patch.setattr(lifecycle_module, "StateFile", NoFile)
         self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))
         # Read once for all engines: their model is the same.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_agent.core import catch_up as adoption
-from meridian_agent.core.catch_up import NEW_TOKENS, STEP_TOKENS, Adoption, state_of_new
+from meridian_agent.core.catch_up import NEW_TOKENS, STEP_TOKENS, CatchUp, state_of_new
 from meridian_agent.core.phases import LOOK_TOKENS, PART_TOKENS, WALK_TOKENS, Markers, PhaseState, begin
 from tests.fakes.counted import Counted
 from tests.fakes.lines import lines_run
@@ -44,7 +44,7 @@ def test_what_is_read_bit_by_bit_is_what_was_there(
     found: list[tuple[Any, PhaseState]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adoption, "STEP_TOKENS", step_tokens)
-        under_way = Adoption(requests)
+        under_way = CatchUp(requests)
         for token in itertools.cycle([40, 41, 2, 5, 40, 1]):
             for ref, state in (new := under_way.some(markers, disabled)):
                 assert state == read_at_once(markers, ref.prompt_token_ids, ref.output_token_ids, disabled)
@@ -77,7 +77,7 @@ def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: in
     """Whatever they are, it runs fewer lines than it may read tokens of text."""
     text = each(LONG, apart, token)
     ref = request(text, []) if in_prompt else request([40], text)
-    under_way, steps = Adoption([ref]), list[int]()
+    under_way, steps = CatchUp([ref]), list[int]()
     while under_way:
         steps.append(lines_run("meridian_agent", lambda: under_way.some(markers, True)))
     assert max(steps) < STEP_TOKENS / 2
@@ -88,7 +88,7 @@ def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: in
 
 
 def test_many_requests_are_taken_up_in_turn() -> None:
-    under_way = Adoption(request([1], []) for _ in range(100))
+    under_way = CatchUp(request([1], []) for _ in range(100))
     steps = []
     while under_way:
         steps.append(len(under_way.some(SINGLE, True)))
@@ -98,7 +98,7 @@ def test_many_requests_are_taken_up_in_turn() -> None:
 
 def test_other_markers_have_a_request_read_anew() -> None:
     ref = request([1], each(LONG, LONG, 2))
-    under_way = Adoption([ref])
+    under_way = CatchUp([ref])
     assert under_way.some(SINGLE, True) == []
     found: list[tuple[Any, PhaseState]] = []
     while not found:
@@ -108,7 +108,7 @@ def test_other_markers_have_a_request_read_anew() -> None:
 
 def test_a_request_that_ends_while_it_is_read_is_let_go() -> None:
     ended, other = request([1], each(LONG, LONG, 2)), request([1], [])
-    under_way = Adoption([ended, other])
+    under_way = CatchUp([ended, other])
     under_way.some(SINGLE, True)
     ended.is_finished = lambda: True
     ((ref, _),) = under_way.some(SINGLE, True)
@@ -129,7 +129,7 @@ def test_a_new_request_with_a_million_tokens(marked: bool) -> None:
     state = state_of_new(new, SINGLE, True)
     assert prompt.read <= 2 * PART_TOKENS if marked else NEW_TOKENS <= prompt.read <= NEW_TOKENS + PART_TOKENS
     assert (state is not None) == marked
-    under_way, steps, most = Adoption(), 0, 0
+    under_way, steps, most = CatchUp(), 0, 0
     under_way.add(new)
     while under_way:
         before, steps = prompt.read, steps + 1

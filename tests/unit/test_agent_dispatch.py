@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.live_request import RequestInfo, Tracked
+from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Phase, PhaseState
 from meridian_agent.engine.left_out import left_out
 
 
-def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> Tracked:
+def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> LiveRequest:
     info = RequestInfo(str(slot), "", "", "", 0, 0, None)
-    tr = Tracked(slot, info, PhaseState(Phase.THINK), 0, None)
-    tr.joined_step, tr.skipped_steps = joined_step, skipped_steps
-    return tr
+    live = LiveRequest(slot, info, PhaseState(Phase.THINK), 0, None)
+    live.joined_step, live.skipped_steps = joined_step, skipped_steps
+    return live
 
 
-def one_step(thinkers: list[Tracked], step: int, share: int | None, max_skip: int) -> list[Tracked]:
+def one_step(thinkers: list[LiveRequest], step: int, share: int | None, max_skip: int) -> list[LiveRequest]:
     """As the agent does at each step; returns those left out."""
     skipped = left_out(thinkers, share, max_skip)
-    for tr in thinkers:
-        if any(tr is other for other in skipped):
-            tr.skipped_steps += 1
+    for live in thinkers:
+        if any(live is other for other in skipped):
+            live.skipped_steps += 1
         else:
-            tr.joined_step, tr.skipped_steps = step, 0
+            live.joined_step, live.skipped_steps = step, 0
     return skipped
 
 
@@ -60,11 +60,11 @@ def test_nobody_waits_longer_than_the_share_or_the_maximum_says(
     bound = min(max_skip, math.ceil(count / share) - 1) if share else max_skip
     for step in range(1, 60):
         rng.shuffle(thinkers)
-        before = {tr.slot: tr.skipped_steps for tr in thinkers}
+        before = {live.slot: live.skipped_steps for live in thinkers}
         skipped = one_step(thinkers, step, share, max_skip)
         urgent = sum(waited >= max_skip for waited in before.values())
         assert max(0, count - share - urgent) <= len(skipped) <= max(0, count - share)
-        assert max(tr.skipped_steps for tr in thinkers) <= bound
+        assert max(live.skipped_steps for live in thinkers) <= bound
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -79,7 +79,7 @@ def test_nobody_starves_while_others_come_and_go_and_the_share_changes(seed: int
             next_slot += 1
         if len(thinkers) > 1 and rng.random() < 0.3:
             waited.pop(thinkers.pop(rng.randrange(len(thinkers))).slot, None)
-        skipped = {tr.slot for tr in one_step(thinkers, step, rng.choice([0, 1, 2, 3]), max_skip)}
-        for tr in thinkers:
-            waited[tr.slot] = waited.get(tr.slot, 0) + 1 if tr.slot in skipped else 0
+        skipped = {live.slot for live in one_step(thinkers, step, rng.choice([0, 1, 2, 3]), max_skip)}
+        for live in thinkers:
+            waited[live.slot] = waited.get(live.slot, 0) + 1 if live.slot in skipped else 0
         assert max(waited.values()) <= max_skip

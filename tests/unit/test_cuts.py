@@ -87,7 +87,7 @@ class Engine:
                 entropies.append(entropy)
                 ranks.append(rank)
         columns = np.array(entropies, np.float32)
-        record.told = StepSignals(None, columns, np.array(ranks, np.int32), -columns).told()
+        record.told = StepSignals(None, columns, np.array(ranks, np.int32), -columns).encode()
         for slot, (eat_nats, empty) in step.samples.items():
             record.probes.append((self.probes.get(slot, 0), slot, 0, eat_nats, 1, 1, empty))
         for slot in (*step.samples, *step.refused):

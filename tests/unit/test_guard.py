@@ -11,8 +11,10 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import guard as guard_module
-from meridian_agent.core.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard
+from meridian_agent.core.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard, hook
 from meridian_agent.core.reclaim import unreachable_blocks
+from meridian_agent.engine.agent import Agent
+from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
 
 class Clock:
@@ -64,7 +66,7 @@ def test_a_fault_within_a_fault_does_not_count() -> None:
 
     guard.run(outer)
     assert guard.text == "fail: KeyError: 'inner'"
-    assert dict(guard.faults) == {"fail": 1}
+    assert dict(guard.faults) == {"other": 1}
 
 
 def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,8 +83,35 @@ def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogC
     guard.run(fail)
     clock.now_s += 10 * WINDOW_S
     assert (guard.come_back(), guard.rest_s()) == (False, math.inf)
-    assert (guard.faults["fail"], guard.last_fault) == (4, f"fail: KeyError at {__name__}:{LINE} (fail)")
+    assert (guard.faults["other"], guard.last_fault) == (4, f"fail: KeyError at {__name__}:{LINE} (fail)")
     assert caplog.records[-1].message.endswith("until the engine is started again: 4 faults within 60 minutes")
+
+
+def test_a_fault_counts_under_the_cause_that_its_hook_is_marked_with() -> None:
+    """Whatever the hook is called: the name is a metric's label."""
+
+    @hook(agent_pb2.FAULT_CAUSE_BITMASK)
+    def renamed() -> None:
+        fail("bits")
+
+    class Hooks:
+        @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
+        def also_renamed(self) -> None:
+            fail("update")
+
+    for call, cause in ((renamed, "bitmask"), (Hooks().also_renamed, "after_update")):
+        guard = Guard()
+        guard.run(call)
+        assert dict(guard.faults) == {cause: 1}
+
+
+def test_every_hook_of_the_scheduler_is_marked() -> None:
+    methods = [*vars(Agent).values(), *vars(GovernedScheduler).values()]
+    marked = {method.cause for method in methods if hasattr(method, "cause")}
+    others = {"UNSPECIFIED", "OTHER", "SHARED_BLOCKS", "AGAIN", "OBSERVER"}
+    assert marked == set(agent_pb2.FaultCause.values()) - {
+        agent_pb2.FaultCause.Value(f"FAULT_CAUSE_{n}") for n in others
+    }
 
 
 def test_faults_of_long_ago_do_not_count() -> None:

@@ -80,7 +80,7 @@ def test_a_full_record() -> None:
             np.array([0.1, 0.2, 0.3], np.float32),
             np.array([7, 8, 9], np.int32),
             np.array([-1, -2, -3], np.float32),
-        ).told(),
+        ).encode(),
         probes=[(5, 0, 64, 0.25, 12, 3, True)],
         preempted=[1],
         resumed=[2],
@@ -181,7 +181,7 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
                 engine.finish(list(engine.live)[which % len(engine.live)])
         n = len(engine.tracker.record.slots)
         entropy = np.array(step["entropy"][:n], np.float32)
-        engine.tracker.record.told = StepSignals(None, entropy, np.arange(n, dtype=np.int32), -entropy).told()
+        engine.tracker.record.told = StepSignals(None, entropy, np.arange(n, dtype=np.int32), -entropy).encode()
         engine.take()
         engine.records[-1].ended_s = now_s = now_s + step["took_ms"] / 1e3
     return engine.records

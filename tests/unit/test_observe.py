@@ -15,7 +15,14 @@ import torch
 from meridian_kernels import EntropyProbe, reference, torch_ops
 
 from meridian_agent.core.entropy_backend import expected_backend
-from meridian_agent.core.step_signals import BACKEND, REQUEST, RESULT, Asked, Asking, StepSignals
+from meridian_agent.core.step_signals import (
+    BACKEND,
+    REQUEST,
+    RESULT,
+    StepSignals,
+    WorkerRequestDecoder,
+    WorkerRequestEncoder,
+)
 from meridian_agent.worker.observer import attach
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
@@ -34,14 +41,14 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     batches = [torch.randn(2, 50) for _ in range(3)]
     outputs = [step(own, asked(batch)) for batch in batches]
     for batch, output in zip(reversed(batches), reversed(outputs), strict=True):
-        signals = StepSignals.of(getattr(output.get_output() if later else output, RESULT))
+        signals = StepSignals.decode(getattr(output.get_output() if later else output, RESULT))
         want = EntropyProbe().begin(batch, END_TOKEN).result()
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
 
 
 @pytest.mark.parametrize(
-    ("drafts", "not_of", "measured"),
+    ("drafts", "excluded_ids", "measured"),
     [
         ({}, "b", [True, False]),
         ({}, "a", [False, True]),
@@ -53,7 +60,7 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
     ],
 )
 def test_rows_that_nobody_asks_for_are_not_measured(
-    drafts: dict[str, list[int]], not_of: str, measured: list[bool]
+    drafts: dict[str, list[int]], excluded_ids: str, measured: list[bool]
 ) -> None:
     """Those of the others are where they would be."""
     own = worker()
@@ -61,7 +68,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     batch = torch.randn(len(measured), 50)
     # Reading such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
-    signals = StepSignals.of(getattr(step(own, asked(batch, frozenset(not_of), **drafts)), RESULT))
+    signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset(excluded_ids), **drafts)), RESULT))
     want = EntropyProbe().begin(batch, END_TOKEN).result()
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
@@ -78,7 +85,7 @@ def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
     for drafts in steps:
         told = getattr(step(own, asked(torch.randn(2 + len(drafts), 50), frozenset(), **drafts)), RESULT)
         assert isinstance(told, tuple) == bool(drafts)
-        assert [StepSignals.of(told).row(i) for i in range(2)] == [0, 1 + len(drafts)]
+        assert [StepSignals.decode(told).row(i) for i in range(2)] == [0, 1 + len(drafts)]
 
 
 def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
@@ -90,7 +97,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     )
     attach(own, lambda v2_runner: "")
     batch = torch.randn(3, 50)
-    signals = StepSignals.of(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
+    signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset("a"), a=[7, 7], b=[7])), RESULT))
     want = EntropyProbe().begin(batch, END_TOKEN).result()
     assert [signals.row(i) for i in range(2)] == [0, 1]
     np.testing.assert_array_equal(signals.entropy_nats, np.where([False, True, True], want.entropy_nats, np.nan))
@@ -98,14 +105,14 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
 
 def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
     """Neither changes in most steps, then one does."""
-    own, asking = worker(), Asking()
+    own, asking = worker(), WorkerRequestEncoder()
     attach(own, lambda v2_runner: "")
     left_out = frozenset("a"), frozenset("b")
     steps = [("ab", 0), ("ab", 0), ("ba", 0), ("b", 0), ("bc", 0), ("bc", 1), ("bc", 1), ("cb", 1), ("cb", 0)]
     for req_ids, which in steps:
         begun = asked(torch.randn(len(req_ids), 50), None)
         setattr(begun, REQUEST, asking.request(END_TOKEN, left_out[which]))
-        signals = StepSignals.of(getattr(step(own, begun, req_ids), RESULT))
+        signals = StepSignals.decode(getattr(step(own, begun, req_ids), RESULT))
         measured = [r not in left_out[which] for r in req_ids]
         assert (~np.isnan(signals.entropy_nats)).tolist() == measured
 
@@ -182,7 +189,7 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
     batch = torch.randn(2, 50)
     output = step(own, asked(batch, frozenset("b")))
     output = output.get_output() if later else output
-    signals, want = StepSignals.of(getattr(output, RESULT)), reference(batch.numpy(), END_TOKEN)
+    signals, want = StepSignals.decode(getattr(output, RESULT)), reference(batch.numpy(), END_TOKEN)
     np.testing.assert_allclose(signals.entropy_nats, [want.entropy_nats[0], np.nan], rtol=0, atol=1e-5)
     assert signals.end_rank.tolist() == [want.end_rank[0], 0]
     backend, why = getattr(output, BACKEND)
@@ -192,10 +199,10 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
 
 def test_what_measures_is_told_with_the_first_output_after_names() -> None:
     """An agent that begins sends them; in other steps nothing is told."""
-    own, asking = worker(), Asking()
+    own, asking = worker(), WorkerRequestEncoder()
     attach(own, lambda v2_runner: "")
     told, left_out = [], frozenset("a")
-    for agent in (asking, asking, Asking()):
+    for agent in (asking, asking, WorkerRequestEncoder()):
         begun = asked(torch.randn(2, 50), None)
         setattr(begun, REQUEST, agent.request(END_TOKEN, left_out))
         told.append(getattr(step(own, begun), BACKEND, None))
@@ -204,30 +211,30 @@ def test_what_measures_is_told_with_the_first_output_after_names() -> None:
 
 
 def test_names_go_out_when_they_have_changed() -> None:
-    asking, asked = Asking(), Asked()
+    asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
     first, second = frozenset("ab"), frozenset("b")
     sent = [asking.request(3, first), asking.request(3, first), asking.request(4, first), asking.request(4, second)]
     assert [(end, names is None) for end, _, names in sent] == [(3, False), (3, True), (4, True), (4, False)]
-    assert [asked.not_of(request) for request in sent] == [first, first, first, second]
+    assert [asked.excluded_ids(request) for request in sent] == [first, first, first, second]
     assert asking.request(4, second) is asking.request(4, second)
 
 
 def test_rows_are_measured_whose_names_were_lost() -> None:
-    asking, asked = Asking(), Asked()
-    asked.not_of(asking.request(3, frozenset("a")))
+    asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
+    asked.excluded_ids(asking.request(3, frozenset("a")))
     other = frozenset("b")
     asking.request(3, other)
-    assert asked.not_of(asking.request(3, other)) == frozenset()
+    assert asked.excluded_ids(asking.request(3, other)) == frozenset()
     # Another agent in the same engine begins anew, and says all it knows.
-    assert asked.not_of(Asking().request(3, other)) == other
+    assert asked.excluded_ids(WorkerRequestEncoder().request(3, other)) == other
 
 
 @pytest.mark.parametrize("first_row", [None, np.array([0, 3], np.int32)])
 def test_what_is_told_is_what_was_measured(first_row: NDArray[np.int32] | None) -> None:
     columns = np.array([0.5, np.nan], np.float32), np.array([7, 2**31 - 1], np.int32), np.array([-1, 0], np.float32)
-    told = StepSignals(first_row, *columns).told()
+    told = StepSignals(first_row, *columns).encode()
     assert isinstance(told, bytes) == (first_row is None)
-    found = StepSignals.of(pickle.loads(pickle.dumps(told)))
+    found = StepSignals.decode(pickle.loads(pickle.dumps(told)))
     for column, want in zip((found.entropy_nats, found.end_rank, found.end_logprob_nats), columns, strict=True):
         np.testing.assert_array_equal(column, want)
         assert column.dtype == want.dtype

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from meridian_agent.core.directives import Directives, Outcome
-from meridian_agent.core.live_request import Ending, RequestInfo, Tracked
+from meridian_agent.core.live_request import Ending, LiveRequest, RequestInfo
 from meridian_agent.core.phases import Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.lifecycle import capabilities
-from meridian_agent.engine.probe_runner import Probing
+from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import request_api
 from tests.fakes.engine import MARKERS
 
@@ -36,8 +36,8 @@ def request(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**plain | fields)
 
 
-def tracked(phase: Phase = Phase.THINK, **fields: Any) -> Tracked:
-    return Tracked(0, RequestInfo("a", "", "", "", 0, 0, None), PhaseState(phase), 0, request(**fields))
+def tracked(phase: Phase = Phase.THINK, **fields: Any) -> LiveRequest:
+    return LiveRequest(0, RequestInfo("a", "", "", "", 0, 0, None), PhaseState(phase), 0, request(**fields))
 
 
 def test_a_probe_that_fits() -> None:
@@ -45,7 +45,7 @@ def test_a_probe_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tr", "room", "cost", "reason"),
+    ("live", "room", "cost", "reason"),
     [
         (tracked(Phase.OUTPUT), ROOM, 20, "not thinking"),
         (tracked(Phase.PROMPT), ROOM, 20, "not thinking"),
@@ -62,8 +62,8 @@ def test_a_probe_that_fits() -> None:
         (tracked(), ROOM, 21, "over the step's probe budget"),
     ],
 )
-def test_what_is_in_the_way(tr: Tracked, room: Room, cost: int, reason: str) -> None:
-    assert refusal(tr, room, BLOCK, cost) == reason
+def test_what_is_in_the_way(live: LiveRequest, room: Room, cost: int, reason: str) -> None:
+    assert refusal(live, room, BLOCK, cost) == reason
 
 
 def test_a_request_that_is_ending_or_preempted() -> None:
@@ -85,7 +85,7 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
 
 def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     """Others go with the steps after them."""
-    probing = Probing(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
+    probing = ProbeRunner(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
     held = tracked()
     measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False)])
     probing.sent(measured)
@@ -126,10 +126,10 @@ def test_the_probes_of_a_step_share_its_room(
     )
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
-    probing = Probing(tracker, directives, BLOCK, shares_blocks=True)
+    probing = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True)
     for n in range(5):
-        tr = tracked(all_token_ids=[9] * 41)
-        directives.probes.append((n + 1, tr, 0, 0))
+        live = tracked(all_token_ids=[9] * 41)
+        directives.probes.append((n + 1, live, 0, 0))
     assert probing.place(FakeScheduler(tokens, blocks), observes=True) == [2] * placed
     assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
 
@@ -138,7 +138,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     """Also one that is asked for although the engine has said that it cannot probe."""
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
-    probing = Probing(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
+    probing = ProbeRunner(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
     directives.probes.append((1, tracked(all_token_ids=[9] * 41), 0, 0))
     assert probing.place(FakeScheduler(10_000, 10_000), observes=True) == []
     ((_, outcome, _, detail),) = tracker.record.outcomes
@@ -159,7 +159,7 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.Monk
         finished_req_ids_dict=ended, finish_requests=lambda request_id, _: ended[0].add(request_id)
     )
     tracker = Tracker(MARKERS)
-    probing = Probing(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
     probing.scheduled(scheduler, {"a": 1})
     assert (probing.placed, ended) == ({}, {0: {"a"}})
@@ -168,7 +168,7 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.Monk
 def test_a_probe_that_ends_without_a_token() -> None:
     """As vLLM ends a request with an error, say: it is no fault."""
     tracker = Tracker(MARKERS)
-    probing = Probing(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
     group = SimpleNamespace(
         outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[])], finished_requests=None

@@ -19,7 +19,7 @@ from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.fleet.recording import down_record, freeze_records, hello_record, policy_record, up_record
 from meridian_control.offline.comparison_report import figures
 from meridian_control.offline.policy_comparison import Difference
-from meridian_control.offline.policy_replay import Place
+from meridian_control.offline.policy_replay import ThinkEnd
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from meridian_control.session.freeze_state import Freeze, Match
@@ -210,7 +210,7 @@ def test_an_engine_that_was_frozen_is_frozen_in_the_replay_too(tmp_path: Path, n
     assert found["ends"]["recorded"] == found["ends"]["new"]
     other = difference(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 5}))
     frozen = [o for o in other.outcomes if o.request_id.startswith("frozen-")]
-    assert [o.after for o in frozen] == [Place("natural", 9)] * 3, "no cap is told to an engine that is frozen"
+    assert [o.after for o in frozen] == [ThinkEnd("natural", 9)] * 3, "no cap is told to an engine that is frozen"
 
 
 def test_a_recording_that_joined_a_frozen_engine_knows_of_it(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from meridian_agent.link.record_queue import Ring
+from meridian_agent.link.record_queue import RecordQueue
 
 LONG_S = 30.0
 
 
-def reader(ring: Ring[int], wanted: int = 1) -> tuple[threading.Thread, list[int]]:
+def reader(ring: RecordQueue[int], wanted: int = 1) -> tuple[threading.Thread, list[int]]:
     """A thread that takes one item; it sleeps in the ring once this returns."""
     got: list[int] = []
     thread = threading.Thread(target=lambda: got.append(ring.get(LONG_S, wanted)))
@@ -24,7 +24,7 @@ def reader(ring: Ring[int], wanted: int = 1) -> tuple[threading.Thread, list[int
 
 
 def test_first_in_first_out() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     ring.lay(1)
     ring.put(2)
     ring.lay(3)
@@ -36,7 +36,7 @@ def test_first_in_first_out() -> None:
 
 
 def test_what_is_laid_down_waits_for_the_wake() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     thread, got = reader(ring)
     ring.lay(1)
     thread.join(0.05)
@@ -47,13 +47,13 @@ def test_what_is_laid_down_waits_for_the_wake() -> None:
 
 
 def test_it_is_taken_without_a_wake_when_the_time_is_up() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     ring.lay(1)
     assert ring.get(0.001, wanted=2) == 1
 
 
 def test_what_cannot_wait_wakes_at_once() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     thread, got = reader(ring, wanted=5)
     ring.put(1)
     thread.join(LONG_S)
@@ -61,7 +61,7 @@ def test_what_cannot_wait_wakes_at_once() -> None:
 
 
 def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     thread, got = reader(ring, wanted=3)
     for number in (1, 2):
         ring.lay(number)
@@ -75,7 +75,7 @@ def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
 
 
 def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     thread, got = reader(ring, wanted=3)
     ring.lay(1)
     ring.lay(2, presses=True)
@@ -88,7 +88,7 @@ def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:
 
 
 def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> None:
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     ring.lay(1)
     ring.wake()
     assert ring._bell.empty(), "waking costs more than anything else"
@@ -104,7 +104,7 @@ def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> No
 
 def test_no_wake_is_lost() -> None:
     """Each item is laid down when the last one was taken, at whatever point of its way to sleep the reader is."""
-    ring: Ring[int] = Ring()
+    ring: RecordQueue[int] = RecordQueue()
     taken = threading.Semaphore(0)
     got: list[int] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.core.live_request import Cap, Ending, RequestInfo, Tracked
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
@@ -24,7 +24,7 @@ def tracker_of(markers: Markers = MARKERS) -> Tracker:
     return tracker
 
 
-def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> Tracked:
+def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
     info = RequestInfo(name, "", "", "", 0, 0, own_cap)
     return tracker.open(info, [START] if prompt is None else prompt, 0, object())
 
@@ -136,9 +136,9 @@ def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
     assert tracker.record.text == (), "the next record begins empty"
 
 
-def state(tr: Tracked) -> tuple[Any, ...]:
-    s = tr.state
-    return tr.info.request_id, s.phase, s.think_tokens, s.output_tokens, s.text_run, tr.boundary
+def state(live: LiveRequest) -> tuple[Any, ...]:
+    s = live.state
+    return live.info.request_id, s.phase, s.think_tokens, s.output_tokens, s.text_run, live.boundary
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.live_request import Cap, Ending, RequestInfo, Tracked
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest, RequestInfo
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
 from meridian_agent.core.tracker import Tracker
 
@@ -19,7 +19,7 @@ def info(name: str, own_cap: int | None = None) -> RequestInfo:
     return RequestInfo(name, "model", "tenant", "slo", 7, 100, own_cap)
 
 
-def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> Tracked:
+def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
     return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, object())
 
 
@@ -172,7 +172,7 @@ def test_a_sentence_that_ends_within_a_step_is_looked_back_at() -> None:
 # -------------------------------------------------------------------------------------------------------------- due
 
 
-def limits(tr: Tracked, *caps: Any) -> list[int | None]:
+def limits(tr: LiveRequest, *caps: Any) -> list[int | None]:
     found = []
     for cap in caps:
         tr.cap = cap

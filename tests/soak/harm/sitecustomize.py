@@ -3,6 +3,7 @@
 Runs wherever the hook does.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ if "MERIDIAN_SOAK_HARM" in os.environ:
     def _failing(hook: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(hook, "__name__", "").lstrip("_")
 
+        @functools.wraps(hook)
         def fails(*args: Any, **kwargs: Any) -> Any:
             when, of = _asked()
             if of != name:

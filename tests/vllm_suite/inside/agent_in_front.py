@@ -124,7 +124,7 @@ class InFront:
             self.counts["schedulers"] += 1
             self._made.append(scheduler)
             if ARM == "live" and scheduler._agent is not None:
-                link = scheduler._keeper.link
+                link = scheduler._lifecycle.link
                 if self._wait(lambda: link.connected and link.held is not None, "no settings"):
                     self.counts["connected"] += 1
 
@@ -209,8 +209,8 @@ class InFront:
                 self._problem(fault)
             elif scheduler._agent is None:
                 self._problem("no agent")
-            if scheduler._keeper is not None:
-                link = scheduler._keeper.link
+            if scheduler._lifecycle is not None:
+                link = scheduler._lifecycle.link
                 if ARM == "live" and not (link.connected or link._stop.is_set()):
                     self._problem("the stream has ended before its test")
                 link.stop()

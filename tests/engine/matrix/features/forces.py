@@ -113,8 +113,8 @@ def beside_its_own_end(engine: Engine) -> None:
 
 def force(engine: Engine, name: str) -> None:
     """What the link would hand over for a force that the control plane decides now. Id 0: it knows nothing of it."""
-    slots = {tr.info.request_id: slot for slot, tr in engine.agent.tracker.by_slot.items()}
+    slots = {live.info.request_id: slot for slot, live in engine.agent.tracker.by_slot.items()}
     wanted = [slot for request_id, slot in slots.items() if request_id.split("-")[0] == name]
     forces = [agent_pb2.ForceEnd(slot=slot, reason=agent_pb2.FORCE_REASON_EAT) for slot in wanted]
-    step = max([tr.opened_step for tr in engine.agent.tracker.by_slot.values()], default=0)
+    step = max([live.opened_step for live in engine.agent.tracker.by_slot.values()], default=0)
     engine.agent.link.inbox.messages.append(agent_pb2.Directives(step=step, forces=forces))
