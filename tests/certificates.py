@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,8 +29,8 @@ class Issued:
     cert: Path
     key: Path
 
-    def credentials(self, token_file: str = "") -> Credentials:
-        return Credentials(str(self.ca), str(self.cert), str(self.key), token_file)
+    def credentials(self, token_file: str = "") -> ClientCredentials:
+        return ClientCredentials(str(self.ca), str(self.cert), str(self.key), token_file)
 
 
 class Authority:

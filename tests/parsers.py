@@ -101,7 +101,7 @@ class Asked(dict[str, int]):
 
 def asked_for(name: str) -> list[str]:
     """The tokens that a parser looks for, found by giving it what it has missed until it misses nothing."""
-    from meridian_agent.vllm_adapter.reasoning_markers import WRITTEN, NotFound, of_parser
+    from meridian_agent.vllm_adapter.reasoning_markers import WRITTEN, MarkersNotFound, of_parser
 
     # What is written down for a parser, or told as a text, is not asked for: the tokens in it are its channels'.
     written = "".join(text for texts in WRITTEN.get(name, ()) for text in texts)
@@ -114,7 +114,7 @@ def asked_for(name: str) -> list[str]:
         tokenizer.convert_tokens_to_ids = lambda text, to_id=to_id, vocabulary=vocabulary: (
             vocabulary.get(text) if isinstance(text, str) else to_id(text)
         )
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(MarkersNotFound):
             told = (tokenizer.decode(end) for found in of_parser(name, tokenizer) for end in found.starts + found.ends)
             vocabulary.missed.update(dict.fromkeys(re.findall(CHANNEL_TOKEN, "".join(told))))
         new = [text for text in vocabulary.missed if text not in added and re.fullmatch(r"\W.*\W", text)]
@@ -219,14 +219,14 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     """A parser's row, by the code that resolves on an engine: its markers as text, or the reason why there are none."""
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.vllm_adapter.reasoning_markers import NotFound, of_parser, resolve
+    from meridian_agent.vllm_adapter.reasoning_markers import MarkersNotFound, of_parser, resolve
 
     tokenizer = made_for(name, asked_for(name))
     markers = resolve(config_of(tokenizer, folder / name, name), agent_pb2.Settings())
     if not markers.known:
         try:
             of_parser(name, tokenizer)
-        except NotFound as error:
+        except MarkersNotFound as error:
             return {"reason": str(error).removeprefix("which ")}
         return {"reason": markers.unknown}
     if not (agrees := agreement(name, tokenizer)):

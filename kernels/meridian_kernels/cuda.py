@@ -48,7 +48,7 @@ def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DeviceRows:
     """Rows in the GPU's memory. stride: entries from one to the next; count: of those to measure."""
 
     address: int
@@ -58,14 +58,14 @@ class Rows:
     dtype: str
 
 
-def rows_of(logits: Any, count: int) -> Rows:
+def rows_of(logits: Any, count: int) -> DeviceRows:
     """Where a torch tensor's rows are, of which this many are to be measured. Raises KernelError."""
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise KernelError(f"a row's logits must lie side by side on a GPU; got strides {logits.stride()}")
-    return Rows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], checks.dtype_of(logits))
+    return DeviceRows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], checks.dtype_of(logits))
 
 
-def rows_of_interface(logits: Any, count: int) -> tuple[Rows, int]:
+def rows_of_interface(logits: Any, count: int) -> tuple[DeviceRows, int]:
     """Where the rows of a CuPy array, or of another with `__cuda_array_interface__`, are, and the stream it belongs to:
     CUDA's legacy default stream where the array names none. Raises KernelError."""
     interface, dtype = logits.__cuda_array_interface__, checks.dtype_of(logits)
@@ -73,7 +73,7 @@ def rows_of_interface(logits: Any, count: int) -> tuple[Rows, int]:
     strides = interface.get("strides") or (vocab * size, size)
     if (vocab > 1 and strides[1] != size) or strides[0] % size:
         raise KernelError(f"a row's logits must lie side by side on a GPU; got strides of {strides} bytes")
-    rows = Rows(interface["data"][0], strides[0] // size, count, vocab, dtype)
+    rows = DeviceRows(interface["data"][0], strides[0] // size, count, vocab, dtype)
     return rows, interface.get("stream") or LEGACY_STREAM
 
 
@@ -100,7 +100,7 @@ class Kernels:
             self._ring = Ring(self._slot)
             # A kernel's first launch loads it, which may wait and allocate.
             for dtype in KERNELS:
-                self._begin(Rows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
+                self._begin(DeviceRows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
 
     def _slot(self) -> Slot:
         def pinned(count: int, dtype: type) -> Any:
@@ -121,7 +121,7 @@ class Kernels:
         with self._cuda.Device(self.device):
             return self._begin(rows, ends, selected, stream)
 
-    def _tensor(self, logits: Any, count: int) -> tuple[Rows, int]:
+    def _tensor(self, logits: Any, count: int) -> tuple[DeviceRows, int]:
         import torch
 
         if logits.device.index != self.device:
@@ -130,7 +130,7 @@ class Kernels:
             raise KernelError("logits cannot be measured while torch captures a graph: measure after its replay")
         return rows_of(logits, count), torch.cuda.current_stream(self.device).cuda_stream
 
-    def _array(self, logits: Any, count: int) -> tuple[Rows, int]:
+    def _array(self, logits: Any, count: int) -> tuple[DeviceRows, int]:
         if not hasattr(logits, "__cuda_array_interface__"):
             raise KernelError(f"logits must be on cuda:{self.device}; got {checks.place_of(logits)}")
         rows, stream = rows_of_interface(logits, count)
@@ -138,7 +138,9 @@ class Kernels:
             raise KernelError(f"logits must be on cuda:{self.device}; got cuda:{device}")
         return rows, stream
 
-    def _begin(self, rows: Rows, ends: Sequence[int], selected: NDArray[np.int32] | None, stream: int) -> PendingRows:
+    def _begin(
+        self, rows: DeviceRows, ends: Sequence[int], selected: NDArray[np.int32] | None, stream: int
+    ) -> PendingRows:
         slot = self._ring.take()
         runtime, own, count = self._runtime, self._stream, rows.count
         if count:
@@ -156,7 +158,7 @@ class Kernels:
         runtime.eventRecord(slot.copied.ptr, own.ptr)
         return PendingRows(slot, count)
 
-    def launch(self, stream: Any, rows: Rows, ends: Sequence[int], chosen: int) -> None:
+    def launch(self, stream: Any, rows: DeviceRows, ends: Sequence[int], chosen: int) -> None:
         """Give the kernel alone to a CuPy stream. chosen: address of the selected rows' numbers, or 0."""
         function, entry_bytes = self._functions[rows.dtype]
         count, vocab = rows.count, rows.vocab

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.phases import Event, Markers, PhaseState, Work, begin_after
+from meridian_agent.core.phases import Markers, PhaseState, TokenEvent, Work, begin_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ STEP_TOKENS, REQUEST_TOKENS = 8192, 512
 
 
 @dataclass(slots=True)
-class Reading:
+class RequestReading:
     """One request: its prompt from the end until a marker is found, then what it generated, from the beginning."""
 
     ref: Any
@@ -46,7 +46,7 @@ class Reading:
         """Look for the prompt's last marker, from the end on."""
         prompt = self.ref.prompt_token_ids or []
         event, self.at = self.markers.search_back(prompt, self.at if self.at >= 0 else len(prompt), work)
-        if event is not Event.TEXT or self.at == 0:
+        if event is not TokenEvent.TEXT or self.at == 0:
             after = len(prompt) - self.at
             self.state = begin_after(self.markers, prompt, event, after, self.supports_think_disable)
             self.at = 0
@@ -54,7 +54,7 @@ class Reading:
 
 def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -> PhaseState | None:
     """The state in which its prompt leaves a new request; None where to find that would hold up the engine."""
-    return Reading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
+    return RequestReading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
 
 
 class CatchUp:
@@ -62,7 +62,7 @@ class CatchUp:
 
     def __init__(self, requests: Iterable[Any] = ()) -> None:
         self._waiting = deque(requests)
-        self._reading: Reading | None = None
+        self._reading: RequestReading | None = None
 
     def __bool__(self) -> bool:
         return self._reading is not None or bool(self._waiting)
@@ -79,7 +79,7 @@ class CatchUp:
             # Other markers, another reading.
             if reading is None or reading.markers is not markers:
                 ref = reading.ref if reading is not None else self._waiting.popleft()
-                reading = self._reading = Reading(ref, markers, supports_think_disable)
+                reading = self._reading = RequestReading(ref, markers, supports_think_disable)
             if reading.ref.is_finished():
                 self._reading = None
                 continue

@@ -73,7 +73,7 @@ class Ending:
         return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0)
 
 
-class Run:
+class TextRun:
     """The run under way, if any; one object for as long as the tracker.
 
     request_ids: in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of each
@@ -179,7 +179,7 @@ class LiveRequest:
     allowed: bool = True
     # KV blocks an answer had when it was preempted, each with its hash then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
-    run: Run | None = None
+    run: TextRun | None = None
 
     @property
     def state(self) -> PhaseState:

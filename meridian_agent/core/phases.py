@@ -24,7 +24,7 @@ class Phase(IntEnum):
     OUTPUT = agent_pb2.PHASE_OUTPUT
 
 
-class Event(IntEnum):
+class TokenEvent(IntEnum):
     TEXT = 0
     START = 1
     END = 2
@@ -32,19 +32,19 @@ class Event(IntEnum):
 
 # Every state x event. A text token in PROMPT means the model answers directly; a start marker in OUTPUT is re-entry.
 # Nothing leaves UNKNOWN but reading the request again with other markers.
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
-    (Phase.UNKNOWN, Event.TEXT): Phase.UNKNOWN,
-    (Phase.UNKNOWN, Event.START): Phase.UNKNOWN,
-    (Phase.UNKNOWN, Event.END): Phase.UNKNOWN,
-    (Phase.PROMPT, Event.TEXT): Phase.OUTPUT,
-    (Phase.PROMPT, Event.START): Phase.THINK,
-    (Phase.PROMPT, Event.END): Phase.OUTPUT,
-    (Phase.THINK, Event.TEXT): Phase.THINK,
-    (Phase.THINK, Event.START): Phase.THINK,
-    (Phase.THINK, Event.END): Phase.OUTPUT,
-    (Phase.OUTPUT, Event.TEXT): Phase.OUTPUT,
-    (Phase.OUTPUT, Event.START): Phase.THINK,
-    (Phase.OUTPUT, Event.END): Phase.OUTPUT,
+TRANSITIONS: dict[tuple[Phase, TokenEvent], Phase] = {
+    (Phase.UNKNOWN, TokenEvent.TEXT): Phase.UNKNOWN,
+    (Phase.UNKNOWN, TokenEvent.START): Phase.UNKNOWN,
+    (Phase.UNKNOWN, TokenEvent.END): Phase.UNKNOWN,
+    (Phase.PROMPT, TokenEvent.TEXT): Phase.OUTPUT,
+    (Phase.PROMPT, TokenEvent.START): Phase.THINK,
+    (Phase.PROMPT, TokenEvent.END): Phase.OUTPUT,
+    (Phase.THINK, TokenEvent.TEXT): Phase.THINK,
+    (Phase.THINK, TokenEvent.START): Phase.THINK,
+    (Phase.THINK, TokenEvent.END): Phase.OUTPUT,
+    (Phase.OUTPUT, TokenEvent.TEXT): Phase.OUTPUT,
+    (Phase.OUTPUT, TokenEvent.START): Phase.THINK,
+    (Phase.OUTPUT, TokenEvent.END): Phase.OUTPUT,
 }
 
 # The row flags of meridian.v1.TokenFlag, under short names.
@@ -92,16 +92,16 @@ class Markers:
     answer_prefix: tuple[int, ...] = ()
     own_ends: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     unknown: str = ""
-    by_last: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = field(init=False, compare=False, repr=False)
+    by_last: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ends:
             raise ValueError("no end-of-thinking marker")
-        named = [(m, Event.START) for m in self.starts] + [(m, Event.END) for m in self.ends]
+        named = [(m, TokenEvent.START) for m in self.starts] + [(m, TokenEvent.END) for m in self.ends]
         if any(not m for m, _ in named) or set(self.starts) & set(self.ends):
             raise ValueError("a thinking marker is empty, or opens and closes at once")
-        table: dict[int, tuple[tuple[tuple[int, ...], Event], ...]] = {}
+        table: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = {}
         # Longest first, so that a marker that ends in another one wins.
         for marker, event in sorted(named, key=lambda m: -len(m[0])):
             table[marker[-1]] = (*table.get(marker[-1], ()), (marker, event))
@@ -111,7 +111,7 @@ class Markers:
             raise ValueError("own_ends names a sequence that is no thinking marker")
         for end in {self.ends[0], *(end for _, end in self.own_ends)}:
             tokens = list(self.closing + end)
-            if any(self.match(tokens[:n])[0] is not Event.TEXT for n in range(1, len(tokens))):
+            if any(self.match(tokens[:n])[0] is not TokenEvent.TEXT for n in range(1, len(tokens))):
                 raise ValueError("the closing text holds a thinking marker")
 
     @property
@@ -162,26 +162,26 @@ class Markers:
 
     def start_before(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The start marker that these tokens end with; empty for none."""
-        event, length = self.match(list(tokens)) if tokens else (Event.TEXT, 0)
-        return tuple(tokens[-length:]) if event is Event.START else ()
+        event, length = self.match(list(tokens)) if tokens else (TokenEvent.TEXT, 0)
+        return tuple(tokens[-length:]) if event is TokenEvent.START else ()
 
     def is_text(self, token: int, phase: Phase) -> bool:
         """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""
         return self.longest == 1 and token not in self.by_last and phase is not Phase.PROMPT
 
-    def match(self, tokens: list[int]) -> tuple[Event, int]:
+    def match(self, tokens: list[int]) -> tuple[TokenEvent, int]:
         """The event that the last of these tokens completes, and the marker's length (0 for TEXT)."""
         for marker, event in self.by_last.get(tokens[-1], ()):
             if len(marker) <= len(tokens) and tuple(tokens[-len(marker) :]) == marker:
                 return event, len(marker)
-        return Event.TEXT, 0
+        return TokenEvent.TEXT, 0
 
-    def last_event(self, tokens: Sequence[int]) -> tuple[Event, int]:
+    def last_event(self, tokens: Sequence[int]) -> tuple[TokenEvent, int]:
         """The last marker in these tokens, and how many of them follow it; (TEXT, 0) for none."""
         event, at = self.search_back(tokens, len(tokens), Work(NO_LIMIT))
-        return (event, len(tokens) - at) if event is not Event.TEXT else (event, 0)
+        return (event, len(tokens) - at) if event is not TokenEvent.TEXT else (event, 0)
 
-    def search_back(self, tokens: Sequence[int], stop: int, work: Work) -> tuple[Event, int]:
+    def search_back(self, tokens: Sequence[int], stop: int, work: Work) -> tuple[TokenEvent, int]:
         """The last marker that ends in tokens[:stop], and where it does; TEXT and how far it was looked for if there is
         none, or the work is done.
 
@@ -195,13 +195,13 @@ class Markers:
                 work.left -= WALK_TOKENS * len(part)
                 for position in [i for i in range(stop - 1, begin - 1, -1) if part[i - begin] in self.by_last]:
                     found, _ = self.match(list(tokens[max(0, position + 1 - self.longest) : position + 1]))
-                    if found is not Event.TEXT:
+                    if found is not TokenEvent.TEXT:
                         return found, position + 1
                     work.left -= LOOK_TOKENS
                     if work.left <= 0:
-                        return Event.TEXT, position
+                        return TokenEvent.TEXT, position
             stop = begin
-        return Event.TEXT, stop
+        return TokenEvent.TEXT, stop
 
 
 def no_markers(why: str) -> Markers:
@@ -239,11 +239,11 @@ def initial_phase(markers: Markers, prompt: list[int], supports_think_disable: b
     return after_prompt(*markers.last_event(prompt), supports_think_disable)
 
 
-def after_prompt(event: Event, after: int, supports_think_disable: bool) -> Phase:
+def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) -> Phase:
     """The same from the prompt's last marker and how many tokens follow it."""
-    if event is Event.START:
+    if event is TokenEvent.START:
         return Phase.THINK
-    if event is Event.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
+    if event is TokenEvent.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
         return Phase.OUTPUT
     return Phase.PROMPT
 
@@ -274,7 +274,7 @@ class PhaseState:
         if len(self.tail) > markers.longest:
             del self.tail[0]
         event, length = markers.match(self.tail)
-        return self._text() if event is Event.TEXT else self._marker(event, tuple(self.tail[-length:]))
+        return self._text() if event is TokenEvent.TEXT else self._marker(event, tuple(self.tail[-length:]))
 
     def feed_some(self, tokens: Sequence[int], at: int, markers: Markers, work: Work) -> int:
         """As `feed` for each of tokens[at:], where nobody asks for rows, until the work is done. Returns where
@@ -331,15 +331,15 @@ class PhaseState:
         self.output_tokens += 1
         return Phase.OUTPUT, 0
 
-    def _marker(self, event: Event, marker: tuple[int, ...]) -> tuple[Phase, int]:
+    def _marker(self, event: TokenEvent, marker: tuple[int, ...]) -> tuple[Phase, int]:
         length = len(marker)
-        if event is Event.START:
+        if event is TokenEvent.START:
             self.start = marker
         before, self.phase = self.phase, TRANSITIONS[self.phase, event]
         closes = before is Phase.THINK and self.phase is Phase.OUTPUT
         self.ends += closes
         flags = FLAG_MARKER | (FLAG_END if closes else 0) | self._take_back(before, length - 1)
-        return (before if event is Event.END and before is not Phase.PROMPT else self.phase), flags
+        return (before if event is TokenEvent.END and before is not Phase.PROMPT else self.phase), flags
 
     def _take_back(self, before: Phase, length: int) -> int:
         """Uncount the marker's earlier tokens, which were counted as text when they came; returns row flags."""
@@ -357,11 +357,11 @@ def begin(markers: Markers, prompt: list[int], supports_think_disable: bool) -> 
 
 
 def begin_after(
-    markers: Markers, prompt: list[int], event: Event, after: int, supports_think_disable: bool
+    markers: Markers, prompt: list[int], event: TokenEvent, after: int, supports_think_disable: bool
 ) -> PhaseState:
     """The same where the prompt's last marker, and how many tokens follow it, are known."""
     kept = markers.longest - 1
     phase = after_prompt(event, after, supports_think_disable) if markers.known else Phase.UNKNOWN
     stop = len(prompt) - after
-    start = markers.start_before(prompt[max(0, stop - markers.longest) : stop]) if event is Event.START else ()
+    start = markers.start_before(prompt[max(0, stop - markers.longest) : stop]) if event is TokenEvent.START else ()
     return PhaseState(phase, tail=list(prompt[-kept:]) if kept else [], start=start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, Run, opened_row
+from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun, opened_row
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.step_record import StepRecord
 
@@ -22,7 +22,7 @@ class Tracker:
 
     def __init__(self, markers: Markers) -> None:
         self.markers = markers
-        self.run = Run()
+        self.run = TextRun()
         self.supports_think_disable = True
         self.default_cap: int | None = None
         self.by_id: dict[str, LiveRequest] = {}

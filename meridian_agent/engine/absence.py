@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.engine.identity import identity_of_engine, targets
 from meridian_agent.link.control_stream import Link
-from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.credentials import AgentCredentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,6 @@ def say_absent(reason: str, connect: Callable[..., Link] = Link) -> None:
         def refuse(settings: agent_pb2.Settings) -> Never:
             raise ValueError(f"the agent is off: {reason}")
 
-        connect(targets(), hello, refuse, lambda _: None, credentials=Credentials.from_environment()).start()
+        connect(targets(), hello, refuse, lambda _: None, credentials=AgentCredentials.from_environment()).start()
     except Exception:
         logger.exception("meridian: could not report that there is no agent")

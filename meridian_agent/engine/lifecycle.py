@@ -23,7 +23,7 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.engine_facts import EngineFacts
 from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.control_stream import Link
-from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.settings_file import StateFile, state_folder
 from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, reasoning_markers, tokenizer
 
@@ -55,7 +55,7 @@ class Lifecycle:
             self.hello,
             self.prepare,
             self._took,
-            credentials=Credentials.from_environment(),
+            credentials=AgentCredentials.from_environment(),
             rest_s=guard.rest_s,
         )
 

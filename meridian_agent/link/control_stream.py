@@ -22,7 +22,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 from meridian_agent.core.guard import MAX_FAULT
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.settings_check import check
-from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
@@ -86,12 +86,12 @@ class Link(Lease):
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         shuffle: Callable[[list[str]], None] = random.shuffle,
-        credentials: Credentials | None = None,
+        credentials: AgentCredentials | None = None,
         rest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(clock)
         self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
-        self._credentials = credentials or Credentials()
+        self._credentials = credentials or AgentCredentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self._forks = Forks()
         self.inbox = Inbox(self)

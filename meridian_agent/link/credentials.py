@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Credentials:
+class AgentCredentials:
     """Paths, empty for none. With `ca` or `cert` the stream uses TLS; a token is never sent without it."""
 
     ca: str = ""

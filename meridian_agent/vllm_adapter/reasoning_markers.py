@@ -59,7 +59,7 @@ MUSE = (
 WRITTEN = {"openai_gptoss": HARMONY, "inkling": INKLING, "muse_glimmer": MUSE, "muse": MUSE, "musespark1x": MUSE}
 
 
-class NotFound(ValueError):  # noqa: N818
+class MarkersNotFound(ValueError):  # noqa: N818
     """A parser tells no markers, or this tokenizer cannot write them; the text says which and why."""
 
 
@@ -84,7 +84,7 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
         return Markers(starts, ends, closing, prefix)
     try:
         found, transition = _found(vllm_config, settings.reasoning_parser)
-    except NotFound as error:
+    except MarkersNotFound as error:
         if settings.reasoning_parser:
             raise ValueError(f"reasoning_parser {settings.reasoning_parser!r}: {error}") from error
         return no_markers(_how_to_name(vllm_config, str(error)))
@@ -135,14 +135,14 @@ def _how_to_name(vllm_config: Any, why: str) -> str:
 
 def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
     """What vLLM tells of the markers, for each effort that has its own, and the text that its --reasoning-config would
-    write before a forced end. parser_name: asked in place of vLLM's own. Raises NotFound."""
+    write before a forced end. parser_name: asked in place of vLLM's own. Raises MarkersNotFound."""
     tokenizer, name = tokenizer_of(vllm_config), parser_name or parser_of(vllm_config)
     if tokenizer is None:
-        raise NotFound("and the engine has no tokenizer to find markers with")
+        raise MarkersNotFound("and the engine has no tokenizer to find markers with")
     start, end = ("", "") if parser_name else _configured(vllm_config)
     try:
         found = of_parser(name, tokenizer) if name else [_usual(tokenizer)]
-    except NotFound:
+    except MarkersNotFound:
         if not (start and end):
             raise
         found = []
@@ -167,32 +167,32 @@ def _configured(vllm_config: Any) -> tuple[str, str]:
 
 
 def _usual(tokenizer: Any) -> Found:
-    """What an engine without a parser has: <think> and </think>, where each is a token of its own. Raises NotFound."""
+    """The markers of an engine without a parser: <think> and </think>, as one token each. Raises MarkersNotFound."""
     vocabulary = tokenizer.get_vocab()
     tokens = [vocabulary.get(text) for text in ("<think>", "</think>")]
     if None in tokens:
-        raise NotFound("and its tokenizer has no tokens <think> and </think>")
+        raise MarkersNotFound("and its tokenizer has no tokens <think> and </think>")
     return Found(*(((token,),) for token in tokens))
 
 
 def of_parser(name: str, tokenizer: Any) -> list[Found]:
-    """What a reasoning parser of vLLM's tells, for each effort that has markers of its own. Raises NotFound."""
+    """What a reasoning parser of vLLM's tells, for each effort that has markers of its own. Raises MarkersNotFound."""
     return list(dict.fromkeys(found for _, found in asked(name, tokenizer)))
 
 
 def asked(name: str, tokenizer: Any) -> list[tuple[Any, Found]]:
-    """The parsers that vLLM builds for requests of each effort, with what each tells. Raises NotFound."""
+    """The parsers that vLLM builds for requests of each effort, with what each tells. Raises MarkersNotFound."""
     return [(parser, _asked(name, parser, tokenizer)) for parser in _built(name, tokenizer)]
 
 
 def _built(name: str, tokenizer: Any) -> list[Any]:
-    """The parser as vLLM builds it for requests that think with each effort. Raises NotFound."""
+    """The parser as vLLM builds it for requests that think with each effort. Raises MarkersNotFound."""
     from vllm.reasoning import ReasoningParserManager
 
     try:
         parser_class = ReasoningParserManager.get_reasoning_parser(name)
     except Exception as error:
-        raise NotFound(f"which this vLLM does not have: {_one_line(error)}") from error
+        raise MarkersNotFound(f"which this vLLM does not have: {_one_line(error)}") from error
     built, problem = [], None
     for effort in EFFORTS:
         try:
@@ -201,18 +201,18 @@ def _built(name: str, tokenizer: Any) -> list[Any]:
         except Exception as error:
             problem = problem or error
     if not built:
-        raise NotFound(f"which does not fit this tokenizer: {_one_line(problem)}") from problem
+        raise MarkersNotFound(f"which does not fit this tokenizer: {_one_line(problem)}") from problem
     return built
 
 
 def _asked(name: str, parser: Any, tokenizer: Any) -> Found:
-    """What one parser tells of the markers, other ends than its own included. Raises NotFound."""
+    """What one parser tells of the markers, other ends than its own included. Raises MarkersNotFound."""
     found = _of_ids(parser, tokenizer)
     if found is None:
         starts, ends = (_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser))
         found = Found(starts, ends)
     if not found.ends:
-        raise NotFound("which names no end of thinking that this tokenizer can write")
+        raise MarkersNotFound("which names no end of thinking that this tokenizer can write")
     other = () if name in WRITTEN else _other_ends(parser, tokenizer, found)
     return Found(found.starts, (*found.ends, *other))
 
@@ -239,8 +239,8 @@ def _text_of(parser: Any, which: str) -> list[str]:
 
 
 def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
-    """The markers of a parser that compares with token ids of its own; None for any other. Raises NotFound where this
-    tokenizer has other texts at those ids."""
+    """The markers of a parser that compares with token ids of its own; None for any other parser. Raises
+    MarkersNotFound where this tokenizer has other texts at those ids."""
     if not hasattr(parser, "response_start_ids"):
         return None
     for ids, text in (
@@ -248,7 +248,7 @@ def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
         (parser.response_start_ids, parser.response_start_expr),
     ):
         if not re.fullmatch(text, tokenizer.decode(ids)):
-            raise NotFound(f"which reads {text} as tokens {ids}, and those are other texts in this tokenizer")
+            raise MarkersNotFound(f"which reads {text} as tokens {ids}, and those are other texts in this tokenizer")
     return Found(
         (tuple(parser.think_start_ids), tuple(parser.think_start_ids_fast)),
         (tuple(parser.response_start_ids), tuple(parser.response_start_ids_fast)),

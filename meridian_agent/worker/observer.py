@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.meridian")
 class Measurement:
     """A step's rows, being measured."""
 
-    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None, rows: Rows | None) -> None:
+    def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None) -> None:
         self._pending, self._first_row, self._rows = pending, first_row, rows
 
     def signals(self) -> StepSignals:
@@ -48,7 +48,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ChosenRows:
     """Some of a step's `count` rows. chosen: their numbers, ascending."""
 
     count: int
@@ -57,14 +57,14 @@ class Rows:
 
 def rows_wanted(
     req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
-) -> Rows | None:
+) -> ChosenRows | None:
     """The rows of the requests that are not named, of `count`; None for all."""
     if excluded_ids.isdisjoint(req_ids):
         return None
     wanted = np.fromiter((r not in excluded_ids for r in req_ids), bool, len(req_ids))
     if first_row is not None:
         wanted = np.repeat(wanted, np.diff(first_row, append=count))
-    return Rows(count, np.flatnonzero(wanted).astype(np.int32))
+    return ChosenRows(count, np.flatnonzero(wanted).astype(np.int32))
 
 
 def first_rows(req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> NDArray[np.int32] | None:
@@ -83,11 +83,11 @@ class Wanted:
     def __init__(self) -> None:
         self._req_ids: list[str] = []
         self._excluded_ids: Set[str] = frozenset()
-        self._rows: Rows | None = None
+        self._rows: ChosenRows | None = None
 
     def rows(
         self, req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
-    ) -> Rows | None:
+    ) -> ChosenRows | None:
         """As `rows_wanted`. excluded_ids: another object whenever it has changed."""
         if first_row is not None:
             return rows_wanted(req_ids, excluded_ids, first_row, count)

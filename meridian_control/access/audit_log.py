@@ -76,7 +76,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AuditOutcome:
     """What came of it; `code` is a status code's name."""
 
     code: str
@@ -92,7 +92,7 @@ class Record:
     id: int
     time: datetime
     call: Call
-    outcome: Outcome
+    outcome: AuditOutcome
 
 
 # Of the call that is being served: "etag" of what it changes, where a service knows better than the request.
@@ -110,9 +110,9 @@ class AuditLog:
 
     async def begin(self, call: Call) -> int:
         """Record that a call is about to be served; returns the record's id. Raises StoreUnavailable."""
-        return await self._insert(call, Outcome(""))
+        return await self._insert(call, AuditOutcome(""))
 
-    async def end(self, record_id: int, outcome: Outcome) -> None:
+    async def end(self, record_id: int, outcome: AuditOutcome) -> None:
         """Add what came of it."""
         change = update(_records).where(_records.c.id == record_id).values(_outcome_columns(outcome))
         try:
@@ -121,7 +121,7 @@ class AuditLog:
         except StoreUnavailable as error:
             logger.error("audit record %d lacks its outcome, %s: %s", record_id, outcome, error)
 
-    async def refuse(self, call: Call, outcome: Outcome) -> None:
+    async def refuse(self, call: Call, outcome: AuditOutcome) -> None:
         """Record a call that was not served."""
         if self._refusals.wait_s(time.monotonic()):
             self._left_out += 1
@@ -145,7 +145,7 @@ class AuditLog:
         async with self._database.reading() as connection:
             return [_record(row._mapping) for row in await connection.execute(query)]
 
-    async def _insert(self, call: Call, outcome: Outcome) -> int:
+    async def _insert(self, call: Call, outcome: AuditOutcome) -> int:
         now = self._clock()
         row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
         row = {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
@@ -196,7 +196,7 @@ def _first_id(time: datetime) -> int:
     return int(time.timestamp() * 1e6) << 10
 
 
-def _outcome_columns(outcome: Outcome) -> dict[str, str]:
+def _outcome_columns(outcome: AuditOutcome) -> dict[str, str]:
     return {
         "outcome": outcome.code,
         "error": outcome.error[:MAX_ERROR_CHARS],
@@ -207,5 +207,5 @@ def _outcome_columns(outcome: Outcome) -> dict[str, str]:
 
 def _record(row: Any) -> Record:
     told = {name: row[name] for name in ("principal", "role", "peer", "method", "request_id", "reason")}
-    came = Outcome(row["outcome"], row["error"], row["before_etag"], row["after_etag"])
+    came = AuditOutcome(row["outcome"], row["error"], row["before_etag"], row["after_etag"])
     return Record(row["id"], utc(row["time"]), Call(**told, details=json.loads(row["details"])), came)

@@ -15,7 +15,7 @@ import grpc
 
 
 @dataclass(frozen=True)
-class Credentials:
+class ClientCredentials:
     """Paths, empty for none. With `ca` or `cert` connections use TLS; a token is never sent without it."""
 
     ca: str = ""
@@ -29,9 +29,9 @@ class Credentials:
         names = ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY", "MERIDIAN_TOKEN_FILE")
         return cls(*(os.environ.get(name, "") for name in names))
 
-    def over(self, other: Credentials) -> Credentials:
+    def over(self, other: ClientCredentials) -> ClientCredentials:
         """What is set here, and for the rest the other's."""
-        return Credentials(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
+        return ClientCredentials(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     def files(self) -> list[Path]:
         """What a connection begins with; the token is read for each call."""

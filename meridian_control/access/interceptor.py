@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from meridian_control.access.audit_log import AuditLog, Call, Outcome, changed
+from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, changed
 from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.rate_limits import Kind, Limiter
-from meridian_control.access.roles import NOBODY, OPEN, Access, Principal, Role, Rule, caller, rule_of
+from meridian_control.access.roles import NOBODY, OPEN, Access, AccessRule, Principal, Role, caller, rule_of
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Gate(grpc.aio.ServerInterceptor):
 class _Gated:
     """One call, around the service's `inner`."""
 
-    def __init__(self, gate: Gate, rule: Rule, method: str, handler: Handler, inner: Any) -> None:
+    def __init__(self, gate: Gate, rule: AccessRule, method: str, handler: Handler, inner: Any) -> None:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
         self._call = Call("", "", "", method)
         self._let_in = False
@@ -118,10 +118,10 @@ class _Gated:
         record = await self._gate.audit.begin(self._call)
         before = {"etag": getattr(request, "etag", "")}
         changed.set(before)
-        outcome = Outcome("CANCELLED")
+        outcome = AuditOutcome("CANCELLED")
         try:
             response = await self._inner(request, context)
-            outcome = Outcome("OK", after_etag=_etag(response))
+            outcome = AuditOutcome("OK", after_etag=_etag(response))
         except Exception as error:
             outcome = _outcome(error, context)
             raise
@@ -130,7 +130,7 @@ class _Gated:
         return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
-        begun, outcome = None, Outcome("CANCELLED")
+        begun, outcome = None, AuditOutcome("CANCELLED")
         try:
             with await self._admitted(context):
                 request = self._requests(given) if self._handler.request_streaming else await self._request(given)
@@ -140,7 +140,7 @@ class _Gated:
                 async with aclosing(self._inner(request, context)) as responses:
                     async for response in responses:
                         yield response
-            outcome = Outcome("OK")
+            outcome = AuditOutcome("OK")
         except Exception as error:
             outcome = _outcome(error, context)
             if self._kind() is Kind.ENGINE and self._let_in and outcome.code == "PERMISSION_DENIED":
@@ -150,7 +150,7 @@ class _Gated:
             if begun is not None:
                 self._gate.start(self._ended(begun, outcome))
 
-    async def _ended(self, begun: asyncio.Task[int], outcome: Outcome) -> None:
+    async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:
         await self._gate.audit.end(await begun, outcome)
 
     async def _admitted(self, context: Context) -> ExitStack:
@@ -179,7 +179,7 @@ class _Gated:
             request = self._parsed(given)
         except InvalidRequest as error:
             if self._rule.recorded:
-                refused = Outcome(error.status.name, str(error))
+                refused = AuditOutcome(error.status.name, str(error))
                 await self._gate.finish(self._gate.audit.refuse(self._call, refused))
             raise
         if caller.get().name and "author" in request.DESCRIPTOR.fields_by_name:
@@ -264,12 +264,12 @@ def host_of(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-def _outcome(error: Exception, context: Context) -> Outcome:
+def _outcome(error: Exception, context: Context) -> AuditOutcome:
     if isinstance(error, grpc.aio.AbortError):
-        return Outcome(context.code().name, str(context.details()))
+        return AuditOutcome(context.code().name, str(context.details()))
     if isinstance(error, MeridianError):
-        return Outcome(error.status.name, str(error))
-    return Outcome("INTERNAL", type(error).__name__)
+        return AuditOutcome(error.status.name, str(error))
+    return AuditOutcome("INTERNAL", type(error).__name__)
 
 
 def _details(request: Message) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """`calls_per_s` and `burst` are one caller's, of calls and streams together; a caller is a principal, or a host
     where nobody is asked. Another replica is a caller, too."""
 
@@ -50,7 +50,7 @@ class Limits:
 class Limiter:
     """`clock` gives monotonic seconds."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._rates: dict[str, Rate] = {}
         self._taken: Counter[tuple[Kind, str]] = Counter()

@@ -56,26 +56,26 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class AccessRule:
     """Who may call a method, and whether calls are recorded; `role` None is for everybody, known or not."""
 
     role: Role | None
     recorded: bool = False
 
 
-OPEN = Rule(None)
-READ = Rule(Role.VIEWER)
-CHANGE = Rule(Role.OPERATOR, recorded=True)
-CONNECT = Rule(Role.AGENT)
+OPEN = AccessRule(None)
+READ = AccessRule(Role.VIEWER)
+CHANGE = AccessRule(Role.OPERATOR, recorded=True)
+CONNECT = AccessRule(Role.AGENT)
 # Of methods that are not in the table.
-UNKNOWN = Rule(Role.ADMIN, recorded=True)
+UNKNOWN = AccessRule(Role.ADMIN, recorded=True)
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, AccessRule] = {
     "grpc.health.v1.Health/Check": OPEN,
     "grpc.health.v1.Health/Watch": OPEN,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READ,
     "meridian.v1.AgentService/Connect": CONNECT,
-    "meridian.v1.AuditService/ListAudit": Rule(Role.ADMIN),
+    "meridian.v1.AuditService/ListAudit": AccessRule(Role.ADMIN),
     "meridian.v1.FleetService/ExplainRequest": READ,
     "meridian.v1.FleetService/ListDecisions": READ,
     "meridian.v1.FleetService/ListEngines": READ,
@@ -134,7 +134,7 @@ ANYBODY = Principal("", Role.ANY)
 caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 
 
-def rule_of(method: str) -> Rule:
+def rule_of(method: str) -> AccessRule:
     """`method` as HTTP/2 spells it: /package.Service/Method."""
     return RULES.get(method.removeprefix("/"), UNKNOWN)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meridian_control import __version__
-from meridian_control.access.rate_limits import Limits
+from meridian_control.access.rate_limits import CallLimits
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.membership import own_host
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let everybody who reaches --listen change everything, and --page-listen be any address",
     )
-    p.add_argument("--max-engines", type=int, default=Limits.engines, help="engines connected at once, at most")
+    p.add_argument("--max-engines", type=int, default=CallLimits.engines, help="engines connected at once, at most")
     p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
     p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
     p.add_argument("--health-listen", default="", help="address that serves health alone, without TLS, for probes")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
 
-from meridian_control.access.client_credentials import Credentials
-from meridian_control.access.rate_limits import Limits
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.access.rate_limits import CallLimits
 from meridian_control.access.roles import Access
 from meridian_control.app.flags import (
     access_notice,
@@ -163,7 +163,7 @@ async def assemble(args: argparse.Namespace, log: DecisionLog, ending: AsyncExit
 def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncExitStack) -> WholeFleet:
     if replicas is None:
         return WholeFleet(fleet, me.replica_id, None, lambda: True)
-    peers = Peers(lambda: replicas.others, Credentials.from_environment())
+    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment())
     ending.push_async_callback(peers.close)
     return WholeFleet(fleet, me.replica_id, peers, replicas.leads)
 
@@ -179,7 +179,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             parts.whole,
             clock,
             access,
-            Limits(engines=args.max_engines),
+            CallLimits(engines=args.max_engines),
             rollouts=parts.rollouts,
             interceptors=[ServerMetrics(REGISTRY)],
         )

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli import contexts
 from meridian_control.common.errors import PolicyError
 from meridian_control.offline.trace_file import FileError
@@ -53,13 +53,13 @@ class Output(StrEnum):
 @dataclass(frozen=True)
 class Target:
     """Where the command line says to connect to, and as whom; what it leaves open, the environment and the context
-    file say. Credentials come from where the address comes from, so that none goes to another server."""
+    file say. ClientCredentials come from where the address comes from, so that none goes to another server."""
 
     server: str
     context: str
-    credentials: Credentials
+    credentials: ClientCredentials
 
-    def resolve(self) -> tuple[str, Credentials]:
+    def resolve(self) -> tuple[str, ClientCredentials]:
         """Address and credentials. Raises FileError."""
         server, context = self.server, self.context
         if not server and not context:
@@ -67,7 +67,7 @@ class Target:
         found = None if server else contexts.find(context)
         if found is not None:
             return found.server, self.credentials.over(found.credentials())
-        return server or DEFAULT_SERVER, self.credentials.over(Credentials.from_environment())
+        return server or DEFAULT_SERVER, self.credentials.over(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
         """Raises FileError, also for credentials that cannot be used."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.offline.trace_file import FileError
 
 
@@ -32,9 +32,9 @@ class Context(_Strict):
     key: str = ""
     token_file: str = ""
 
-    def credentials(self) -> Credentials:
+    def credentials(self) -> ClientCredentials:
         said = (self.ca, self.cert, self.key, self.token_file)
-        return Credentials(*(str(path().parent / os.path.expanduser(name)) if name else "" for name in said))
+        return ClientCredentials(*(str(path().parent / os.path.expanduser(name)) if name else "" for name in said))
 
 
 class Contexts(_Strict):

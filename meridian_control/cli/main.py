@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from meridian.v1 import fleet_pb2
 
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.audit import audit
 from meridian_control.cli.console import FAILED, Client, Output, Target, connect, fail, pages, show, warn_unreachable
 from meridian_control.cli.explain import decisions, explain, shadow
@@ -60,7 +60,7 @@ def options(
     key: Annotated[str, typer.Option(help="PEM file of its key; else MERIDIAN_TLS_KEY.")] = "",
     token_file: Annotated[str, typer.Option(help="File of a bearer token; else MERIDIAN_TOKEN_FILE.")] = "",
 ) -> None:
-    call.obj = Target(server, context, Credentials(ca, cert, key, token_file))
+    call.obj = Target(server, context, ClientCredentials(ca, cert, key, token_file))
 
 
 # ------------------------------------------------------------------------------------------------------------- fleet

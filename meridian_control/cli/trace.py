@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from meridian_control.cli.console import FAILED, Output, connect, console, fail, reported, show_value, warn_unreachable
-from meridian_control.cli.trace_recorder import Limits, Recorder
+from meridian_control.cli.trace_recorder import Recorder, RecordingLimits
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -34,7 +34,9 @@ def record(
     """Keep what passes between engines and control plane: signals and decisions, no text."""
     progress = Console(stderr=True)
     with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
-        recorder = Recorder(client.fleet, writer, Limits(duration, requests), lambda w: status.update(_recorded(w)))
+        recorder = Recorder(
+            client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w))
+        )
         try:
             recorder.run(engine)
         finally:

@@ -28,7 +28,7 @@ RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Limits:
+class RecordingLimits:
     """When a recording ends by itself: after so many seconds, or so many requests that it holds whole; 0 for never."""
 
     duration_s: float = 0.0
@@ -41,7 +41,7 @@ class Recorder:
 
     fleet: fleet_pb2_grpc.FleetServiceStub
     out: TraceWriter
-    limits: Limits
+    limits: RecordingLimits
     progress: Callable[[TraceWriter], None]
     breaks: int = 0
     # Replicas that were not heard, at least for a while.

@@ -20,7 +20,7 @@ from meridian_control.access.reloading_file import Reloaded
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from meridian_control.access.client_credentials import Credentials
+    from meridian_control.access.client_credentials import ClientCredentials
     from meridian_control.cluster.membership import Replica
     from meridian_control.fleet.recording import Recording
 
@@ -59,7 +59,7 @@ class Peers:
     """`others` are the live replicas besides this one; `credentials` show them who this one is, and are read again when
     they change. Raises OSError or ValueError where they cannot be used."""
 
-    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: Credentials) -> None:
+    def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
         self._others = others
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.log import DecisionLog
     from meridian_control.decision_log.records import Decision
-    from meridian_control.decisions.moments import Change
+    from meridian_control.decisions.moments import RequestChange
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.decisions.termination import Seen
     from meridian_control.policy.model import Policy
@@ -79,7 +79,7 @@ class Journal:
                 self._count(life, request.slot, table)
                 self._close(life, FINISH_NAMES.get(request.reason, "unknown"))
 
-    def happened(self, change: Change, detail: str = "") -> None:
+    def happened(self, change: RequestChange, detail: str = "") -> None:
         """Something happened to a request."""
         if (life := self._lives.get(change.slot)) is not None:
             life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.token_rows import Rows
+    from meridian_control.decisions.token_rows import TokenRows
 
 THINK, OUTPUT = agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 
@@ -89,7 +89,7 @@ class History:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TokenRows,
         before: Before,
         ends: SentenceEnds,
         counted: tuple[NDArray[np.int64], NDArray[np.int64]],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
 
 
-class Change(NamedTuple):
+class RequestChange(NamedTuple):
     """What happened to a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
 
     kind: str
@@ -231,7 +231,7 @@ def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Mo
     return Moments(table, slot[once], place[once], step[once])
 
 
-def changes(table: RequestTable) -> list[Change]:
+def changes(table: RequestTable) -> list[RequestChange]:
     """Where a request's phase changed, or its thinking ended, in the order of steps where they were told."""
     history = table.history
     rows = history.rows
@@ -246,7 +246,7 @@ def changes(table: RequestTable) -> list[Change]:
     return sorted(found, key=lambda change: change.step)
 
 
-def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[Change]:
+def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[RequestChange]:
     """What else happened to live requests, once these steps were over."""
     told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
     if not told:
@@ -256,6 +256,6 @@ def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps
     return _changes(moments, [kind] * len(told), [0] * len(told))
 
 
-def _changes(moments: Moments, kinds: list[str], flags: list[int]) -> list[Change]:
+def _changes(moments: Moments, kinds: list[str], flags: list[int]) -> list[RequestChange]:
     columns = moments.step, moments.slot, moments.phase, moments.think_tokens, moments.output_tokens
-    return [Change(*row) for row in zip(kinds, flags, *(column.tolist() for column in columns), strict=True)]
+    return [RequestChange(*row) for row in zip(kinds, flags, *(column.tolist() for column in columns), strict=True)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meridian_control.decisions.token_rows import Rows
+    from meridian_control.decisions.token_rows import TokenRows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
 # What the phases of a newer agent count as here.
@@ -250,7 +250,7 @@ class RequestTable:
         self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
         return len(rows.slot)
 
-    def _intervals(self, rows: Rows) -> None:
+    def _intervals(self, rows: TokenRows) -> None:
         """Tokens of one request that came at one time are taken to have come evenly spread since its tokens before.
         What came before its first is not known to be a token's time, so those that come with it give no interval."""
         s, newest = rows.s, self.newest_token[rows.s]
@@ -270,7 +270,7 @@ class RequestTable:
         self.ttot_ms = interval_ms[answer & (before == THINK_END)]
         self.newest_token[s] = kind[rows.last]
 
-    def _count(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _count(self, rows: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns what each row adds to the thinking and to the output."""
         s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
         text = (flags & FLAG_MARKER) == 0
@@ -286,7 +286,7 @@ class RequestTable:
         self.preempted[s] = False
         return think, output
 
-    def _boundaries(self, rows: Rows) -> SentenceEnds:
+    def _boundaries(self, rows: TokenRows) -> SentenceEnds:
         """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
         thinks = rows.phase == THINK
         ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
@@ -311,7 +311,7 @@ class RequestTable:
         self.boundary_ranks[slot], self.boundary_count[slot] = ranks, count
         return SentenceEnds(known, ranks, count, before[owner])
 
-    def _signals(self, rows: Rows) -> Entropies:
+    def _signals(self, rows: TokenRows) -> Entropies:
         text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
         measured = (text & np.isfinite(rows.entropy_nats)).nonzero()[0]
         slot = rows.slot[measured]

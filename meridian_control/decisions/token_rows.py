@@ -29,7 +29,7 @@ MAX_ROWS_PER_SLOT = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """Columns [rows]; at_ms: when a row came. number: which of the report's rows it is. begins: whether it is the first
     of its slot. first, last: row numbers, and s: slot numbers, [slots]."""
 
@@ -54,7 +54,7 @@ class Rows:
         return shifted
 
 
-def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> Rows:
+def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
     """The rows of live slots. live: [slots]. at_ms: when they came, one for all or [rows].
 
     Raises ValueError when the columns differ in length, and for too many rows of a slot.
@@ -74,7 +74,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
     phase, flags, entropy, end_rank, end_logprob = (column[order] for column in others)
     in_order = slot, phase, flags, entropy, end_rank, end_logprob, when_ms[order], order
-    return Rows(*in_order, begins, first, last, s=slot[first])
+    return TokenRows(*in_order, begins, first, last, s=slot[first])
 
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:

@@ -14,7 +14,17 @@ import numpy as np
 
 from meridian_control.offline.candidates import GROUPS, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
-from meridian_control.offline.rule_replay import CAP, EAT_SENTENCE, RANK, RPDI, SIGNALS, SOFT, Replay, Rule, Stops
+from meridian_control.offline.rule_replay import (
+    CAP,
+    EAT_SENTENCE,
+    RANK,
+    RPDI,
+    SIGNALS,
+    SOFT,
+    Replay,
+    StoppingRule,
+    Stops,
+)
 from meridian_control.offline.statistics import Area, Interval, harmful_bound, percentiles, resampled
 from meridian_control.policy.model import Policy
 from meridian_control.policy.schema import INT32_MAX
@@ -60,7 +70,7 @@ class Figures:
 class Point:
     """A rule on the frontier of its family, which was drawn on the first half; its figures there and on the other."""
 
-    rule: Rule
+    rule: StoppingRule
     fit: Figures
     held_out: Figures
 
@@ -154,7 +164,7 @@ def _nothing(replay: Replay) -> Stops:
 class _Tried:
     """A rule and what it does to the first half. harm: accuracy lost, without what other requests happen to gain."""
 
-    rule: Rule
+    rule: StoppingRule
     stops: Stops
     saved: float
     change: float
@@ -177,12 +187,12 @@ class _Halves:
     held_out: NDArray[np.intp]
     goal: Goal
 
-    def tried(self, rules: Sequence[Rule]) -> list[_Tried]:
+    def tried(self, rules: Sequence[StoppingRule]) -> list[_Tried]:
         """The rules that stop anything."""
         tried = (self._try(rule) for rule in rules)
         return [t for t in tried if np.isfinite(t.stops.at_tokens[self.fit]).any()]
 
-    def _try(self, rule: Rule) -> _Tried:
+    def _try(self, rule: StoppingRule) -> _Tried:
         stops, fit = self.replay.stops(rule), self.fit
         change = stops.right[fit] - self.replay.judge.natural[fit]
         saved = 1 - self._spent(stops, fit).sum() / self.replay.episodes.natural_tokens[fit].sum()
@@ -274,7 +284,7 @@ def _separation(replay: Replay, name: str, score: NDArray[np.float64], fit: NDAr
 # ----------------------------------------------------------------------------------------------------------- the policy
 
 
-def _policy(replay: Replay, rule: Rule | None, good: set[str], requests: NDArray[np.intp]) -> Policy:
+def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests: NDArray[np.intp]) -> Policy:
     """The base policy with the rule in force and every other one off; without a rule, in shadow, with only those off
     whose signal says nothing."""
     values = replay.base.model_dump(mode="json", exclude_none=True)
@@ -298,7 +308,7 @@ def _policy(replay: Replay, rule: Rule | None, good: set[str], requests: NDArray
     return Policy.model_validate(values)
 
 
-def _floor(replay: Replay, rule: Rule, requests: NDArray[np.intp]) -> int:
+def _floor(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
     """The fewest thinking tokens at which the rule stopped anything: earlier stops were never seen. A moving mean needs
     its samples from the beginning."""
     if rule.entropy.get("ema_alpha", 1.0) < 1:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, Separation
-    from meridian_control.offline.rule_replay import Replay, Rule
+    from meridian_control.offline.rule_replay import Replay, StoppingRule
     from meridian_control.offline.statistics import Interval
 
 PROXY_NOTE = (
@@ -197,7 +197,7 @@ def _point(point: Point) -> dict[str, Any]:
     )
 
 
-def _fields(rule: Rule) -> dict[str, Any]:
+def _fields(rule: StoppingRule) -> dict[str, Any]:
     entropy = {
         name: [c.model_dump(mode="json") for c in value] if name == "rank_conditions" else value
         for name, value in rule.entropy.items()

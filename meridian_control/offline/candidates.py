@@ -21,7 +21,7 @@ from meridian_control.offline.rule_replay import (
     RPDI,
     SOFT,
     Replay,
-    Rule,
+    StoppingRule,
     either,
 )
 from meridian_control.policy.schema import RankCondition
@@ -61,7 +61,7 @@ GROUPS = {
 }
 
 
-def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[Rule]]:
+def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[StoppingRule]]:
     """Rules by family, thresholds from the values these requests show; a signal that was not measured gives none."""
     episodes = replay.episodes
     here = np.isin(episodes.owner, requests)
@@ -78,21 +78,23 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[R
         EAT_PARAGRAPH: [_eat(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
         EAT_SETTLED: [_eat(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
         EAT_GATED: [_eat(EAT_GATED, level, gate=gate) for gate, level in product(_thinned(gates), coarse)],
-        RANK: [Rule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)],
-        RPDI: [Rule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
+        RANK: [
+            StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)
+        ],
+        RPDI: [StoppingRule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
         SOFT: [
-            Rule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
+            StoppingRule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
             for budget, bound in product(dict.fromkeys(budgets), _thinned(bounds))
         ],
         CAP: [
-            Rule(CAP, {}, {"max_think_tokens": max(1, cap)})
+            StoppingRule(CAP, {}, {"max_think_tokens": max(1, cap)})
             for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
         ],
     }
     return {family: found for family, found in rules.items() if found}
 
 
-def loosened(rule: Rule) -> Rule:
+def loosened(rule: StoppingRule) -> StoppingRule:
     """The rule with every threshold a quarter laxer, and budgets a tenth smaller."""
     if rule.either:
         return either(*(loosened(part) for part in rule.either))
@@ -112,12 +114,12 @@ def loosened(rule: Rule) -> Rule:
     for name in ("soft_think_tokens", "max_think_tokens"):
         if name in scheduler:
             scheduler[name] = int(SHORTER * scheduler[name])
-    return Rule(rule.family, entropy, scheduler)
+    return StoppingRule(rule.family, entropy, scheduler)
 
 
-def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, gate: int = 0) -> Rule:
+def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, gate: int = 0) -> StoppingRule:
     """An EAT rule that probes at every place it may. With alpha 1 the mean is the newest sample, the variance 0."""
-    return Rule(
+    return StoppingRule(
         family,
         {
             "ema_alpha": alpha,
@@ -131,9 +133,9 @@ def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, 
     )
 
 
-def paired(rules: Mapping[str, Iterable[Rule]], most: int) -> dict[str, list[Rule]]:
+def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:
     """Two rules of different groups, of which either stops, by family of the pair; `most` rules of each family."""
-    pairs: dict[str, list[Rule]] = {}
+    pairs: dict[str, list[StoppingRule]] = {}
     for (first, ones), (second, others) in combinations(rules.items(), 2):
         if GROUPS[first] != GROUPS[second]:
             made = [either(a, b) for a, b in product(_thinned(list(ones), most), _thinned(list(others), most))]

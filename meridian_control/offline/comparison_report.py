@@ -11,7 +11,7 @@ from meridian_control.policy.diff import diff
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.offline.policy_comparison import Difference, Outcome
+    from meridian_control.offline.policy_comparison import ComparedRequest, Difference
     from meridian_control.offline.policy_replay import ThinkEnd
     from meridian_control.policy.model import Policy
 
@@ -60,11 +60,11 @@ def _changes(found: Difference, policy: Policy) -> Any:
     return diff(found.recorded[max(found.recorded)], policy) if found.recorded else []
 
 
-def _ends(outcomes: Iterable[Outcome], side: int) -> dict[str, int]:
+def _ends(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, int]:
     return dict(sorted(Counter((o.before, o.after)[side].reason for o in outcomes).items()))
 
 
-def _forces(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
+def _forces(outcomes: Iterable[ComparedRequest]) -> dict[str, dict[str, int]]:
     """Ends by cap or rule that only one of the policies makes, or that both make elsewhere or for another reason."""
     found: dict[str, Counter[str]] = {"added": Counter(), "gone": Counter(), "moved": Counter()}
     for outcome in changed(outcomes):
@@ -74,7 +74,7 @@ def _forces(outcomes: Iterable[Outcome]) -> dict[str, dict[str, int]]:
     return {change: dict(sorted(reasons.items())) for change, reasons in found.items()}
 
 
-def _think_tokens(outcomes: list[Outcome]) -> dict[str, Any]:
+def _think_tokens(outcomes: list[ComparedRequest]) -> dict[str, Any]:
     """Sums over requests whose ends are known under both policies; savings are against natural ends alone."""
     known = [o for o in outcomes if UNKNOWN not in (o.before.reason, o.after.reason)]
     natural = [o for o in outcomes if o.recorded.reason == NATURAL]
@@ -90,11 +90,11 @@ def _think_tokens(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def _sides(outcomes: list[Outcome]) -> tuple[list[ThinkEnd], list[ThinkEnd]]:
+def _sides(outcomes: list[ComparedRequest]) -> tuple[list[ThinkEnd], list[ThinkEnd]]:
     return [o.before for o in outcomes], [o.after for o in outcomes]
 
 
-def _shadowed(outcomes: Iterable[Outcome], side: int) -> dict[str, dict[str, int]]:
+def _shadowed(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, dict[str, int]]:
     """What rules in shadow decided, by reason, and what that alone would save against natural ends."""
     found: dict[str, dict[str, int]] = {}
     for outcome in outcomes:
@@ -106,12 +106,12 @@ def _shadowed(outcomes: Iterable[Outcome], side: int) -> dict[str, dict[str, int
     return dict(sorted(found.items()))
 
 
-def _cap(outcome: Outcome, side: int) -> tuple[int | None, bool]:
+def _cap(outcome: ComparedRequest, side: int) -> tuple[int | None, bool]:
     fate = outcome.fates[side]
     return fate.cap_tokens, fate.cap_shadow
 
 
-def _request(outcome: Outcome) -> dict[str, Any]:
+def _request(outcome: ComparedRequest) -> dict[str, Any]:
     places = {"ended": outcome.recorded, BEFORE: outcome.before, AFTER: outcome.after}
     told = {name: place._asdict() for name, place in places.items()}
     return {"request_id": outcome.request_id, "engine_id": outcome.engine_id, "change": outcome.change, **told}

@@ -15,7 +15,7 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import MeridianError
 from meridian_control.decisions import moments
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_FORCED
-from meridian_control.offline.policy_replay import ReplayResult, Run, ThinkEnd
+from meridian_control.offline.policy_replay import ReplayResult, SessionReplay, ThinkEnd
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.session.think_ends import FINISHED
 
@@ -33,7 +33,7 @@ BY_ITSELF = (NATURAL, UNENDED, UNKNOWN)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedRequest:
     """One request under both policies. The ends' tokens are what was known where they were decided.
 
     `recorded` is what really happened; an `after` of reason `unknown` would have gone on from there.
@@ -88,7 +88,7 @@ class _Session:
 
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy) -> None:
         self.engine_id = hello.engine_id
-        self.runs = Run(hello, None), Run(hello, policy)
+        self.runs = SessionReplay(hello, None), SessionReplay(hello, policy)
         self.requests: dict[int, _Request] = {}
         self.event: fleet_pb2.TraceRecord | None = None
         self.said: list[agent_pb2.ConnectResponse] = []
@@ -101,7 +101,7 @@ class Difference:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._sessions: dict[str, _Session] = {}
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ComparedRequest] = []
         self.left_out: Counter[str] = Counter()
         self.steps = Steps()
         self.sessions = 0
@@ -194,7 +194,7 @@ class Difference:
         before, after = (run.fates.pop(closed.slot, ReplayResult()) for run in session.runs)
         before_end, after_end = (_end(request.opened, recorded, fate) for fate in (before, after))
         who = request.opened.request_id, session.engine_id
-        self.outcomes.append(Outcome(*who, recorded, before_end, after_end, (before, after)))
+        self.outcomes.append(ComparedRequest(*who, recorded, before_end, after_end, (before, after)))
 
     def _compare(self, session: _Session) -> None:
         before, after = session.runs
@@ -245,7 +245,7 @@ def _end(opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult
     return recorded if by_itself else ThinkEnd(UNKNOWN, length)
 
 
-def _reordered(before: Run, after: Run) -> tuple[int, int]:
+def _reordered(before: SessionReplay, after: SessionReplay) -> tuple[int, int]:
     """Pairs of live requests, and those of which one is strictly first in one run and not in the other.
 
     Where a run leaves vLLM's own order all are equal. Requests that an ordering run has not ranked yet are left out.
@@ -261,5 +261,5 @@ def _reordered(before: Run, after: Run) -> tuple[int, int]:
     return count * (count - 1) // 2, int(np.count_nonzero(signs[0] != signs[1])) // 2
 
 
-def changed(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+def changed(outcomes: Iterable[ComparedRequest]) -> Iterator[ComparedRequest]:
     return (outcome for outcome in outcomes if outcome.change != "same")

@@ -116,7 +116,7 @@ class _Came:
             column[:] = np.bincount(np.array(steps, np.int64), minlength=report.steps).tolist()
 
 
-class Run:
+class SessionReplay:
     """One recorded session under one policy; `policy` None stands for the recorded ones."""
 
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy | None) -> None:

@@ -42,16 +42,16 @@ SIGNALS = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class StoppingRule:
     """The policy fields of one rule, or of two of which either stops."""
 
     family: str
     entropy: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    either: tuple[Rule, ...] = ()
+    either: tuple[StoppingRule, ...] = ()
 
     @property
-    def parts(self) -> tuple[Rule, ...]:
+    def parts(self) -> tuple[StoppingRule, ...]:
         return self.either or (self,)
 
     @property
@@ -79,8 +79,8 @@ class Rule:
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
-def either(first: Rule, second: Rule) -> Rule:
-    return Rule(
+def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
+    return StoppingRule(
         f"{first.family} or {second.family}",
         {**first.entropy, **second.entropy},
         {**first.scheduler, **second.scheduler},
@@ -156,13 +156,13 @@ class Replay:
 
     # ---------------------------------------------------------------------------------------------------------- rules
 
-    def policy(self, rule: Rule) -> Policy:
+    def policy(self, rule: StoppingRule) -> Policy:
         """The base policy with a rule's fields."""
         entropy = self.base.entropy.model_copy(update={**rule.entropy, "rpdi_window_tokens": self.window_tokens})
         scheduler = self.base.scheduler.model_copy(update=dict(rule.scheduler))
         return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
 
-    def stops(self, rule: Rule) -> Stops:
+    def stops(self, rule: StoppingRule) -> Stops:
         """What a rule would have done."""
         parts = [self._stops(part) for part in rule.parts]
         at = np.minimum.reduce([part.at_tokens for part in parts])
@@ -172,7 +172,7 @@ class Replay:
             right, first = np.where(sooner, part.right, right), np.where(sooner, part.first_tokens, first)
         return Stops(at, right, first, self._probes(rule, at))
 
-    def _stops(self, rule: Rule) -> Stops:
+    def _stops(self, rule: StoppingRule) -> Stops:
         episodes, natural = self.episodes, self.episodes.natural_tokens
         everyone, none = np.arange(len(natural)), np.zeros(len(natural), np.int64)
         if rule.family == CAP:
@@ -192,7 +192,7 @@ class Replay:
             none,
         )
 
-    def _fires(self, rule: Rule) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    def _fires(self, rule: StoppingRule) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
         """Each request's first boundary at which a rule fires, -1 for none; by boundary, where a stop decided there
         takes effect and how right the answer then is."""
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
@@ -225,7 +225,7 @@ class Replay:
             wanted &= episodes.ranks[:, 0] <= gate
         return np.flatnonzero(wanted)
 
-    def _probes(self, rule: Rule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
+    def _probes(self, rule: StoppingRule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
         probed = [part for part in rule.parts if "EAT" in SIGNALS[part.family]]
         count = np.zeros(len(self.episodes.ids), np.int64)
         for part in probed:
@@ -255,6 +255,6 @@ class Replay:
         return count, mean, variance
 
 
-def _probing(rule: Rule) -> tuple[bool, int]:
+def _probing(rule: StoppingRule) -> tuple[bool, int]:
     """Whether a rule's probes are placed at paragraphs only, and their gate."""
     return rule.entropy["eat_probe_placement"] == "paragraph", rule.entropy["eat_probe_max_rank"]

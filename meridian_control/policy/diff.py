@@ -17,7 +17,7 @@ DEFAULT, POLICY, REQUEST = "default", "policy", "request"
 FLOOR, CAP = "scheduler.min_think_tokens", "scheduler.max_think_tokens"
 
 
-class Change(NamedTuple):
+class FieldChange(NamedTuple):
     """One field that differs; values as TOML spells them, empty where the field is not set."""
 
     path: str
@@ -43,11 +43,13 @@ class Subject:
     own_cap_tokens: int | None = None
 
 
-def diff(before: Policy, after: Policy) -> list[Change]:
+def diff(before: Policy, after: Policy) -> list[FieldChange]:
     """The fields in which two policies differ; what is set to no effect counts as not set."""
     old, new = _flat(before), _flat(after)
     differing = (path for path in old | new if old.get(path) != new.get(path))
-    return [Change(path, *(spelled(side[path]) if path in side else "" for side in (old, new))) for path in differing]
+    return [
+        FieldChange(path, *(spelled(side[path]) if path in side else "" for side in (old, new))) for path in differing
+    ]
 
 
 def explain(policy: Policy, subject: Subject) -> list[Explained]:

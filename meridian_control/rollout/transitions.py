@@ -77,7 +77,7 @@ class Measured(Value):
 NOTHING = Measured()
 
 
-class Reading(Value):
+class GuardrailReading(Value):
     """A GuardrailReading."""
 
     guardrail: str
@@ -89,7 +89,7 @@ class Reading(Value):
     waiting: bool = False
 
 
-class Event(Value):
+class RolloutEvent(Value):
     """A RolloutEvent."""
 
     time: datetime
@@ -114,9 +114,9 @@ class Rollout(Value):
     waiting_for: str = ""
     candidate_engines: int = 0
     other_engines: int = 0
-    guardrails: tuple[Reading, ...] = ()
-    violation: Reading | None = None
-    events: tuple[Event, ...] = ()
+    guardrails: tuple[GuardrailReading, ...] = ()
+    violation: GuardrailReading | None = None
+    events: tuple[RolloutEvent, ...] = ()
     author: str
     reason: str
     create_time: datetime
@@ -267,7 +267,7 @@ def _steered(rollout: Rollout, by: By, what: str, to: State, possible: tuple[Sta
     return _with(_updated(begun, state=to), by, EVENTS[what], by.reason)
 
 
-def _violated(rollout: Rollout, reading: Reading, now: datetime) -> Rollout:
+def _violated(rollout: Rollout, reading: GuardrailReading, now: datetime) -> Rollout:
     halt = rollout.plan.on_violation == "halt"
     state = State.HALTED if halt else State.ROLLED_BACK
     reason = f"{reading.guardrail} is {reading.value or 0.0:.4g}, limit {reading.limit:.4g}"
@@ -275,7 +275,7 @@ def _violated(rollout: Rollout, reading: Reading, now: datetime) -> Rollout:
 
 
 def _with(rollout: Rollout, by: By, event: str, reason: str = "") -> Rollout:
-    noted = Event(
+    noted = RolloutEvent(
         time=by.now, event=event, step=rollout.step, author=by.author, reason=reason, request_id=by.request_id
     )
     return _updated(rollout, events=(*rollout.events, noted)[-MAX_EVENTS:], changes=rollout.changes + 1)
@@ -290,7 +290,7 @@ def _updated(rollout: Rollout, **fields: Any) -> Rollout:
     return rollout.model_copy(update=fields)
 
 
-def _waiting_for(sample: Sample, readings: tuple[Reading, ...]) -> str:
+def _waiting_for(sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:
     if not sample.candidate_engines + sample.other_engines:
         return "an engine to connect"
     if sample.pending:
@@ -304,7 +304,7 @@ def _waiting_for(sample: Sample, readings: tuple[Reading, ...]) -> str:
 # --------------------------------------------------------------------------------------------------------- guardrails
 
 
-def judge(rollout: Rollout, sample: Sample) -> Iterator[Reading]:
+def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
     """Every guardrail that has a limit.
 
     One that compares takes the other engines' observations of earlier steps in, where those of this step are too few.
@@ -327,7 +327,9 @@ def judge(rollout: Rollout, sample: Sample) -> Iterator[Reading]:
         yield from _compared(f"{name}_{suffix}", limits, compared, (count, others), present)
     for name, engines in (("nacks", sample.nacks), ("degraded_engines", sample.degraded)):
         if (limit := getattr(limits, name)) is not None:
-            yield Reading(guardrail=name, value=engines, limit=limit, observations=engines, violated=engines > limit)
+            yield GuardrailReading(
+                guardrail=name, value=engines, limit=limit, observations=engines, violated=engines > limit
+            )
 
 
 def p99(counts: Counts) -> float | None:
@@ -343,10 +345,12 @@ def p99(counts: Counts) -> float | None:
     return bounds[-1]
 
 
-def _absolute(name: str, limits: Guardrails, value: float | None, count: int, watched: bool) -> Iterator[Reading]:
+def _absolute(
+    name: str, limits: Guardrails, value: float | None, count: int, watched: bool
+) -> Iterator[GuardrailReading]:
     if (limit := getattr(limits, name)) is not None:
         known = value is not None and count >= limits.min_observations
-        yield Reading(
+        yield GuardrailReading(
             guardrail=name,
             value=value,
             limit=limit,
@@ -358,7 +362,7 @@ def _absolute(name: str, limits: Guardrails, value: float | None, count: int, wa
 
 def _compared(
     name: str, limits: Guardrails, value: float | None, counts: tuple[int, int], present: tuple[bool, bool]
-) -> Iterator[Reading]:
+) -> Iterator[GuardrailReading]:
     (count, other), (watched, comparable) = counts, present
     for reading in _absolute(name, limits, value, count, watched):
         short = other < limits.min_observations

@@ -17,7 +17,7 @@ from meridian.v1 import policy_pb2, policy_pb2_grpc
 from meridian_control.access.audit_log import changed
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
-from meridian_control.policy.diff import Change, Subject, diff, explain
+from meridian_control.policy.diff import FieldChange, Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, PolicyStore, RevisionHeader, StoredRevision
@@ -116,7 +116,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise NotFound("no policy is stored yet")
         return stored
 
-    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[Change]]:
+    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
         """Store a policy, or with validate_only fail as that would; and what it changes."""
         check_texts(request)
         stored: StoredRevision | None
@@ -174,7 +174,7 @@ def _subject(request: policy_pb2.ExplainPolicyRequest, found: Subject | None) ->
     return Subject(who, found.served_model, found.own_floor_tokens, found.own_cap_tokens)
 
 
-def _changes(changes: Iterable[Change]) -> list[policy_pb2.PolicyChange]:
+def _changes(changes: Iterable[FieldChange]) -> list[policy_pb2.PolicyChange]:
     return [policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in changes]
 
 

@@ -28,7 +28,7 @@ from meridian.v1 import (
 from meridian_control.access.audit_log import AuditLog
 from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.access.interceptor import Gate, host_of
-from meridian_control.access.rate_limits import Limiter, Limits
+from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access, caller
 from meridian_control.cluster import decision_queries
 from meridian_control.common.errors import InvalidRequest, MeridianError
@@ -221,7 +221,7 @@ class ControlServer:
         whole: WholeFleet,
         clock: Callable[[], datetime],
         access: Access | None = None,
-        limits: Limits | None = None,
+        limits: CallLimits | None = None,
         *,
         rollouts: Rollouts | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
@@ -232,7 +232,7 @@ class ControlServer:
         self._health = HealthServicer()
         audit = AuditLog(store.database, clock)
         self.faults = ClientFaults()
-        self._gate = Gate(access or Access(), Limiter(limits or Limits()), audit, self.faults)
+        self._gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, self.faults)
         self._server = grpc_server.server(SERVER_OPTIONS, [*interceptors, self._gate])
         self._probed: grpc.aio.Server | None = None
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet, self.faults), self._server)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.histogram import Histogram
     from meridian_control.fleet.fleet import Fleet
-    from meridian_control.rollout.transitions import Reading, Rollout
+    from meridian_control.rollout.transitions import GuardrailReading, Rollout
     from meridian_control.session.session import Session
 
     Labels: TypeAlias = tuple[str, ...]
@@ -185,7 +185,7 @@ def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
     yield "meridian_rollout_guardrail_ratio", [((read.guardrail,), of_limit(read)) for read in readings]
 
 
-def of_limit(reading: Reading) -> float:
+def of_limit(reading: GuardrailReading) -> float:
     """The reading as a multiple of its limit, above 1 where it is violated."""
     value = reading.value or 0.0
     return value / reading.limit if reading.limit else math.inf if value > 0 else 0.0

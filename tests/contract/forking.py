@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from meridian_agent.link import control_stream as link_module
-from meridian_agent.link.credentials import Credentials
+from meridian_agent.link.credentials import AgentCredentials
 from tests.fakes.linked import LinkedEngine
 
 # A fork that takes longer, with all that its child does, stands still: then this process says where, and ends.
@@ -30,7 +30,7 @@ def main(target: str, forks: str, anew: str = "", ca: str = "", token_file: str 
     chance = random.Random(3)
     # A stream that ends at once does not make the next one wait.
     link_module.SETTLED_S = 0.0
-    with LinkedEngine([target], credentials=Credentials(ca=ca, token_file=token_file)) as engine:
+    with LinkedEngine([target], credentials=AgentCredentials(ca=ca, token_file=token_file)) as engine:
         engine.open("a")
         until_connected(engine)
         for _ in range(int(forks)):

@@ -10,7 +10,7 @@ import grpc
 
 from meridian_control.access.audit_log import AuditLog
 from meridian_control.access.interceptor import Gate
-from meridian_control.access.rate_limits import Limiter, Limits
+from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def gated(database: Database) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
     """A server to add services to and start, and its address; stopped in the end."""
-    gate = Gate(Access(), Limiter(Limits()), AuditLog(database, lambda: datetime.now(UTC)))
+    gate = Gate(Access(), Limiter(CallLimits()), AuditLog(database, lambda: datetime.now(UTC)))
     server = grpc.aio.server(interceptors=[gate])
     port = server.add_insecure_port("127.0.0.1:0")
     try:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.access.client_credentials import Credentials
-    from meridian_control.access.rate_limits import Limits
+    from meridian_control.access.client_credentials import ClientCredentials
+    from meridian_control.access.rate_limits import CallLimits
 
 # By common name; "nobody" has a certificate and no role.
 ROLES = ("viewer", "operator", "admin", "agent")
@@ -39,7 +39,9 @@ def utc_now() -> datetime:
 class Secured:
     """`stop` and `start` again keep port and store."""
 
-    def __init__(self, folder: Path, store: PolicyStore, limits: Limits | None = None, client_ca: bool = True) -> None:
+    def __init__(
+        self, folder: Path, store: PolicyStore, limits: CallLimits | None = None, client_ca: bool = True
+    ) -> None:
         self.folder, self.store, self.limits, self.client_ca = folder, store, limits, client_ca
         self.authority = Authority(folder)
         self.authority.issue("server")
@@ -66,13 +68,13 @@ class Secured:
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def credentials(self, name: str) -> Credentials:
+    def credentials(self, name: str) -> ClientCredentials:
         return self.authority.issue(name).credentials()
 
-    def agent(self, name: str) -> agent.Credentials:
-        return agent.Credentials(**vars(self.credentials(name)))
+    def agent(self, name: str) -> agent.AgentCredentials:
+        return agent.AgentCredentials(**vars(self.credentials(name)))
 
-    def channel(self, who: str | Credentials) -> grpc.aio.Channel:
+    def channel(self, who: str | ClientCredentials) -> grpc.aio.Channel:
         """A connection of its own, in the name of `who`."""
         credentials = self.credentials(who) if isinstance(who, str) else who
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -91,7 +93,7 @@ class Clients:
 
 @asynccontextmanager
 async def securing(
-    folder: Path, address: str = "", limits: Limits | None = None, client_ca: bool = True
+    folder: Path, address: str = "", limits: CallLimits | None = None, client_ca: bool = True
 ) -> AsyncIterator[Secured]:
     """`address` is the database's, by default a SQLite file in `folder`."""
     store = PolicyStore(await Database.open(address or f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))

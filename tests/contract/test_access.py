@@ -18,7 +18,7 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
 from meridian_agent.link import credentials as agent_credentials
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.access.roles import OPEN, RULES, Role, rule_of
 from meridian_control.server import server as control_server
 from tests.certificates import DAY, Authority
@@ -213,14 +213,14 @@ async def test_a_link_that_is_refused_says_so_once(secured: Secured, caplog: pyt
 async def test_a_link_whose_files_are_no_good_says_so(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
     (broken := secured.folder / "broken").write_text("one\ntwo\n")
     for files, complaint in (
-        (agent_credentials.Credentials(ca="/no/such.pem"), "No such file or directory: '/no/such.pem'"),
-        (agent_credentials.Credentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
+        (agent_credentials.AgentCredentials(ca="/no/such.pem"), "No such file or directory: '/no/such.pem'"),
+        (agent_credentials.AgentCredentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
         (
-            agent_credentials.Credentials(ca=str(secured.authority.file), token_file=str(broken)),
+            agent_credentials.AgentCredentials(ca=str(secured.authority.file), token_file=str(broken)),
             "MERIDIAN_TOKEN_FILE holds no token",
         ),
         (
-            agent_credentials.Credentials(ca=str(secured.authority.file), cert="x"),
+            agent_credentials.AgentCredentials(ca=str(secured.authority.file), cert="x"),
             "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together",
         ),
     ):
@@ -237,11 +237,11 @@ async def test_certificates_that_are_not_accepted(secured: Secured) -> None:
     foreign = stranger.issue("viewer", file="foreign").credentials()
     expired = secured.authority.issue("viewer", file="expired", lasts=-DAY).credentials()
     for credentials in (
-        Credentials(ca=good.ca),
-        Credentials(good.ca, foreign.cert, foreign.key),
+        ClientCredentials(ca=good.ca),
+        ClientCredentials(good.ca, foreign.cert, foreign.key),
         expired,
-        Credentials(foreign.ca, good.cert, good.key),
-        Credentials(),
+        ClientCredentials(foreign.ca, good.cert, good.key),
+        ClientCredentials(),
     ):
         async with secured.channel(credentials) as channel:
             assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
@@ -254,7 +254,7 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
     old = secured.credentials("viewer")
     old_ca = secured.folder / "old-ca.pem"
     shutil.copy(old.ca, old_ca)
-    old = Credentials(str(old_ca), old.cert, old.key)
+    old = ClientCredentials(str(old_ca), old.cert, old.key)
     async with secured.channel(old) as opened:
         await engines(opened)
         new = Authority(secured.folder, "new-ca")
@@ -316,7 +316,7 @@ async def shown(secured: Secured, shown: str) -> grpc.StatusCode:
     """What comes of a read with that token, from a file as clients have it."""
     file = secured.folder / "token"
     file.write_text(shown + "\n")
-    async with secured.channel(Credentials(ca=str(secured.authority.file), token_file=str(file))) as channel:
+    async with secured.channel(ClientCredentials(ca=str(secured.authority.file), token_file=str(file))) as channel:
         try:
             await engines(channel)
         except grpc.aio.AioRpcError as error:
@@ -339,7 +339,7 @@ async def test_tokens(by_token: Secured, caplog: pytest.LogCaptureFixture) -> No
 
 
 async def test_without_credentials_only_health_answers(by_token: Secured) -> None:
-    async with by_token.channel(Credentials(ca=str(by_token.authority.file))) as channel:
+    async with by_token.channel(ClientCredentials(ca=str(by_token.authority.file))) as channel:
         for method in METHODS:
             code = await code_of(by_token, channel, method)
             assert (code is grpc.StatusCode.UNAUTHENTICATED) == (rule_of(f"/{method}").role is not None), method
@@ -347,7 +347,7 @@ async def test_without_credentials_only_health_answers(by_token: Secured) -> Non
 
 async def test_an_agent_by_token(by_token: Secured) -> None:
     file = by_token.folder / "agent-token"
-    files = agent_credentials.Credentials(ca=str(by_token.authority.file), token_file=str(file))
+    files = agent_credentials.AgentCredentials(ca=str(by_token.authority.file), token_file=str(file))
     for claims, engine_id in itertools.product(({"sub": "e1"}, {"sub": "s", "engine": "e1"}), ("e1", "s*")):
         file.write_text(token(role="agent", **claims))
         with LinkedEngine([by_token.target], engine_id, credentials=files) as engine:
@@ -379,7 +379,7 @@ def test_replicas_know_each_other_by_certificate(
             (tmp_path / name).mkdir()
             controls.append(Control(tmp_path / name, options=options, credentials=viewer))
         one, two = controls
-        agent = agent_credentials.Credentials(**vars(authority.issue("agent").credentials()))
+        agent = agent_credentials.AgentCredentials(**vars(authority.issue("agent").credentials()))
         with LinkedEngine([one.target], "agent", credentials=agent):
             wait_for(lambda: [e.engine_id for e in two.engines()] == ["agent"], 20, "the other's engine to be listed")
             access.write_text(ACCESS)

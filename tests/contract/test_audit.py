@@ -14,9 +14,9 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 
 from meridian_control.access import audit_log as audit_module
-from meridian_control.access.audit_log import AuditLog, Call, Outcome, wanted
+from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, wanted
 from meridian_control.access.interceptor import MAX_REQUEST_BYTES, Gate
-from meridian_control.access.rate_limits import Limiter, Limits
+from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
 from meridian_control.cli.main import app
 from meridian_control.storage.database import Database
@@ -145,8 +145,8 @@ async def test_pages_and_filters(address: str) -> None:
     try:
         ids = [await log.begin(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
         assert ids == sorted(ids)
-        await log.end(ids[3], Outcome("OK", "", "a", "b"))
-        await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), Outcome("PERMISSION_DENIED", "no"))
+        await log.end(ids[3], AuditOutcome("OK", "", "a", "b"))
+        await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), AuditOutcome("PERMISSION_DENIED", "no"))
         blank: dict[str, Any] = dict.fromkeys(("principal", "method", "outcome", "request_id"), "")
         blank |= {"since": None, "until": None}
 
@@ -162,7 +162,7 @@ async def test_pages_and_filters(address: str) -> None:
         assert await found(until=NOW + timedelta(seconds=2)) == ["r1", "r0"]
         assert [r.call.request_id for r in await log.list(2, ids[5], [])] == ["r4", "r3"]
         (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
-        assert (one.time, one.outcome) == (NOW + timedelta(seconds=3), Outcome("OK", "", "a", "b"))
+        assert (one.time, one.outcome) == (NOW + timedelta(seconds=3), AuditOutcome("OK", "", "a", "b"))
     finally:
         await database.close()
 
@@ -176,9 +176,9 @@ async def test_the_oldest_go_and_refusals_drive_out_nothing_else(address: str, m
     log = AuditLog(database, lambda: next(times))
     try:
         for n in range(8):
-            await log.end(await log.begin(Call("", "any", "peer", UPDATE, f"r{n}")), Outcome("OK"))
+            await log.end(await log.begin(Call("", "any", "peer", UPDATE, f"r{n}")), AuditOutcome("OK"))
         for n in range(20):
-            await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), Outcome("UNAUTHENTICATED"))
+            await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), AuditOutcome("UNAUTHENTICATED"))
         kept = [record.call.request_id for record in await log.list(100, None, [])]
     finally:
         await database.close()
@@ -192,7 +192,7 @@ async def test_a_flood_of_refusals_is_cut_off(address: str, monkeypatch: pytest.
     log = AuditLog(database, lambda: datetime.now(UTC))
     try:
         for _ in range(10):
-            await log.refuse(Call("", "none", "peer", UPDATE), Outcome("UNAUTHENTICATED"))
+            await log.refuse(Call("", "none", "peer", UPDATE), AuditOutcome("UNAUTHENTICATED"))
         assert len(await log.list(100, None, [])) == 3
     finally:
         await database.close()
@@ -224,7 +224,7 @@ class Slow(policy_pb2_grpc.PolicyServiceServicer):
 async def slow(address: str) -> AsyncIterator[tuple[Slow, AuditLog, Any]]:
     database = await Database.open(address)
     log = AuditLog(database, lambda: datetime.now(UTC))
-    gate = Gate(Access(), Limiter(Limits()), log)
+    gate = Gate(Access(), Limiter(CallLimits()), log)
     server = grpc.aio.server(interceptors=[gate])
     service = Slow(database)  # type: ignore[abstract]
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
@@ -243,12 +243,12 @@ async def test_a_caller_that_hangs_up_does_not_end_the_record(slow: tuple[Slow, 
     await service.begun.wait()
     call.cancel()
     (begun,) = await log.list(10, None, [])
-    assert begun.outcome == Outcome("")
+    assert begun.outcome == AuditOutcome("")
     service.go.set()
     async with asyncio.timeout(120):
         while not (record := (await log.list(10, None, []))[0]).outcome.code:
             await asyncio.sleep(0.01)
-    assert record.outcome == Outcome("OK", "", "old", "new")
+    assert record.outcome == AuditOutcome("OK", "", "old", "new")
 
 
 async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) -> None:
@@ -259,7 +259,7 @@ async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) 
         await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))
     assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INTERNAL, "the server failed")
     (record,) = await log.list(10, None, [])
-    assert record.outcome == Outcome("INTERNAL", "RuntimeError", "raise")
+    assert record.outcome == AuditOutcome("INTERNAL", "RuntimeError", "raise")
 
 
 async def test_an_outcome_that_cannot_be_recorded(

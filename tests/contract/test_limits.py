@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
-from meridian_control.access.rate_limits import Kind, Limiter, Limits, Rate
+from meridian_control.access.rate_limits import CallLimits, Kind, Limiter, Rate
 from meridian_control.common.errors import TooMany
 from tests.contract.secured import Clients, securing
 from tests.fakes.agent import hello
@@ -42,7 +42,7 @@ def test_a_rate_fills_up_again() -> None:
 
 
 def test_places() -> None:
-    limiter = Limiter(Limits(calls=2, all_calls=3, streams=1, all_streams=1, engines=2), Clock())
+    limiter = Limiter(CallLimits(calls=2, all_calls=3, streams=1, all_streams=1, engines=2), Clock())
     held = [limiter.place(Kind.CALL, "a"), limiter.place(Kind.CALL, "a")]
     with pytest.raises(TooMany, match="2 calls by one caller are open"):
         limiter.place(Kind.CALL, "a")
@@ -63,7 +63,7 @@ def test_places() -> None:
 def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meridian_control.access.rate_limits.REMEMBERED", 10)
     clock = Clock()
-    limiter = Limiter(Limits(calls_per_s=1.0, burst=1), clock)
+    limiter = Limiter(CallLimits(calls_per_s=1.0, burst=1), clock)
     limiter.place(Kind.CALL, "a").close()
     with pytest.raises(TooMany) as raised:
         limiter.place(Kind.CALL, "a")
@@ -81,7 +81,7 @@ def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.Monkey
 
 async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None:
     """Callers that never let up, two served at a time: the others are refused, the engine's rounds go on."""
-    limits = Limits(calls_per_s=1e9, burst=10**9, calls=2, all_calls=2)
+    limits = CallLimits(calls_per_s=1e9, burst=10**9, calls=2, all_calls=2)
     stop = asyncio.Event()
     served, refused = [0], [0]
 
@@ -111,7 +111,10 @@ async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None
 
 
 async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
-    async with securing(tmp_path, limits=Limits(calls_per_s=0.5, burst=1)) as secured, secured.channel("viewer") as one:
+    async with (
+        securing(tmp_path, limits=CallLimits(calls_per_s=0.5, burst=1)) as secured,
+        secured.channel("viewer") as one,
+    ):
         await Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
         status = await rpc_status.aio.from_call(Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest()))
         assert status.message == "more than 0.5 calls a second by one caller"
@@ -123,7 +126,7 @@ async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
 
 
 async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> None:
-    limits = Limits(streams=1, all_streams=1, engines=1)
+    limits = CallLimits(streams=1, all_streams=1, engines=1)
     async with securing(tmp_path, limits=limits) as secured, secured.channel("viewer") as channel:
         first = Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
         await first.read()

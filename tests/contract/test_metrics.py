@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from meridian_control.rollout.transitions import Reading
+from meridian_control.rollout.transitions import GuardrailReading
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.test_rollout import ALL, CANARY, starting
@@ -115,7 +115,7 @@ async def test_a_rollout(own: Process) -> None:
 
 @pytest.mark.parametrize(("reading", "limit", "ratio"), [(30.0, 40.0, 0.75), (2, 0, math.inf), (0, 0, 0.0)])
 def test_a_guardrail_beside_its_limit(reading: float, limit: float, ratio: float) -> None:
-    assert of_limit(Reading(guardrail="nacks", value=reading, limit=limit, observations=1)) == ratio
+    assert of_limit(GuardrailReading(guardrail="nacks", value=reading, limit=limit, observations=1)) == ratio
 
 
 async def test_calls(own: Process) -> None:

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
 
-from meridian_control.access.client_credentials import Credentials
+from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.access.roles import Access, Role, rule_of
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.cluster_fleet import WholeFleet
@@ -158,7 +158,7 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
     """Reading needs nothing. A recording is named as incomplete, and the log has the reason once."""
     async with opened(tmp_path, Access()) as running:
         other = Replica("other", f"{elsewhere()}:{running.port}")
-        peers = Peers(lambda: [other], Credentials())
+        peers = Peers(lambda: [other], ClientCredentials())
         whole = WholeFleet(Fleet(utc_now), "asking", peers, lambda: True)
         assert await whole.engines() == ([], [])
         async with whole.recording("", local_only=False) as recording:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.link.credentials import Credentials
+    from meridian_agent.link.credentials import AgentCredentials
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
@@ -38,7 +38,7 @@ class LinkedEngine:
         engine_id: str = "engine",
         clock: Callable[[], float] = time.monotonic,
         shuffle: Callable[[list[str]], None] = lambda _: None,
-        credentials: Credentials | None = None,
+        credentials: AgentCredentials | None = None,
         **said: Any,
     ) -> None:
         # What its Hello says besides.

@@ -27,7 +27,7 @@ from meridian_control.offline.rule_replay import (
     EAT_SETTLED,
     RANK,
     Replay,
-    Rule,
+    StoppingRule,
     either,
 )
 from meridian_control.offline.statistics import Area, harmful_bound
@@ -174,7 +174,7 @@ def test_the_policy_keeps_what_is_not_calibrated(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ the rules
 
 
-def eat(family: str, **fields: Any) -> Rule:
+def eat(family: str, **fields: Any) -> StoppingRule:
     values = {
         "ema_alpha": 1.0,
         "eat_warmup_samples": 1,
@@ -184,11 +184,11 @@ def eat(family: str, **fields: Any) -> Rule:
         "eat_probe_placement": "sentence",
         "eat_probe_max_rank": 0,
     }
-    return Rule(family, {**values, **fields})
+    return StoppingRule(family, {**values, **fields})
 
 
-def ranks(*bounds: int) -> Rule:
-    return Rule(RANK, {"rank_conditions": (RankCondition(max_ranks=bounds),)})
+def ranks(*bounds: int) -> StoppingRule:
+    return StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=bounds),)})
 
 
 def sentence_ends(request: traces.MadeUp) -> list[tuple[int, int, bool]]:
@@ -253,7 +253,7 @@ def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, 
             assert stops.at_tokens[number] == np.inf
 
 
-def live_eat(request: traces.MadeUp, rule: Rule) -> tuple[int | None, int]:
+def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, int]:
     """Thinking tokens of the sample at which the rule fires, and how many probes that took."""
     table, fields = RequestTable(4), rule.entropy
     table.live[0] = True
@@ -273,7 +273,7 @@ def live_eat(request: traces.MadeUp, rule: Rule) -> tuple[int | None, int]:
 
 def test_a_fixed_cap(tmp_path: Path) -> None:
     replayed = replay(tmp_path, made(30))
-    stops = replayed.stops(Rule(CAP, {}, {"max_think_tokens": 150}))
+    stops = replayed.stops(StoppingRule(CAP, {}, {"max_think_tokens": 150}))
     natural = replayed.episodes.natural_tokens
     assert (np.isfinite(stops.at_tokens) == (natural > 150)).all()
     assert set(stops.at_tokens[natural > 150]) == {150.0}

@@ -198,11 +198,11 @@ def test_where_the_rows_of_a_gpu_array_are() -> None:
     """Up to the launch: address, distance and stream as the array's interface has them."""
     rows = logits_of(6)
     found, stream = cuda.rows_of_interface(GpuArray(rows, stream=77), 6)
-    assert found == cuda.Rows(rows.ctypes.data, VOCAB, 6, VOCAB, "float32")
+    assert found == cuda.DeviceRows(rows.ctypes.data, VOCAB, 6, VOCAB, "float32")
     assert stream == 77
     view = rows.astype(np.float16)[1::2, 10:500]
     found, stream = cuda.rows_of_interface(GpuArray(view), 2)
-    assert found == cuda.Rows(view.ctypes.data, 2 * VOCAB, 2, 490, "float16")
+    assert found == cuda.DeviceRows(view.ctypes.data, 2 * VOCAB, 2, 490, "float16")
     assert stream == cuda.LEGACY_STREAM
     for bad in (rows[:, ::2], np.asfortranarray(rows)):
         with pytest.raises(KernelError, match="must lie side by side on a GPU; got strides of"):

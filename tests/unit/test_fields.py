@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_control.policy.diff import Change, Subject, diff, explain, spelled
+from meridian_control.policy.diff import FieldChange, Subject, diff, explain, spelled
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import PER_REQUEST, Who
 
@@ -61,13 +61,13 @@ DIFFS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
 
 @pytest.mark.parametrize(("before", "after", "expected"), DIFFS)
 def test_diff(before: str, after: str, expected: list[tuple[str, str, str]]) -> None:
-    assert sorted(diff(parse_toml(before), parse_toml(after))) == sorted(Change(*change) for change in expected)
+    assert sorted(diff(parse_toml(before), parse_toml(after))) == sorted(FieldChange(*change) for change in expected)
 
 
 def test_a_diff_the_other_way_is_its_mirror() -> None:
     for before, after, _ in DIFFS:
         one, two = parse_toml(before), parse_toml(after)
-        assert sorted(diff(two, one)) == sorted(Change(c.path, c.after, c.before) for c in diff(one, two))
+        assert sorted(diff(two, one)) == sorted(FieldChange(c.path, c.after, c.before) for c in diff(one, two))
 
 
 POLICY = parse_toml("""

@@ -19,10 +19,10 @@ from meridian_agent.core.phases import (
     NO_MARKERS,
     TAKE_BACK_SHIFT,
     TRANSITIONS,
-    Event,
     Markers,
     Phase,
     PhaseState,
+    TokenEvent,
     Work,
     begin,
     boundary_flag,
@@ -52,27 +52,27 @@ def taken_back(flags: int) -> int:
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
-def test_every_state_and_event(phase: Phase, event: Event) -> None:
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, TokenEvent)))
+def test_every_state_and_event(phase: Phase, event: TokenEvent) -> None:
     state = PhaseState(phase)
-    belongs, flags = state.feed({Event.TEXT: TEXT, Event.START: START, Event.END: END}[event], SINGLE)
+    belongs, flags = state.feed({TokenEvent.TEXT: TEXT, TokenEvent.START: START, TokenEvent.END: END}[event], SINGLE)
     assert state.phase is TRANSITIONS[phase, event]
-    assert bool(flags & FLAG_MARKER) == (event is not Event.TEXT)
-    ended = (phase, event) == (Phase.THINK, Event.END)
+    assert bool(flags & FLAG_MARKER) == (event is not TokenEvent.TEXT)
+    ended = (phase, event) == (Phase.THINK, TokenEvent.END)
     assert bool(flags & FLAG_END) == ended
     assert state.ends == ended
     assert (state.think_tokens, state.output_tokens) == (
-        event is Event.TEXT and phase is Phase.THINK,
-        event is Event.TEXT and phase in (Phase.PROMPT, Phase.OUTPUT),
+        event is TokenEvent.TEXT and phase is Phase.THINK,
+        event is TokenEvent.TEXT and phase in (Phase.PROMPT, Phase.OUTPUT),
     )
     # The row's phase: an end marker belongs to the thinking it ends, every other token to the phase after it.
     assert belongs is (Phase.THINK if ended else state.phase)
 
 
 def test_the_table_says_what_the_machine_does() -> None:
-    assert set(TRANSITIONS) == set(itertools.product(Phase, Event))
-    assert TRANSITIONS[Phase.OUTPUT, Event.START] is Phase.THINK, "re-entry"
-    assert TRANSITIONS[Phase.PROMPT, Event.TEXT] is Phase.OUTPUT, "a model that answers directly"
+    assert set(TRANSITIONS) == set(itertools.product(Phase, TokenEvent))
+    assert TRANSITIONS[Phase.OUTPUT, TokenEvent.START] is Phase.THINK, "re-entry"
+    assert TRANSITIONS[Phase.PROMPT, TokenEvent.TEXT] is Phase.OUTPUT, "a model that answers directly"
     assert all(after is not Phase.PROMPT for after in TRANSITIONS.values())
 
 
@@ -137,9 +137,9 @@ def test_a_forced_end_writes_the_first_spelling() -> None:
 
 def test_the_longer_of_two_markers_with_one_end_wins() -> None:
     markers = Markers(((2,),), ((1, 2),))
-    assert markers.match([1, 2]) == (Event.END, 2)
-    assert markers.match([0, 2]) == (Event.START, 1)
-    assert markers.match([2, 1]) == (Event.TEXT, 0)
+    assert markers.match([1, 2]) == (TokenEvent.END, 2)
+    assert markers.match([0, 2]) == (TokenEvent.START, 1)
+    assert markers.match([2, 1]) == (TokenEvent.TEXT, 0)
 
 
 def test_channels() -> None:
@@ -234,10 +234,10 @@ def test_multi_token_history() -> None:
 @given(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 90]), max_size=30), st.sampled_from(sorted(ALL_MARKERS)))
 def test_last_event_is_the_last_match(prompt: list[int], name: str) -> None:
     markers = ALL_MARKERS[name]
-    expected = (Event.TEXT, 0)
+    expected = (TokenEvent.TEXT, 0)
     for at in range(len(prompt)):
         event, _ = markers.match(prompt[max(0, at + 1 - markers.longest) : at + 1])
-        if event is not Event.TEXT:
+        if event is not TokenEvent.TEXT:
             expected = (event, len(prompt) - 1 - at)
     assert markers.last_event(prompt) == expected
 

@@ -17,8 +17,8 @@ from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan, position
 from meridian_control.rollout.transitions import (
     By,
+    GuardrailReading,
     Measured,
-    Reading,
     Rollout,
     Sample,
     State,
@@ -414,7 +414,7 @@ def test_nothing_is_judged_by_too_little(name: str, limit: float, bad: Sample, g
     assert at_once.violation is not None
     unseen = tick(started(guardrails={name: limit, "min_observations": 0}), seen(), 1.0, NOW)
     assert [reading for reading in unseen.guardrails if reading.guardrail == name] == [
-        Reading(guardrail=name, limit=limit, observations=0)
+        GuardrailReading(guardrail=name, limit=limit, observations=0)
     ]
 
 
