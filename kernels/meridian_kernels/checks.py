@@ -19,7 +19,7 @@ from meridian_kernels.errors import KernelError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# What is measured as it is, and NumPy's own default, which is rounded to float32 first.
+# Types that are measured as they are, and NumPy's own default, which is rounded to float32 first.
 DTYPES, WIDE = ("float32", "bfloat16", "float16"), "float64"
 MAX_END_TOKENS = 4
 _INT32_MAX = 2**31 - 1

@@ -1,4 +1,4 @@
-"""What the signals are: the columns, the error, and the definition in float64 NumPy, slow and plain, that every way to
+"""Defines the signals: the columns, the error, and the definition in float64 NumPy, slow and plain, that every way to
 compute them is tested against.
 
 Knows nothing of devices, requests or policy. Pure values and functions.

@@ -33,7 +33,7 @@ class Pending(Protocol):
 
 
 class _Done:
-    """What the CPU measured at once."""
+    """A result that the CPU measured at once."""
 
     def __init__(self, signals: RowSignals) -> None:
         self._signals = signals
@@ -89,7 +89,7 @@ class EntropyProbe:
             warnings.warn(self.fallback, RuntimeWarning, stacklevel=2)
 
     def _on_gpu(self, device: int, max_rows: int) -> cuda.Kernels | torch_ops.TorchOps | None:
-        """What measures on the GPU; None where nothing can. Raises KernelError for that when strict."""
+        """The backend that measures on the GPU; None where there is none. Raises KernelError for that when strict."""
         try:
             return cuda.Kernels(device, max_rows)
         except Exception as error:  # CuPy raises what its many layers raise
@@ -107,7 +107,7 @@ class EntropyProbe:
 
     @property
     def backend(self) -> Literal["cpu", "cuda", "torch"]:
-        """What measures: "cuda", the kernel; "torch", its operations on a GPU; "cpu"."""
+        """The backend that measures: "cuda", the kernel; "torch", its operations on a GPU; "cpu"."""
         if self._gpu is None:
             return "cpu"
         return "cuda" if isinstance(self._gpu, cuda.Kernels) else "torch"

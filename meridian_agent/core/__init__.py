@@ -1,1 +1,2 @@
-"""What the agent knows of requests, and what it decides about them. Knows no vLLM, no gRPC stream and no thread."""
+"""Holds the agent's knowledge of requests and its own decisions about them. Knows no vLLM, no gRPC stream and no
+thread."""

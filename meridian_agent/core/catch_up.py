@@ -58,7 +58,7 @@ def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -
 
 
 class CatchUp:
-    """Those that are still to be read."""
+    """The number of requests that are still to be read."""
 
     def __init__(self, requests: Iterable[Any] = ()) -> None:
         self._waiting = deque(requests)

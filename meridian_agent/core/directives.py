@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.dispatch_plan import DispatchPlan
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
+from meridian_agent.core.reclaim import TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,22 +39,11 @@ class Outcome(IntEnum):
     AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
 
 
-class Tier(IntEnum):
-    """The values of meridian.v1.EvictionTier."""
-
-    REUSABLE = agent_pb2.EVICTION_TIER_REUSABLE
-    UNREACHABLE = agent_pb2.EVICTION_TIER_UNREACHABLE
-
-
-# Those of a newer control plane may be others.
-TIERS = frozenset(map(int, Tier))
-
-
 # Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
 MAX_SKIP_STEPS = 1024
 MAX_HOLD_MS = 10_000
 
-# What decisions are about, as bits: who goes first, with soft closes; how long a request may think; when the entropy
+# Kinds of decisions, as bits: who goes first, with soft closes; how long a request may think; when the entropy
 # rules end it, with their probes; cache tiers and admission. A lease ends some of them together.
 ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
 ALL_BUT_CAPS = ORDER | RULES | MEMORY

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DispatchPlan:
-    """What meridian.v1.DispatchPlan says but for its ranks, which live requests keep; None is no limit."""
+    """A meridian.v1.DispatchPlan without its ranks, which live requests keep; None is no limit."""
 
     decision_id: int
     think_per_step: int | None

@@ -1,4 +1,4 @@
-"""What measures entropy on an engine's workers, told from the kind of device alone."""
+"""Tells what measures entropy on an engine's workers, from the kind of device alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 
 def expected_backend(device_type: str) -> tuple[str, str]:
-    """What measures on workers with this kind of device (cpu, cuda, torch or none), as far as can be told without
+    """The backend of workers with this kind of device (cpu, cuda, torch or none), as far as can be told without
     touching one, and why it is not the CUDA kernel or nothing at all."""
     if device_type == "cpu":
         return "cpu", ""

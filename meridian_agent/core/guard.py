@@ -146,7 +146,7 @@ class Guard:
         self._back_at = now + RESTS_S[recent - 1] if returns else math.inf
 
     def outlook(self) -> str:
-        """What comes of the fault, in words."""
+        """How long the fault lasts, in words."""
         if self._back_at == math.inf:
             why = f": {len(RESTS_S) + 1} faults within {WINDOW_S / 60:.0f} minutes" if not self.starting else ""
             return f"until the engine is started again{why}"

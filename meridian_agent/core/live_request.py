@@ -31,7 +31,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What policy may match on. Never text."""
+    """The facts of a request that policy may match on; never text."""
 
     request_id: str
     model: str
@@ -164,7 +164,7 @@ class LiveRequest:
     joined_step: int = 0
     # Sentence and paragraph flags of the newest token, while thinking; as of the last step that was worked out.
     own_boundary: int = 0
-    # Of steps of several tokens: thinking tokens at the last sentence end no probe was placed at, and its flags.
+    # For steps of several tokens: thinking tokens at the last sentence end no probe was placed at, and its flags.
     passed: tuple[int, int] = (0, 0)
     # Thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER

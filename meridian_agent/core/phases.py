@@ -65,7 +65,7 @@ WALK_TOKENS, LOOK_TOKENS = 2, 128
 
 @dataclass(slots=True)
 class Work:
-    """What may still be read at once, in tokens of text. It ends below 0 by what the last look took."""
+    """The tokens of text that may still be read at once. It ends below 0 by what the last look took."""
 
     left: int
 

@@ -39,7 +39,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the coming step has to spare.
+    """The room that the coming step has to spare.
 
     sequences: running places left. blocks: free KV blocks, without those for the probes placed in it. tokens: the
     step's token budget. probe_tokens: what these probes take of it.

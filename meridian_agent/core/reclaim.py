@@ -1,11 +1,26 @@
-"""Which KV blocks of a finished request cannot be hit again. Pure arithmetic over block ids; engine-core thread."""
+"""Defines eviction tiers, and finds the KV blocks of a finished request that cannot be hit again. Pure arithmetic over
+block ids; engine-core thread."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Tier(IntEnum):
+    """The values of meridian.v1.EvictionTier."""
+
+    REUSABLE = agent_pb2.EVICTION_TIER_REUSABLE
+    UNREACHABLE = agent_pb2.EVICTION_TIER_UNREACHABLE
+
+
+# A newer control plane may send other tiers.
+TIERS = frozenset(map(int, Tier))
 
 
 def unreachable_blocks(

@@ -1,4 +1,4 @@
-"""What policy may match on of a request, with what it says of itself in `vllm_xargs`.
+"""Collects the facts of a request that policy may match on, with what the request says of itself in `vllm_xargs`.
 
 Clients write that, so nothing in it may do harm. Pure but for a line in the log.
 """
@@ -35,7 +35,8 @@ class Overrides(NamedTuple):
 
 
 def info_of(request: Any, model: str) -> RequestInfo:
-    """What is told of a request. model: the engine's, for requests without a LoRA adapter of their own."""
+    """The facts of a request that the agent reports. model: the engine's, for requests without a LoRA adapter of their
+    own."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
     if own.complaint:
         logger.warning("meridian: request %s: %s", request.request_id, own.complaint)

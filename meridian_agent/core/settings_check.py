@@ -1,4 +1,4 @@
-"""Which settings no control plane of this project would send. Pure; what needs a tokenizer is in `vllm_adapter`.
+"""Refuses settings that no control plane of this project would send. Pure; what needs a tokenizer is in `vllm_adapter`.
 
 A control plane of another version, or another program at its address, may say anything. What would keep an agent busy
 with itself or let something grow is refused, as are all settings that cannot be honoured.

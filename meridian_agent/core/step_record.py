@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one engine step did: plain lists, turned into a StepReport on the link's thread."""
+    """Everything that one engine step did: plain lists, turned into a StepReport on the link's thread."""
 
     step: int = 0
     # On the link's clock.

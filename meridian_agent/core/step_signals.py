@@ -1,4 +1,4 @@
-"""What the engine core and its workers tell each other of a step's signals, on vLLM's own messages.
+"""Carries a step's signals between the engine core and its workers, on vLLM's own messages.
 
 Where workers have processes of their own it crosses one in every step, so it is of plain types: a class or an array is
 looked up and put together anew on the other side, which takes longer than all else that is done with a step's signals.

@@ -39,7 +39,8 @@ class Tracker:
         self.reorder = False
         # Tokens of a step that may come on top of the first one: a cap must be looked at this much earlier.
         self.lookahead = 0
-        # Of the last step that was no part of a run: a run begins when two such steps have the same requests.
+        # The requests of the last step that was no part of a run: a run begins when two such steps have the same
+        # requests.
         self._last_ids: list[str] = []
         self._free: list[int] = []
         self._next_slot = 0

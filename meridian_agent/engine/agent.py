@@ -80,7 +80,7 @@ class Agent:
         self._adoption: CatchUp | None = None
         # Why the worker measures nothing, once it said so.
         self.no_entropy = ""
-        # What measures on the worker and why it is not the CUDA kernel: what is expected, until the worker says so.
+        # The backend on the worker, and why it is not the CUDA kernel: the expected one, until the worker says so.
         self.backend = facts.expected_backend
         # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
         self._prefills: deque[int] = deque(maxlen=8)
@@ -261,7 +261,7 @@ class Agent:
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
         """Take in what was decided, up to the message in which so many decisions are reached."""
         inbox, taken = self.link.inbox, 0
-        # What came before a lease was over is not taken in any more; that a stream has begun since then is.
+        # A decision from before the lease was over is not taken in any more; the mark of a new stream is.
         while inbox.messages and taken < limit and (not self._lapsed or inbox.new_stream_waits()):
             try:
                 message, size = inbox.take()
@@ -283,7 +283,7 @@ class Agent:
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
             setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        # What is more than a token per sequence, and its drafts, is prompt. A diffusion model's step is drafts alone.
+        # Tokens beyond one per sequence and its drafts are prompt. A diffusion model's step is drafts alone.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
         self._prefills.append(prefill - sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items()))
         # vLLM waits for the step before this one, and breaks where there is none.

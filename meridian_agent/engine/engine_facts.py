@@ -1,4 +1,4 @@
-"""What the agent finds out about its engine once, when the engine starts. Pure values."""
+"""Holds the facts that the agent finds out about its engine once, when the engine starts. Pure values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says: who this engine is and where its control planes are."""
+"""Reads from the environment who this engine is and where its control planes are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def targets() -> list[str]:
 
 
 def rank_of(parallel_config: Any) -> int:
-    """Which it is of several engines that were started as one; of a dense model's, vLLM has that as an index only."""
+    """The engine's number among engines that were started as one; of a dense model's, vLLM has that as an index
+    only."""
     return int(getattr(parallel_config, "data_parallel_index", 0) or getattr(parallel_config, "data_parallel_rank", 0))
 
 

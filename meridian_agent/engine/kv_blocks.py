@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.directives import Outcome, Tier
+from meridian_agent.core.directives import Outcome
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.reclaim import unreachable_blocks
+from meridian_agent.core.reclaim import Tier, unreachable_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
 
 
-# Of an output, for whose blocks something is done as they are freed; beyond, that would hold up the step.
+# Output tokens up to which the freed blocks of a request are looked through; more would hold up the step.
 LONGEST_TOKENS = 65_536
 
 
@@ -92,7 +92,7 @@ def _free_anew(pool: Any, blocks: list[Any]) -> None:
 
 
 def _remember(scheduler: Any, request: Any, live: LiveRequest) -> None:
-    """Which blocks a preempted answer leaves behind, to find them again as long as they are its own."""
+    """The blocks that a preempted answer leaves behind, to find them again as long as they are its own."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     blocks = groups[0] if len(groups) == 1 else ()
     live.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]

@@ -1,4 +1,4 @@
-"""Which running requests a step leaves out, and how vLLM is told. Knows no vLLM type; engine-core thread."""
+"""Chooses the running requests that a step leaves out, and tells vLLM. Knows no vLLM type; engine-core thread."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Lifecycle:
         self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
         self._template = tokenizer.Template()
-        # What the newest Hello says of the markers.
+        # The newest Hello's words about the markers.
         self._told_unknown = ""
         # Why no probe can be hidden from the KV connector.
         self._no_probes = ""
@@ -129,7 +129,8 @@ class Lifecycle:
         return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
 
     def _backend(self) -> tuple[str, str]:
-        """What measures entropy on this engine, as `expected_backend` has it, and why it is nothing faster."""
+        """The backend that measures entropy on this engine, as `expected_backend` has it, and why it is nothing
+        faster."""
         if self.agent is None or self._no_entropy:
             return "none", self._no_entropy
         return self.agent.backend
@@ -198,7 +199,7 @@ class Lifecycle:
         return found
 
     def _read_template(self, found: Markers) -> None:
-        """What the template does with thinking cannot be told before it is known what thinking is."""
+        """Finds out what the template does with thinking, once the markers of thinking are known."""
         self._template = tokenizer.template_of(tokenizer.tokenizer_of(self._scheduler.vllm_config), found)
         if self.agent is not None:
             self._facts = replace(self._facts, tool_call=self._template.tool_call)
@@ -206,7 +207,7 @@ class Lifecycle:
 
 
 def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
-    """What this engine can honour.
+    """The capabilities of this engine.
 
     entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
     """

@@ -14,7 +14,7 @@ from meridian_agent.vllm_adapter import scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What `scheduler_api.wanted_tokens` finds: tokens of the others, and of each piece.
+# The result of `scheduler_api.wanted_tokens`: tokens of the others, and of each piece.
 Wanted: TypeAlias = tuple[int, list[int]]
 
 

@@ -50,7 +50,7 @@ class ProbeRunner:
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
         for decision_id, live, flags, hold_ms in asked:
-            # Of a step of several tokens the end of a sentence need not be the last one.
+            # In a step of several tokens, the end of a sentence need not be the last token.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             misplaced = past is None or live.state.may_be_in_marker(markers)
             if live.state.phase is Phase.THINK and live.ending is None and misplaced:
@@ -88,7 +88,7 @@ class ProbeRunner:
         scheduler.waiting.prepend_request(probe)
 
     def _room(self, scheduler: Any, beside: list[int]) -> probe_admission.Room:
-        """What is left to spare beside the probes of this step, of so many tokens each."""
+        """The room that is left beside the probes of this step, of so many tokens each."""
         limit = min(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
         waiting = sum(not placed.cost_tokens for placed in self.placed.values())
         kept = sum(probe_admission.free_blocks(cost, self._block_size) for cost in beside)

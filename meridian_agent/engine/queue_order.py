@@ -111,7 +111,8 @@ class QueueOrder:
                     request.priority = math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE
 
     def preempted_answers(self) -> list[Any]:
-        """Those that wait. One that runs again is told of as resumed only with its next token, which may take steps."""
+        """The preempted requests that wait. A request that runs again is told of as resumed only with its next token,
+        which may take steps."""
         found = [live.ref for live in self._tracker.preempted if live.state.phase is Phase.OUTPUT]
         return [request for request in found if request_api.waits_preempted(request)]
 
@@ -135,7 +136,7 @@ class QueueOrder:
     def limits(
         self, scheduler: Any, plan: DispatchPlan | None, hold: bool, reserved: int, probes: Sequence[int]
     ) -> list[Limit]:
-        """Those that are to be lower in this step.
+        """The scheduler's limits that this step lowers.
 
         hold: admission is on hold. reserved: running places to leave free. probes: tokens of those that are first in
         the queue now.

@@ -55,7 +55,7 @@ class GovernedScheduler:
             say_absent(self._guard.fault)
 
     def _begin(self) -> Agent:
-        # What fails here would fail again, and reading a tokenizer would stall a step.
+        # A fault here would come again, and reading a tokenizer would stall a step.
         self._guard.starting = True
         self._lifecycle = Lifecycle(self, self._guard)
         agent = self._lifecycle.start()

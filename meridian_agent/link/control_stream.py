@@ -51,7 +51,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     # Ours to pace: the channel is rebuilt at each attempt.
     ("grpc.enable_retries", 0),
-    # Of the addresses behind one name, a headless service's say, each agent takes one at random.
+    # Each agent takes one at random of the addresses behind one name, such as that of a headless service.
     ("grpc.service_config", '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}'),
 ]
 
@@ -96,7 +96,7 @@ class Link(Lease):
         self._forks = Forks()
         self.inbox = Inbox(self)
         self.outbox = Outbox(self, self.inbox, self.restart, self._give_up)
-        # What an engine that is not idle takes in before it does anything else, oldest first.
+        # Settings and freezes that a busy engine takes in at the beginning of its next step, oldest first.
         self.arrived: deque[Arrived] = deque()
         # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
         # answers for each decision, and only one. It knows whose it is: see `let_go`.
@@ -164,7 +164,7 @@ class Link(Lease):
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def lapsed(self) -> int:
-        """What holds no longer because its lease is over, as parts of directives.
+        """The parts of directives whose lease is over.
 
         A stream that is silent for so long is given up: a new one tells both sides anew what holds.
         """

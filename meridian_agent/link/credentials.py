@@ -41,7 +41,8 @@ class AgentCredentials:
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What shows the token, for a call on such a channel. Raises OSError or ValueError where there is none to show.
+        """The metadata that shows the token, for a call on such a channel. Raises OSError or ValueError where there is
+        none to show.
 
         Not gRPC's call credentials: those it asks Python for on a thread of its core's, for which a fork waits, for up
         to a minute, with the lock that the thread needs.

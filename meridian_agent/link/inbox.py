@@ -1,4 +1,4 @@
-"""What was decided and waits to be taken in: the link's thread fills it, the engine's empties it.
+"""Holds the decisions that wait to be taken in: the link's thread fills it, the engine's empties it.
 
 Owns the messages of one stream and the count of their decisions; answers for an engine that has no request they could
 be for. Neither thread waits for the other.
@@ -65,7 +65,8 @@ class Inbox:
         self.messages.append(None)
 
     def put(self, directives: agent_pb2.Directives) -> None:
-        """What decides nothing only says how far the control plane is, once all before it has been taken in."""
+        """Add a message. One without a decision only says how far the control plane is, once no message waits before
+        it."""
         if self.messages or len(directives.ListFields()) > (directives.step > 0):
             self._in += decisions_in(directives)
             self.messages.append(directives)

@@ -1,4 +1,5 @@
-"""What holds on an engine, and since when nothing was heard: settings, leases, a freeze, and the state they come to.
+"""Knows what holds on an engine, and since when nothing was heard: settings, leases, a freeze, and the state they come
+to.
 
 Owns these facts, which the engine's thread and the link's both read; each is one assignment. Knows no stream and does
 no I/O; time is passed in.
@@ -108,7 +109,7 @@ class Lease:
         self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
 
     def over(self, silent_s: float) -> int:
-        """What a silence of so long has ended, as parts of directives."""
+        """The parts of directives that a silence of so long has ended."""
         parts = 0
         if silent_s <= self._shortest_s:
             return parts

@@ -133,7 +133,7 @@ class Outbox:
             self.round_trip_ms = (self._lease.clock() - queued) * 1e3
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
-        """What gRPC sends, one message at a time; it waits here, on its own thread, for the engine's records."""
+        """The messages that gRPC sends, one at a time; it waits here, on its own thread, for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=hello())
         held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
         reported_s = -REST_S

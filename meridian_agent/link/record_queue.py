@@ -1,4 +1,4 @@
-"""What waits to be sent on one stream, between the engine-core thread and gRPC's, which takes it out.
+"""Holds the records that wait to be sent on one stream, between the engine-core thread and gRPC's, which takes it out.
 
 Waking a thread takes longer than all else the engine does for a report, so records are only laid down, and the other
 thread is woken once the engine waits for its workers anyway. Owns the sleep of that thread and the wish to end it; how

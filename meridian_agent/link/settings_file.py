@@ -42,7 +42,7 @@ class StateFile:
         self._complained = False
 
     def load(self) -> agent_pb2.Settings | None:
-        """What was kept; None where there is nothing, or nothing that this engine can use.
+        """The settings that were kept; None where there are none that this engine can use.
 
         A section with a lease of its own is an experiment, which a restart without the control plane ends: its cap is
         left out.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The first minor release whose OffloadingConnector learns from a step's block copies, too, that a block is used anew.
 COPIES_TOLD = (0, 29)
 
-# What a connector answers of a request that it neither loads nor stores, by the method that is asked.
+# A connector's answers, by method, for a request that it neither loads nor stores.
 ANSWERS: dict[str, Any] = {
     "get_external_cache_hit_sources": {},
     "get_loaded_kv_cache_group_ids": (),
@@ -123,7 +123,7 @@ class _Hidden:
 
     def __init__(self, scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
         self._scheduler, self._prefix, self._copied, self._guard = scheduler, prefix, copied, guard
-        # Those that vLLM has named to the connector, until a step has said that they are finished.
+        # Probes that vLLM has named to the connector, until a step has said that they are finished.
         self._ids: set[str] = set()
         # vLLM's statistics of the connector, while it counts a hidden request in others.
         self._stats: Any = None
@@ -204,7 +204,7 @@ class _Hidden:
         return shown
 
     def _own(self, blocks: Iterable[int]) -> list[int]:
-        """Those of the blocks that nobody else has."""
+        """The blocks that no other request has."""
         pool = self._scheduler.kv_cache_manager.block_pool.blocks
         return sorted({block for block in blocks if pool[block].ref_cnt == 1 and not pool[block].is_null})
 

@@ -1,5 +1,5 @@
-"""Which tokens begin and end thinking on this engine: asked of vLLM's reasoning parser, its --reasoning-config and the
-tokenizer, unless policy names them.
+"""Finds the tokens that begin and end thinking on this engine: it asks vLLM's reasoning parser, its --reasoning-config
+and the tokenizer, unless policy names them.
 
 Knows nothing of requests or decisions. Called at the engine's start and
 on the link's thread, never in a step.
@@ -134,7 +134,7 @@ def _how_to_name(vllm_config: Any, why: str) -> str:
 
 
 def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
-    """What vLLM tells of the markers, for each effort that has its own, and the text that its --reasoning-config would
+    """The markers that vLLM tells, for each effort that has its own, and the text that its --reasoning-config would
     write before a forced end. parser_name: asked in place of vLLM's own. Raises MarkersNotFound."""
     tokenizer, name = tokenizer_of(vllm_config), parser_name or parser_of(vllm_config)
     if tokenizer is None:
@@ -151,7 +151,7 @@ def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
     transition: Tokens = ()
     natural = [tokenizer.decode(list(one.ends[0])) for one in found]
     if end and natural and natural[0] in end:
-        # What follows the parser's own end is the answer's already.
+        # Tokens after the parser's own end belong to the answer already.
         transition = _ids(tokenizer, end[: end.rindex(natural[0])])
         end = natural[0]
     first = found[0] if found else Found((), ())
@@ -176,7 +176,8 @@ def _usual(tokenizer: Any) -> Found:
 
 
 def of_parser(name: str, tokenizer: Any) -> list[Found]:
-    """What a reasoning parser of vLLM's tells, for each effort that has markers of its own. Raises MarkersNotFound."""
+    """The markers that a reasoning parser of vLLM's tells, for each effort that has markers of its own. Raises
+    MarkersNotFound."""
     return list(dict.fromkeys(found for _, found in asked(name, tokenizer)))
 
 
@@ -206,7 +207,7 @@ def _built(name: str, tokenizer: Any) -> list[Any]:
 
 
 def _asked(name: str, parser: Any, tokenizer: Any) -> Found:
-    """What one parser tells of the markers, other ends than its own included. Raises MarkersNotFound."""
+    """The markers that one parser tells, other ends than its own included. Raises MarkersNotFound."""
     found = _of_ids(parser, tokenizer)
     if found is None:
         starts, ends = (_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser))

@@ -1,4 +1,4 @@
-"""What the agent asks of vLLM's requests, and the probes that it makes as requests."""
+"""Reads vLLM's requests, and makes probes as requests."""
 
 from __future__ import annotations
 

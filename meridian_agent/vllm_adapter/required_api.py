@@ -1,4 +1,4 @@
-"""What of vLLM the agent uses, as one table, and whether a vLLM has it all.
+"""Lists all that the agent uses of vLLM, as one table, and tells whether a vLLM has it.
 
 There are two ways to look: at the imported objects, when the agent starts (`Imported`), and at sources without
 importing them (`tests/vllm_sources.py`). Nothing here imports vLLM until it looks. Runs once in each process, before
@@ -171,7 +171,8 @@ ENGINE: Table = {
     ),
 }
 
-# What hiding probes from a KV connector uses; looked at where there is one. Probes are refused where it is missing.
+# The API that hides probes from a KV connector; looked at where there is a connector. Probes are refused where it is
+# missing.
 CONNECTOR: Table = {
     "vllm.distributed.kv_transfer": ("get_kv_transfer_group()", "has_kv_transfer_group()"),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
@@ -190,7 +191,7 @@ CONNECTOR: Table = {
 }
 
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
-# What only a worker uses, by its model runner; looked at where that is loaded.
+# The API that only a worker uses, by its model runner; looked at where that runner is loaded.
 V1_RUNNER: Table = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "execute_model(_, **_)",
@@ -223,11 +224,11 @@ class Look(Protocol):
         """Whether it has this function, field, property or attribute set by its constructor."""
 
     def signature(self, owner: str, name: str) -> inspect.Signature | None:
-        """Of a function, without self or cls; None where there is none of that name."""
+        """The parameters of a function, without self or cls; None where no function has that name."""
 
 
 def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What a vLLM lacks of a table, each as `Owner.name` with what is wrong about its arguments."""
+    """The entries of a table that a vLLM lacks, each as `Owner.name` with what is wrong about its arguments."""
     found = []
     for owner, wanted in table.items():
         short = owner.rpartition(":")[2]
@@ -252,7 +253,7 @@ def _lacking(look: Look, owner: str, want: str) -> str:
 
 
 def _misfit(signature: inspect.Signature, call: str) -> str:
-    """What is wrong with a call as the table writes it; empty when it fits."""
+    """The reason why a call does not fit as the table writes it; empty when it fits."""
     written = ast.parse(call, mode="eval").body
     assert isinstance(written, ast.Call)
     names = {k.arg: None for k in written.keywords if k.arg is not None}

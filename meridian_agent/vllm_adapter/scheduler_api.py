@@ -1,4 +1,4 @@
-"""What the agent asks of vLLM's scheduler, and what it gives to it."""
+"""Reads and writes vLLM's scheduler for the agent."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _tokens_left(request: Any) -> int:
 
 
 def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
-    """What limits each piece of a prompt to so many tokens: (object, attribute, value). From 0.31 on vLLM may be told
-    to raise such a limit to a fair share of the step."""
+    """The settings that limit each piece of a prompt to so many tokens: (object, attribute, value). From 0.31 on vLLM
+    may be told to raise such a limit to a fair share of the step."""
     limits: list[tuple[Any, str, int]] = [(scheduler.scheduler_config, "long_prefill_token_threshold", tokens)]
     if getattr(scheduler, "adaptive_long_prefill_threshold", False):
         limits.append((scheduler, "adaptive_long_prefill_threshold", False))

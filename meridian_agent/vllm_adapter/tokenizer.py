@@ -1,4 +1,4 @@
-"""What the agent asks of vLLM's tokenizer: sentence ends, and what the chat template does with earlier turns."""
+"""Asks vLLM's tokenizer for the agent: sentence ends, and what the chat template does with earlier turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def boundaries(vllm_config: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What the chat template does with earlier turns, found by rendering some.
+    """The chat template's way with earlier turns, found by rendering some.
 
     strips_think: thinking is gone from a turn that a user's turn follows.
     tool_call: token that begins a tool call, where thinking stays in the chat until the tool was answered; else None.

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and whether it can host the agent."""
+"""Tells which vLLM this is, and whether it can host the agent."""
 
 from __future__ import annotations
 

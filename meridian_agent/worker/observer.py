@@ -102,7 +102,7 @@ class Observer:
 
     def __init__(self, runner: Any) -> None:
         self.probe = EntropyProbe()
-        # Of what measures, and of what hands over: that goes on when the first has failed, to say so.
+        # Two guards: one for measuring, one for handing over, which goes on when measuring has failed, to say so.
         self.guard, self.delivery = Guard("no entropy from this worker"), Guard("no entropy from this worker")
         # A fault that the engine core has not been told of, whether it is over or not.
         self._untold = ""
@@ -143,7 +143,8 @@ class Observer:
             self._awaited = state.input_batch
         elif state.logits is not None:
             req_ids = self._runner.input_batch.req_ids
-            # Of the runner's own scheduler output: where drafts are made on the GPU, only it knows how many there were.
+            # From the runner's own scheduler output: where drafts are made on the GPU, only it knows how many there
+            # were.
             drafts = state.scheduler_output.scheduled_spec_decode_tokens
             self._measure(state.logits, req_ids, first_rows(req_ids, drafts))
 
@@ -183,7 +184,7 @@ class Observer:
 
 
 def strewn(worker: Any) -> str:
-    """What vLLM is told to do that leaves a worker unable to tell whose the rows of its logits are; empty when nothing.
+    """The feature of vLLM that leaves a worker unable to tell whose the rows of its logits are; empty when nothing.
 
     Three features of Model Runner V2: a worker's batch is a part of the one that is sampled; who keeps how many drafts
     is settled on the GPU; each rank computes the logits of some requests.

@@ -1,1 +1,1 @@
-"""Who may call what, how much, and what is kept of it. Knows no service."""
+"""Decides who may call what and how much, and records it. Knows no service."""

@@ -64,7 +64,7 @@ _records = Table(
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before it is served."""
+    """The facts of a call that are known before the call is served."""
 
     principal: str
     role: str
@@ -77,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True)
 class AuditOutcome:
-    """What came of it; `code` is a status code's name."""
+    """The result of a call; `code` is a status code's name."""
 
     code: str
     error: str = ""
@@ -95,7 +95,7 @@ class Record:
     outcome: AuditOutcome
 
 
-# Of the call that is being served: "etag" of what it changes, where a service knows better than the request.
+# Notes on the call that is being served: "etag" of what it changes, where a service knows better than the request.
 changed: ContextVar[dict[str, str]] = ContextVar("changed")
 
 
@@ -150,7 +150,7 @@ class AuditLog:
         row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
         row = {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
         while True:
-            # Of several replicas none waits for another: the time, and where that is the same, chance.
+            # No replica waits for another, so an id is made of: the time, and where that is the same, chance.
             record_id = _first_id(now) | secrets.randbits(10)
             try:
                 async with self._database.writing(tell=False) as connection:

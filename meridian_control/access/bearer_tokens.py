@@ -56,7 +56,7 @@ class Tokens:
         self._keys = Reloaded([file], lambda: read(file))
 
     def claims(self, token: str) -> dict[str, Any]:
-        """What a valid token says. Raises Unauthenticated."""
+        """The claims of a valid token. Raises Unauthenticated."""
         try:
             key_id = jwt.get_unverified_header(token).get("kid")
         except jwt.InvalidTokenError:

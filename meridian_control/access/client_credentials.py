@@ -30,11 +30,11 @@ class ClientCredentials:
         return cls(*(os.environ.get(name, "") for name in names))
 
     def over(self, other: ClientCredentials) -> ClientCredentials:
-        """What is set here, and for the rest the other's."""
+        """These credentials, with those of `other` where they are not set."""
         return ClientCredentials(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     def files(self) -> list[Path]:
-        """What a connection begins with; the token is read for each call."""
+        """The credentials of a connection; the token is read for each call."""
         return [Path(path) for path in (self.ca, self.cert, self.key) if path]
 
     def channel(self) -> grpc.ChannelCredentials | None:

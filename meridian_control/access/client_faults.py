@@ -1,4 +1,4 @@
-"""What callers do wrong: counted by cause, and told in the log in one line each, so many per host and cause.
+"""Counts by cause what callers do wrong, and tells it in the log in one line each, so many per host and cause.
 
 Owns how often something is logged that a caller can bring about. Knows neither gRPC nor what the faults are. A flood of
 nonsense fills neither the log nor memory: what is left out is told as a number, once in SUMMARY_S. Time is passed in;

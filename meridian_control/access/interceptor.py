@@ -1,4 +1,4 @@
-"""What every call passes before a service sees it: who calls, whether they may, whether there is room, and the record.
+"""Stands before every service: who calls, whether they may, whether there is room, and the record.
 
 Owns the order of these, that every message is parsed here, so that one which cannot be is the caller's fault, and that
 every failure reaches the caller as a status with details. Knows no service: what it says of a request and its answer is
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a call that is no engine's stream.
+# Limits of a call that is no engine's stream.
 MAX_REQUEST_BYTES = 1 << 20
 MAX_TEXT_CHARS = 1000
 MAX_DETAIL_CHARS = 200
@@ -260,7 +260,7 @@ def _call(principal: Principal, peer: str, method: str) -> Call:
 
 
 def host_of(peer: str) -> str:
-    """Of ipv4:10.0.0.7:41234, all but the port."""
+    """The host of a peer: ipv4:10.0.0.7:41234 without the port."""
     return peer.rpartition(":")[0]
 
 
@@ -279,7 +279,7 @@ def _details(request: Message) -> dict[str, str]:
 
 
 def _etag(response: Message) -> str:
-    """Of what the call made: the answer's own, or that of the message in it that has one."""
+    """The etag of what the call made: the answer's own, or that of the message in it that has one."""
     for message in (response, *(value for _, value in response.ListFields() if isinstance(value, Message))):
         if found := getattr(message, "etag", ""):
             return str(found)

@@ -1,4 +1,4 @@
-"""What some files hold, read again when one of them has changed; what cannot be used changes nothing.
+"""Reads files again when one of them has changed; a file that cannot be used changes nothing.
 
 Knows nothing of what the files mean. Usable on any thread: gRPC's handshakes have threads of their own.
 """

@@ -1,4 +1,4 @@
-"""Who may call what.
+"""Decides who may call what.
 
 Owns the roles, the table of methods, the access file that gives certificates and tokens their roles, and what callers
 may do where no file does. Knows nothing of how a call is served. Runs on the control plane's event loop; the file is
@@ -57,7 +57,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class AccessRule:
-    """Who may call a method, and whether calls are recorded; `role` None is for everybody, known or not."""
+    """The role that may call a method, and whether calls are recorded; `role` None is for everybody, known or not."""
 
     role: Role | None
     recorded: bool = False
@@ -67,7 +67,7 @@ OPEN = AccessRule(None)
 READ = AccessRule(Role.VIEWER)
 CHANGE = AccessRule(Role.OPERATOR, recorded=True)
 CONNECT = AccessRule(Role.AGENT)
-# Of methods that are not in the table.
+# The rule of methods that are not in the table.
 UNKNOWN = AccessRule(Role.ADMIN, recorded=True)
 
 RULES: dict[str, AccessRule] = {
@@ -130,7 +130,7 @@ class Principal:
 
 NOBODY = Principal("", Role.NONE)
 ANYBODY = Principal("", Role.ANY)
-# Of the call that is being served.
+# The principal of the call that is being served.
 caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 
 
@@ -219,7 +219,7 @@ class _File(_Strict):
 
 
 class Identities:
-    """What one version of the access file says. Raises OSError or ValueError."""
+    """One version of the access file. Raises OSError or ValueError."""
 
     def __init__(self, file: Path) -> None:
         try:

@@ -122,7 +122,7 @@ def everybody_may_change(args: argparse.Namespace) -> bool:
 
 
 def access_notice(args: argparse.Namespace) -> str:
-    """What strangers on the network may do, for the log and the status page; empty where there are none, or where all
+    """The rights of strangers on the network, for the log and the status page; empty where there are none, or where all
     must show who they are. Raises ValueError."""
     if args.access or args.client_ca or not reached_by_others(args.listen):
         return ""

@@ -65,13 +65,13 @@ def clock() -> datetime:
 
 
 async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
-    """What the store holds; an empty store begins with the policy file, or the defaults where there is none."""
+    """The policy in the store; an empty store begins with the policy file, or the defaults where there is none."""
     found = forms.find(path)
     wanted = forms.load(found) if found is not None else model.Policy()
     source = str(found) if found is not None else "defaults"
     current = await store.current()
     while current is None:
-        # Of several replicas that start at once, one is first.
+        # One replica is first, where several start at once.
         with suppress(EtagMismatch):
             await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=clock())
         current = await store.current()
@@ -124,7 +124,7 @@ class Parts:
     directory: PolicyDirectory | None
 
     def jobs(self, server: ControlServer) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the server."""
+        """The tasks beside the server."""
         more = [self.replicas.run()] if self.replicas is not None else []
         more += [self.directory.watch()] if self.directory is not None else []
         return [

@@ -1,4 +1,4 @@
-"""What every command of `meridianctl` shares: the connection, tables and JSON, and how a failure is told.
+"""Serves every command of `meridianctl`: the connection, tables and JSON, and how a failure is told.
 
 Knows nothing of any command. One thread, blocking calls.
 """

@@ -73,7 +73,7 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
         wanted = [engine for engine in _connected(client) if _is_meant(engine, made)]
         missing = [engine.engine_id for engine in wanted if not _is_frozen(engine, made)]
         waited_s = time.monotonic() - began
-        # Which engines have a label, only their replica can say.
+        # Only an engine's own replica knows its labels.
         known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
         if (known and not missing) or waited_s >= wait_s:
             break

@@ -1,4 +1,4 @@
-"""What `meridianctl replay` shows in a terminal: tables and sentences."""
+"""Shows the result of `meridianctl replay` in a terminal: tables and sentences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = 20
 
 
 def tables(found: Difference, policy: Policy) -> list[Table | str]:
-    """What a terminal shows, in order."""
+    """The tables and sentences of a terminal, in order."""
     told = figures(found, policy)
     shown: list[Table | str] = [_heading(told)]
     if told["policy_changes"]:

@@ -36,7 +36,7 @@ def _engine_state(engine: fleet_pb2.Engine) -> str:
 
 
 def _entropy(engine: fleet_pb2.Engine) -> str:
-    """What measures entropy there; empty where an older agent does not say."""
+    """The backend that measures entropy there; empty where an older agent does not say."""
     if engine.entropy_backend == agent_pb2.ENTROPY_BACKEND_TORCH:
         return "torch, slower"
     return entropy_backend_name(engine.entropy_backend) if engine.entropy_backend else ""

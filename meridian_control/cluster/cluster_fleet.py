@@ -38,7 +38,7 @@ class WholeFleet:
     def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
         self.fleet, self.replica_id, self.peers = fleet, replica_id, peers
         self._leads = leads
-        # What the others said last, by replica, while this one leads.
+        # The others' newest answers, by replica, while this one leads.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._complete = peers is None
         # The newest look for those who watch, and when it began in the event loop's time.
@@ -102,7 +102,7 @@ class WholeFleet:
     async def explain(
         self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
     ) -> policy_pb2.ExplainPolicyResponse:
-        """What another replica answers that knows the engine or request; `unknown` is what this one says.
+        """The answer of another replica that knows the engine or request; `unknown` is the answer of this one.
 
         Raises NotFound.
         """

@@ -1,4 +1,4 @@
-"""Which replicas of the control plane live, and which one leads: rows in PostgreSQL, renewed every HEARTBEAT_S.
+"""Tells which replicas of the control plane live, and which one leads: rows in PostgreSQL, renewed every HEARTBEAT_S.
 
 Owns the tables `replicas` and `leader`. Knows nothing of what a leader does or of how replicas talk to each other. Only
 for stores that several replicas share. Runs on the control plane's event loop.

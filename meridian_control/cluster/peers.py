@@ -70,7 +70,7 @@ class Peers:
         self._closing: set[asyncio.Task[None]] = set()
 
     def _peers(self) -> list[Peer]:
-        """Those that live now; channels to the others are closed."""
+        """Set the replicas that live now; channels to the others are closed."""
         live = {replica.replica_id: replica for replica in self._others()}
         renewed = (tls := self._tls.get()) is not self._shown
         self._shown = tls
@@ -83,14 +83,15 @@ class Peers:
         return [self._known[replica_id] for replica_id in sorted(live)]
 
     async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
-        """What each replica answers, by id, and the ids of those that did not. `call` bounds its own time."""
+        """Each replica's answer, by id, and the ids of those that did not. `call` bounds its own time."""
         peers = self._peers()
         answers = await asyncio.gather(*(self._asked(peer, call) for peer in peers))
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
         return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
 
     async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
-        """What those answer that know what is asked for, where others answer NOT_FOUND, and the ids of the silent."""
+        """The answers of replicas that know what is asked for, where others answer NOT_FOUND, and the ids of the
+        silent."""
 
         async def asked(peer: Peer) -> list[Answer]:
             try:

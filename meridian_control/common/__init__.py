@@ -1,1 +1,1 @@
-"""What every package may import: errors, enum names, histograms, pages. Imports no other package of ours."""
+"""Serves every package: errors, enum names, histograms, pages. Imports no other package of ours."""

@@ -74,7 +74,7 @@ class MeridianError(Exception):
         return ()
 
     def precondition(self) -> tuple[str, str] | None:
-        """What stands in the way, for PreconditionFailure: its type, and the thing it was asked of."""
+        """The obstacle, for PreconditionFailure: its type, and the thing it was asked of."""
         return None
 
     def retry_after_s(self) -> float | None:

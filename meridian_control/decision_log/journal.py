@@ -1,4 +1,4 @@
-"""What one session writes to the decision log.
+"""Writes one session's events to the decision log.
 
 Owns which requests are kept. Time is what the session was given. Runs on the server's event loop.
 """

@@ -85,7 +85,8 @@ def _microseconds(decision: fleet_pb2.LoggedDecision) -> int:
 
 
 def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb2.ExplainRequestResponse:
-    """What several replicas know of a request whose engine moved between them, as one life. `answers` is not empty."""
+    """One life of a request whose engine moved between replicas, from what each of them knows. `answers` is not
+    empty."""
     by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
     newest = by_time[-1].life
     parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
@@ -176,7 +177,7 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
 
 
 def compared(made: LoggedDecision) -> list[Compared]:
-    """What the rule behind a decision compared, from the policy that held and what was seen then."""
+    """The values that the rule behind a decision compared, from the policy that held and what was seen then."""
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,

@@ -1,4 +1,5 @@
-"""What the decision log holds: a decision, what its rule saw, and the life of the request that it is about."""
+"""Defines the records of the decision log: a decision, what its rule saw, and the life of the request that it is
+about."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Signals(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LifeEvent:
-    """What happened to a request, and its state from then on."""
+    """An event in a request's life, and the request's state from then on."""
 
     number: int
     time: datetime

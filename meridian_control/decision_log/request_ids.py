@@ -2,7 +2,7 @@
 
 from zlib import crc32
 
-# What vLLM's server puts before the id that a client gave.
+# Prefixes that vLLM's server puts before the id that a client gave.
 PREFIXES = ("chatcmpl-", "cmpl-")
 
 

@@ -1,4 +1,4 @@
-"""What a policy asks of an engine that the engine cannot do.
+"""Finds what a policy asks of an engine that the engine cannot do.
 
 Owns the rule: a field asks for a capability when its section is in force (enabled, not shadowed) and the field is set
 to something other than its default; an entropy rule does when it can fire. The defaults ask for nothing, so they work
@@ -37,7 +37,7 @@ NEEDS = {
 
 
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
-    """What the policy asks of this engine in vain, for people to read; empty where it can be honoured."""
+    """The demands of the policy that this engine cannot meet, for people to read; empty where it can be honoured."""
     lacking: dict[str, list[str]] = {}
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):

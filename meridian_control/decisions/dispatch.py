@@ -34,7 +34,7 @@ DEADBAND = 0.1
 MIN_GAIN = 0.05
 # More prompt tokens than any engine computes in a step: no limit.
 MAX_PREFILL_TOKENS = 1 << 20
-# What so many cost where prompts are next to free.
+# Prompt tokens that are nearly free.
 NEXT_TO_NOTHING_MS = 1.0
 # Steps before the cost of a step is known well enough to be used.
 WARM_STEPS = 32
@@ -51,7 +51,7 @@ MANY = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What may join a step while answers stream; None is no limit.
+    """The sequences and tokens that may join a step while answers stream; None is no limit.
 
     max_skip_steps: steps in a row that a sequence of a limited phase may be left out at most.
     """
@@ -71,7 +71,7 @@ class Budgets:
 
 
 class StepCost:
-    """What a step takes: a + b * sequences + c * prefill tokens, in milliseconds.
+    """The duration of a step: a + b * sequences + c * prefill tokens, in milliseconds.
 
     Recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients are never taken below 0.
     prefill_tokens: mean of late, per step.
@@ -151,7 +151,7 @@ def changed_ranks(
 
 
 def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: StepCost, in_force: Share) -> Share:
-    """What may join a step: as much as the answers' budget leaves room for, by the measured cost of steps.
+    """The share of a step: as much as the answers' budget leaves room for, by the measured cost of steps.
 
     No limit where it would not make steps shorter. While no answer streams it is the share for a single one: the agent
     limits nothing until that one is there, and the step of its first token is then short too. in_force: the share told

@@ -1,4 +1,4 @@
-"""What of the KV cache goes first, and when nothing more is admitted. Pure functions of policy and table."""
+"""Decides which KV blocks go first, and when nothing more is admitted. Pure functions of policy and table."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class kept(Generic[T]):  # noqa: N801
 
 
 class Unsampled(NamedTuple):
-    """What a sample of EAT changes, as it was before, [slots] or [moments]."""
+    """The state that a sample of EAT changes, as it was before, [slots] or [moments]."""
 
     eat_nats: NDArray[np.float64]
     eat_ema_nats: NDArray[np.float64]
@@ -182,7 +182,7 @@ class History:
         return np.fromiter(self.sampled.values(), np.int64, len(self.sampled))
 
     def unsampled(self, slots: NDArray[np.int64]) -> Unsampled:
-        """What was known of EAT in sampled slots before."""
+        """The state of EAT in sampled slots before the report."""
         return Unsampled(*map(np.array, zip(*(self._unsampled[slot] for slot in slots.tolist()), strict=True)))
 
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:

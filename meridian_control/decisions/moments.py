@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RequestChange(NamedTuple):
-    """What happened to a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
+    """An event of a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
 
     kind: str
     flags: int
@@ -58,7 +58,7 @@ class Moments:
         return len(self.slot)
 
     def __getattr__(self, name: str) -> NDArray[Any]:
-        """What does not change within a report."""
+        """The facts that do not change within a report."""
         if name.startswith("_"):
             raise AttributeError(name)
         column: NDArray[Any] = getattr(self._table, name)[self.slot]
@@ -247,7 +247,7 @@ def changes(table: RequestTable) -> list[RequestChange]:
 
 
 def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[RequestChange]:
-    """What else happened to live requests, once these steps were over."""
+    """The other events of live requests, once these steps were over."""
     told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
     if not told:
         return []

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meridian_control.decisions.token_rows import TokenRows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
-# What the phases of a newer agent count as here.
+# Phases of a newer agent count as this one.
 UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
 # Sentence ends whose end-marker rank is remembered.
@@ -50,14 +50,14 @@ MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
 
-# What the agent was told of a request: nothing yet, or that it has no cap.
+# Values of the cap that the agent was told: nothing yet, or that the request has no cap.
 UNTOLD, NO_CAP = -1, -2
 
 # name: (dtype, value of a row that is opened)
 COLUMNS: dict[str, tuple[Any, Any]] = {
     "live": (bool, True),
     "phase": (np.uint8, 0),
-    # Which of the session's policies holds for the request.
+    # The number of the session's policy that holds for the request.
     "group": (np.int64, 0),
     # The request's own floor.
     "own_min_think_tokens": (np.int64, 0),
@@ -154,7 +154,7 @@ class RequestTable:
         self.window = np.zeros((0, window_tokens), np.float32)
         # End-marker ranks at the sentence ends of the thinking, newest first.
         self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
-        # Of the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
+        # From the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
         self.output_itl_ms = self.ttot_ms = np.zeros(0)
         # How requests stood within the newest report.
         self.history = _no_history()
@@ -320,10 +320,10 @@ class RequestTable:
         number, width = nth(slot), self.window.shape[1]
         count = self.entropy_count[slot] + number
         at = count % width
-        # What lies in the row before it is full is of the slot's last request.
+        # Until the row is full, its rest belongs to the slot's last request.
         oldest = np.where(count < width, 0.0, self.window[slot, at])
         if len(slot) and number.max() >= width:
-            # Of more than a window holds, some leave it in the report that they came in.
+            # Where a report has more values than the window holds, some leave it at once.
             passed = (number >= width).nonzero()[0]
             oldest[passed] = entropy[passed - width]
         change = entropy - oldest

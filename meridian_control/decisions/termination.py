@@ -1,4 +1,4 @@
-"""Who thinks on and who has thought enough. Pure functions of policy and table, or of moments within a report.
+"""Decides who thinks on and who has thought enough. Pure functions of policy and table, or of moments within a report.
 
 A rule is asked at each sentence end, with what was known there, whatever came after it in the report.
 
@@ -136,7 +136,8 @@ def _eat_may_fire(
 def _first(
     found: list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]],
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """Of what fired, by slot, index and precedence, all in shadow until a rule ends the thinking, and that."""
+    """The decisions to make of what fired, by slot, index and precedence: all in shadow until a rule ends the
+    thinking."""
     kept, over = [], -1
     for slot, index, precedence, reason, shadow in sorted(found):
         if slot != over:

@@ -94,7 +94,7 @@ class Fleet:
     ) -> None:
         self.clock = clock
         self._refresh, self._revision = refresh, revision
-        # What waits for the store; never cancelled, for a driver that is leaves its connection behind.
+        # Tasks that wait for the store; never cancelled, for a driver that is leaves its connection behind.
         self._waiting: set[asyncio.Task[None]] = set()
         self.decisions = decisions or DecisionLog()
         # By engine, over its streams.
@@ -293,7 +293,7 @@ class Fleet:
             session, wanted = connection.session, self._wanted(connection.session)
             # To be caught up with first.
             ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
-            # Those that came meanwhile have it, and may have refused it.
+            # Engines that came meanwhile have it, and may have refused it.
             if wanted is not None and wanted.revision > session.revision and not ahead:
                 self._give_policy(connection, wanted, now)
 
@@ -313,7 +313,7 @@ class Fleet:
 
     @property
     def freezes(self) -> tuple[Freeze, ...]:
-        """Those in force, newest first."""
+        """The freezes in force, newest first."""
         now = self.clock()
         return tuple(freeze for freeze in self._freezes if freeze.end_time > now)
 
@@ -332,7 +332,7 @@ class Fleet:
 
     @property
     def revision(self) -> int:
-        """Of the policy that engines are given; 0 before there is one."""
+        """The revision of the policy that engines are given; 0 before there is one."""
         return self._policy.revision if self._policy is not None else 0
 
     def totals(self) -> Totals:

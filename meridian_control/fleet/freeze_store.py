@@ -43,7 +43,7 @@ class FreezeStore:
         self, database: Database, clock: Callable[[], datetime], on_change: Callable[[tuple[Freeze, ...]], None]
     ) -> None:
         self._database, self._clock, self._on_change = database, clock, on_change
-        # What is handed over is never older than what was before.
+        # The freezes that are handed over are never older than those before.
         self._looking = asyncio.Lock()
 
     async def look(self) -> tuple[Freeze, ...]:

@@ -1,4 +1,4 @@
-"""What FleetService.RecordTrace sends: the records of one client, until it leaves or falls too far behind.
+"""Holds what FleetService.RecordTrace sends: the records of one client, until it leaves or falls too far behind.
 
 Owns the queue between the agents' streams and that client. Never waits on the side of the agents. Runs on the server's
 event loop.
@@ -119,7 +119,8 @@ def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecor
 
 
 def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
-    """What a session had been given when it said `record.down.freeze`: until when, and why; not which freezes."""
+    """The freezes that a session had been given when it said `record.down.freeze`: until when, and why; not which
+    freezes."""
     now, said = record.time.ToDatetime(UTC), record.down.freeze
     end = now + timedelta(milliseconds=said.remaining_ms)
     return (Freeze(0, Match(), "", said.reason, now, end),) if said.remaining_ms else ()

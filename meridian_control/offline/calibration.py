@@ -1,4 +1,4 @@
-"""Which rule, with which thresholds, ends thinking where the answer is settled: chosen on one half of a trace's
+"""Finds the rule, and its thresholds, that end thinking where the answer is settled: chosen on one half of a trace's
 requests, reported on the other.
 
 Owns the choice, its statistics and the policy that comes of it. Needs scipy, of the extra `calibrate`. Pure.
@@ -38,7 +38,7 @@ RESAMPLES = 2000
 SEPARATION_RESAMPLES, BATCHES = 1000, 50
 # Requests in each half below which nothing is concluded.
 MIN_REQUESTS = 10
-# What two rules must save more than one, as a share of the thinking, to be worth having both.
+# The share of the thinking that two rules must save beyond one rule, to be worth having both.
 PAIR_MUST_ADD = 0.02
 # Rules of a family that are paired with those of another, and the loss they may have by themselves, in max_loss.
 PAIRED_RULES, PAIRED_LOSS = 5, 2
@@ -50,8 +50,9 @@ class TooFewRequests(Exception):  # noqa: N818 - the name is the condition
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rule does to some requests. saved: share of the thinking, probe tokens taken off. accuracy_change: stopped
-    minus natural. harmful_bound: upper confidence bound of the share of requests that only the stop made wrong."""
+    """The effect of a rule on some requests. saved: share of the thinking, probe tokens taken off. accuracy_change:
+    stopped minus natural. harmful_bound: upper confidence bound of the share of requests that only the stop made
+    wrong."""
 
     requests: int
     stopped: int
@@ -172,7 +173,7 @@ class _Tried:
 
 
 def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
-    """Those that no other beats in both saving and accuracy, from least saved to most."""
+    """The points that no other beats in both saving and accuracy, from least saved to most."""
     front: list[_Tried] = []
     for one in sorted(tried, key=lambda t: (-t.saved, -t.change)):
         if not front or one.change > front[-1].change:

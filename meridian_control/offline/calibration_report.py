@@ -1,4 +1,4 @@
-"""What calibration found, for people and for programs: a table, sentences, a picture, JSON.
+"""Shows what calibration found, to people and to programs: a table, sentences, a picture, JSON.
 
 Owns wording and looks. The picture needs matplotlib, of the extra `calibrate`.
 """
@@ -64,7 +64,7 @@ def table(found: Calibration, goal: Goal) -> Table:
 
 
 def _shown(points: list[Point], goal: Goal) -> list[Point]:
-    """Of a front, the point that saves most at each of a few losses; if all lose more, the one that loses least."""
+    """The point of a front that saves most at each of a few losses; if all lose more, the one that loses least."""
     shown = []
     for loss in SHOWN_LOSSES:
         allowed = [p for p in points if p.fit.accuracy_change >= -loss * goal.max_loss]
@@ -74,7 +74,7 @@ def _shown(points: list[Point], goal: Goal) -> list[Point]:
 
 
 def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
-    """What was found, a paragraph each."""
+    """The findings, a paragraph each."""
     episodes, judge = replay.episodes, replay.judge
     judged = int((judge.natural == judge.natural).sum())
     yield (
@@ -107,7 +107,7 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
 
 
 def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
-    """What makes the figures worth less than they look."""
+    """The reasons why the figures are worth less than they look."""
     episodes = replay.episodes
     if len(episodes.owner) and 0 < (covered := float((episodes.sample >= 0).mean())) < WELL_COVERED:
         yield (

@@ -95,7 +95,7 @@ def _sides(outcomes: list[ComparedRequest]) -> tuple[list[ThinkEnd], list[ThinkE
 
 
 def _shadowed(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, dict[str, int]]:
-    """What rules in shadow decided, by reason, and what that alone would save against natural ends."""
+    """The decisions of rules in shadow, by reason, and what they alone would save against natural ends."""
     found: dict[str, dict[str, int]] = {}
     for outcome in outcomes:
         for reason, tokens in outcome.fates[side].shadowed.items():
@@ -118,7 +118,7 @@ def _request(outcome: ComparedRequest) -> dict[str, Any]:
 
 
 def unknowns(found: Difference) -> list[str]:
-    """What this replay cannot know."""
+    """The limits of this replay's knowledge."""
     gone_on = sum(o.after.reason == UNKNOWN for o in found.outcomes)
     asked, answered = found.probes[1], found.samples[1]
     sentences = [

@@ -1,4 +1,4 @@
-"""What the requests of a trace did: their sentence ends with the signals there, as flat NumPy columns.
+"""Reads what the requests of a trace did: their sentence ends with the signals there, as flat NumPy columns.
 
 Owns the way from trace records to columns, and which requests may be used. Knows no rule and no threshold. The columns
 mean what those of `requests.RequestTable` mean at the moment in which a live session would decide.

@@ -1,4 +1,5 @@
-"""What another policy would have changed in a trace: two runs of it side by side, request by request and step by step.
+"""Finds what another policy would have changed in a trace: two runs of it side by side, request by request and step by
+step.
 
 Owns what counts as a change. Knows neither files nor output. Same trace and policy, same figures, in the same order.
 """
@@ -74,7 +75,7 @@ class Steps:
 
 @dataclass
 class _Request:
-    """What really happened."""
+    """Take in what really happened."""
 
     opened: agent_pb2.RequestOpened
     whole: bool
@@ -138,7 +139,7 @@ class Difference:
         if record.HasField("down") and not record.down.HasField("freeze"):
             session.said.append(record.down)
             return
-        # What was said to a message comes after it.
+        # The answer to a message comes after the message.
         self._play(session)
         session.event, session.said = record, []
 

@@ -49,7 +49,7 @@ class ThinkEnd(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What one policy decided for one request. cap_tokens: in force at last, None for none."""
+    """The decisions of one policy for one request. cap_tokens: in force at last, None for none."""
 
     force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ReplayResult:
 
 
 class ReplayedShare(NamedTuple):
-    """What the agent was told about steps; None for no limit."""
+    """The limits of steps that the agent was told; None for no limit."""
 
     think_per_step: int | None = None
     output_per_step: int | None = None
@@ -123,7 +123,7 @@ class SessionReplay:
         self._policy, self._joined_late = policy, hello.joined_late
         self.session = Session(hello.session_id, hello.up.hello, _time(hello))
         if policy is not None:
-            # What the engine refused before were other policies.
+            # Revisions that the engine refused before were other policies.
             self.session.delivery.refused.clear()
         # Recorded decisions under way, by id: the same decision here.
         self._same: dict[int, int] = {}
@@ -147,7 +147,7 @@ class SessionReplay:
         self.orders = False
         self.changed = True
         self.decisions: Counter[str] = Counter()
-        # Of the recorded decisions, and those that this run made too; EAT probes asked for and answered.
+        # Numbers of recorded decisions, and of those that this run made too; EAT probes asked for and answered.
         self.recorded = self.reproduced = self.probes = self.samples = 0
 
     def take(self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]) -> None:

@@ -1,4 +1,4 @@
-"""What a rule would have done to the requests of a trace, by the same code that decides live.
+"""Finds what a rule would have done to the requests of a trace, by the same code that decides live.
 
 Owns the way from a rule to the places where it stops requests. One call of `termination` looks at every sentence end of
 every request at once: a table whose slots are those sentence ends. Knows no statistics.
@@ -90,7 +90,7 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
 
 @dataclass(frozen=True)
 class Stops:
-    """What a rule does, [requests].
+    """The effect of a rule, [requests].
 
     at_tokens: thinking tokens where it ends thinking, infinity where the model does. right: of the answer then.
     first_tokens: thinking tokens known to the decision. probes: EAT probes asked for until then.
@@ -163,7 +163,7 @@ class Replay:
         return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
 
     def stops(self, rule: StoppingRule) -> Stops:
-        """What a rule would have done."""
+        """The effect that a rule would have had."""
         parts = [self._stops(part) for part in rule.parts]
         at = np.minimum.reduce([part.at_tokens for part in parts])
         right, first = parts[0].right, parts[0].first_tokens

@@ -85,7 +85,7 @@ def spelled(value: Any) -> str:
 
 
 def _flat(policy: Policy) -> dict[str, Any]:
-    """What is set, by dotted path: models and overrides only where they say anything."""
+    """The fields that are set, by dotted path: models and overrides only where they say anything."""
     flat = _sections(policy)
     default = dict(_model_values("", ModelPolicy())).values()
     for name, model in policy.model.items():

@@ -66,7 +66,7 @@ Glob = Annotated[str, Field(max_length=256)]
 
 
 class Who(NamedTuple):
-    """What an override may match on."""
+    """The facts that an override may match on."""
 
     model: str = ""
     tenant: str = ""

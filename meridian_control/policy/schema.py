@@ -53,7 +53,7 @@ SectionLease = Annotated[
 
 
 class SchedulerPolicy(Section):
-    """Which sequences join a step, and how much thinking a request may do."""
+    """Decides which sequences join a step, and how much thinking a request may do."""
 
     enabled: bool = Field(
         True,
@@ -185,7 +185,7 @@ class RankCondition(Section):
 
 
 class EntropyPolicy(Section):
-    """When thinking that no longer helps is ended. Shadowed by default, until calibrated for the model."""
+    """Decides when thinking ends that no longer helps. Shadowed by default, until calibrated for the model."""
 
     enabled: bool = Field(
         True,
@@ -283,7 +283,7 @@ class EntropyPolicy(Section):
 
 
 class KvMemoryPolicy(Section):
-    """Who holds the KV cache when it runs short."""
+    """Decides who holds the KV cache when it runs short."""
 
     enabled: bool = Field(
         True,
@@ -307,7 +307,7 @@ class KvMemoryPolicy(Section):
 
 
 class TelemetryPolicy(Section):
-    """What engines report, how often, and what of it is kept."""
+    """Decides how often engines report, and how much of it is kept."""
 
     report_interval_steps: int = Field(
         0,
@@ -328,7 +328,7 @@ class TelemetryPolicy(Section):
 
 
 class FallbackPolicy(Section):
-    """What an engine does without a stream."""
+    """Decides what an engine does without a stream."""
 
     lease_ms: int = Field(
         30_000,
@@ -345,7 +345,7 @@ TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...], Fiel
 
 
 class ModelPolicy(Section):
-    """What the engine cannot find out about one model by itself."""
+    """Tells an engine what it cannot find out about one model by itself."""
 
     think_start_token_ids: TokenIds = Field(
         (),

@@ -64,7 +64,7 @@ _revisions = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
 )
-# Of the rollouts, what concerns revisions.
+# The columns of rollouts that concern revisions.
 _rollouts = table("rollouts", column("rollout_id"), column("active"), column("candidate_revision"))
 _active = _rollouts.c.active == 1
 _in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
@@ -138,7 +138,7 @@ class PolicyStore:
         return 0 if row is None else row.revision
 
     async def answered(self, request_id: str, policy: Policy) -> StoredRevision | None:
-        """What was stored under `request_id`, None where nothing was or it is empty.
+        """The revision that was stored under `request_id`, None where nothing was or it is empty.
 
         Raises InvalidRequest when that was another policy; StoreUnavailable, StoredPolicyUnreadable.
         """

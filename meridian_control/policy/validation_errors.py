@@ -1,4 +1,4 @@
-"""What is wrong with a policy or a plan, in words: the text of every complaint, from what validation found.
+"""Says in words what is wrong with a policy or a plan: the text of every complaint, from what validation found.
 
 Owns how paths and values are spelled. Knows no field. Pure functions, usable on any thread.
 """
@@ -20,7 +20,7 @@ MAX_VALUE_CHARS = 60
 
 
 def violation(schema: type[Section], error: ErrorDetails) -> Violation:
-    """What is wrong with a value, where."""
+    """One error in a value, with its place."""
     path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return Violation(path, "is not a known key")

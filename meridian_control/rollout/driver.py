@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# What was measured is stored this often, for whoever shows it, or drives on.
+# Measurements are stored this often, for whoever shows them, or drives on.
 STORE_S = 5.0
 # Time without a look at the fleet counts for a step up to here.
 MAX_ELAPSED_S = 5.0
@@ -167,5 +167,5 @@ class Rollouts:
 
 
 def _version(rollout: Rollout | None) -> tuple[int, int] | None:
-    """What the fleet has to know of; measurements are not part of it."""
+    """The part of a rollout that the fleet has to know; measurements are not part of it."""
     return (rollout.rollout_id, rollout.changes) if rollout is not None else None

@@ -1,4 +1,5 @@
-"""What a rollout is judged by, taken from the engines as FleetService shows them: what was observed between two looks.
+"""Measures what a rollout is judged by, from the engines as FleetService shows them: what was observed between two
+looks.
 
 Knows nothing of what follows from it. Time is passed in. Used from one event loop.
 """
@@ -32,7 +33,7 @@ class Sampler:
     """Counters of engines grow from their connection on: what is new since the look before is what was observed."""
 
     def __init__(self) -> None:
-        # Of the look before, by engine and incarnation: when it connected, what it had applied, and its counters.
+        # From the look before, by engine and incarnation: when it connected, what it had applied, and its counters.
         self._seen: dict[Key, tuple[datetime, int, NDArray[np.int64]]] = {}
         self._looked_at: datetime | None = None
         self._gone_since: dict[str, datetime] = {}
@@ -67,7 +68,8 @@ class Sampler:
         )
 
     def _since(self, key: Key, connected_at: datetime, acked: int, counters: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What is new. Nothing on the first look at the fleet, nor where the engine changed policy in between."""
+        """The observations since the look before. Nothing on the first look at the fleet, nor where the engine changed
+        policy in between."""
         before = self._seen.get(key)
         if before is not None and before[0] == connected_at:
             return counters - before[2] if before[1] == acked else _nothing()

@@ -73,7 +73,7 @@ class RolloutStore:
             return [_read(row) for row in await connection.execute(query)]
 
     async def answered(self, request_id: str, plan: Plan, policy: Policy) -> Rollout | None:
-        """What was started under `request_id`, None where nothing was or it is empty.
+        """The rollout that was started under `request_id`, None where nothing was or it is empty.
 
         Raises InvalidRequest when that had another policy or plan.
         """

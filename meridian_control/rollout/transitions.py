@@ -19,11 +19,11 @@ from meridian_control.common.errors import RolloutEnded
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.rollout.plan import Guardrails, Plan
 
-# Of what happened to a rollout, the newest.
+# The newest events of a rollout are kept.
 MAX_EVENTS = 200
 AUTHOR = "meridian-control"
 P99 = 0.99
-# What becomes of a rollout that is asked to.
+# The states that commands lead to.
 EVENTS = {"pause": "paused", "resume": "resumed", "abort": "aborted"}
 
 
@@ -56,7 +56,7 @@ Counts = tuple[int, ...]
 
 
 class Measured(Value):
-    """What was observed on some engines: histograms over TIME_BOUNDS_S, and counts of answers."""
+    """Observations of some engines: histograms over TIME_BOUNDS_S, and counts of answers."""
 
     output_itl: Counts = ()
     ttot: Counts = ()
@@ -145,7 +145,7 @@ class Rollout(Value):
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen of the fleet since the sample before, and how it stands."""
+    """Observations of the fleet since the sample before, and how it stands."""
 
     # Observed on engines that have applied the candidate, and on those that have the policy from before.
     candidate: Measured = NOTHING
@@ -153,7 +153,7 @@ class Sample:
     # Connected engines that have applied the candidate, and all others.
     candidate_engines: int = 0
     other_engines: int = 0
-    # Of the group: engines that were given the candidate and have not answered, that lost their stream less than the
+    # In the group: engines that were given the candidate and have not answered, that lost their stream less than the
     # lease ago, that refuse the candidate, that are DEGRADED.
     pending: int = 0
     missing: int = 0
@@ -163,7 +163,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class By:
-    """Who changes a rollout, when and why."""
+    """A change of a rollout: its author, time and reason."""
 
     now: datetime
     author: str = AUTHOR
@@ -207,7 +207,7 @@ def begin(rollout_id: int, plan: Plan, revisions: tuple[int, int], by: By) -> Ro
 
 
 def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> Rollout:
-    """What becomes of a rollout that was watched for `elapsed_s` more."""
+    """The state of a rollout that was watched for `elapsed_s` more."""
     if rollout.state not in (State.RUNNING, State.PAUSED):
         return rollout
     rollout = _updated(
@@ -246,7 +246,7 @@ def resume(rollout: Rollout, by: By) -> Rollout:
 
 
 def abort(rollout: Rollout, by: By) -> Rollout:
-    """What was brought is to be taken back. Raises RolloutEnded where it is not active."""
+    """Take back the policy that the rollout has brought. Raises RolloutEnded where it is not active."""
     return _steered(rollout, by, "abort", State.ABORTED, ACTIVE)
 
 
@@ -384,7 +384,7 @@ def _rate(part: int, whole: int) -> tuple[float | None, int]:
     return part / whole if whole else None, whole
 
 
-# What is observed under a guardrail's name, and how often; latencies in milliseconds.
+# The value under a guardrail's name, and the number of its observations; latencies in milliseconds.
 _OBSERVED: dict[str, Callable[[Measured], tuple[float | None, int]]] = {
     "output_itl_p99": lambda m: _latency(m.output_itl),
     "ttot_p99": lambda m: _latency(m.ttot),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from meridian_control.access.audit_log import AuditLog, Record
 
-# Of a record's id.
+# The bits of a record's id.
 ID_DIGITS = 19
 
 
@@ -49,7 +49,7 @@ def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
     if not request.HasField(name):  # type: ignore[arg-type]
         return None
     stamp: Timestamp = getattr(request, name)
-    # What a record's id can hold.
+    # A record's id can hold this much.
     if not 0 <= stamp.seconds < 2**32 or not 0 <= stamp.nanos < 10**9:
         raise InvalidRequest(name, f"must be between 1970 and 2106; got {stamp.seconds} s {stamp.nanos} ns")
     return stamp.ToDatetime(tzinfo=UTC)

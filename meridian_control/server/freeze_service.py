@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 MIN_DURATION, MAX_DURATION = timedelta(seconds=1), timedelta(days=7)
-# Of globs and labels of one freeze, and of the characters of each.
+# Limits of one freeze: globs and labels, and the characters of each.
 MAX_PARTS, MAX_CHARS = 100, 256
 MAX_TEXT_CHARS = 2000
 
@@ -79,7 +79,7 @@ def _match(message: freeze_pb2.FreezeMatch) -> Match:
 
 
 def _check_text(field: str, text: str, limit: int) -> None:
-    """What a database cannot hold. Raises InvalidRequest."""
+    """Refuse what a database cannot hold. Raises InvalidRequest."""
     if "\0" in text:
         raise InvalidRequest(field, "must not contain the character U+0000")
     if len(text) > limit:

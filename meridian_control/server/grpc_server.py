@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _AioServer: Any = cygrpc.AioServer
-# What is called here of grpcio, with its parameters.
+# The functions of grpcio that are called here, with their parameters.
 _USED = {
     "_handle_rpc": ("method_name", "method_resolver", "interceptors", "rpc_state", "loop", "concurrency_exceeded"),
     "_schedule_rpc_coro": ("rpc_coro", "rpc_state", "loop", "method_name"),

@@ -163,7 +163,7 @@ def check_texts(request: Any) -> None:
 
 
 def _subject(request: policy_pb2.ExplainPolicyRequest, found: Subject | None) -> Subject:
-    """What the caller says of itself, and for the rest what was found."""
+    """The caller's own words about itself, and for the rest what was found."""
     who = found.who if found else Who()
     said = {name: getattr(request, name) for name in ("model", "tenant", "slo_class", "effort")}
     who = who._replace(**{name: value for name, value in said.items() if value})

@@ -67,7 +67,7 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
-    # Who opens a connection and says nothing, or makes no call for a while, does not keep it.
+    # A caller that opens a connection and says nothing, or makes no call for a while, does not keep it.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 5 * 60_000),
     # Streams move to other replicas now and then; gRPC adds its own jitter.
@@ -142,7 +142,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 
 async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:
-    """Who says nothing must not keep an engine's place."""
+    """Raises for a caller that says nothing: it must not keep an engine's place."""
     with suppress(TimeoutError):
         async with asyncio.timeout(HELLO_S):
             return await anext(aiter(requests), None)

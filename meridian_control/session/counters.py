@@ -1,4 +1,4 @@
-"""What a session counted. Knows nothing of what is counted or why."""
+"""Holds a session's counters. Knows nothing of what is counted or why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine is told: from the policy in force and its table to directives.
+"""Decides what one engine is told: from the policy in force and its table to directives.
 
 Owns the order in which kinds of decision are made, and that only changes are told. What is decided is in `termination`,
 `dispatch` and `eviction`. Pure: time is passed in; one session at a time.

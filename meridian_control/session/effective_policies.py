@@ -64,7 +64,7 @@ class Groups:
         self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:
-        """What holds for a request, once a policy is in force."""
+        """The policy that holds for a request, once a policy is in force."""
         return self._policies[int(self._table.group[slot])]
 
     def in_use(self) -> Iterator[tuple[Policy, Among]]:

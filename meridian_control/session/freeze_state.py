@@ -64,7 +64,7 @@ class FreezeState:
         return self.told(now)
 
     def told(self, now: datetime) -> agent_pb2.Freeze:
-        """What the agent was told last, as of now; nonce 0 where that was nothing."""
+        """The message that the agent was sent last, as of now; nonce 0 where it was sent none."""
         last = max(self.freezes, key=lambda freeze: freeze.end_time, default=None)
         remaining_ms = 0 if last is None else max(0, math.ceil((last.end_time - now).total_seconds() * 1e3))
         return agent_pb2.Freeze(nonce=self._nonce, remaining_ms=remaining_ms, reason=last.reason if last else "")
@@ -77,5 +77,5 @@ class FreezeState:
         return not self.frozen
 
     def status(self) -> agent_pb2.FreezeStatus:
-        """What the agent has said last."""
+        """The agent's last answer."""
         return agent_pb2.FreezeStatus(nonce=self._nonce, frozen=self.frozen, locally=self.locally)

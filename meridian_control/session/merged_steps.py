@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
-# What waits for longer than a day is no report any more.
+# A report that waits for longer than a day is none any more.
 MAX_AGE_MS = 86_400_000
 # More than any agent keeps until they are sent.
 MAX_STEPS = 1 << 12

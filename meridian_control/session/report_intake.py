@@ -1,4 +1,4 @@
-"""What an agent reports, taken into the engine's request table and counted.
+"""Takes an agent's report into the engine's request table and counted.
 
 Owns the order in which the parts of a report count: `take`, then what follows from it is decided, then `finish`. Knows
 nothing of what that is. Pure: time is passed in; one session at a time.

@@ -125,7 +125,7 @@ class Session:
 
     @property
     def given(self) -> list[tuple[int, Policy]]:
-        """What is in force, and what is under way to the agent."""
+        """The settings in force, and those under way to the agent."""
         found = [(self.acked_revision, self.policy)] if self.policy is not None else []
         return found + ([self.delivery.pending] if self.delivery.pending is not None else [])
 
@@ -140,7 +140,8 @@ class Session:
         return [agent_pb2.ConnectResponse(settings=settings)] if settings is not None else []
 
     def on_last_good(self, revision: int, policy: Policy) -> Out:
-        """What the agent has in force already, from an earlier stream: given again where the newest was refused."""
+        """Note the settings that the agent has in force already, from an earlier stream: given again where the newest
+        was refused."""
         return [agent_pb2.ConnectResponse(settings=self.delivery.send(revision, policy))]
 
     def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
@@ -189,7 +190,7 @@ class Session:
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         self._groups.apply(revision, policy)
         self._decider.review = True
-        # What was only shadowed under the old policy may be due under the new one.
+        # An end that was only shadowed under the old policy may be due under the new one.
         under_way = self._ends_under_way()
         self.table.end_decided[:] = 0
         self._go_on(under_way)
@@ -198,7 +199,7 @@ class Session:
         return self._decide(now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
-        # What a freeze has put out does not go on.
+        # Nothing goes on that a freeze has ended.
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
         self._intake.begin_anew(snapshot, self._clock_ms(now))
@@ -233,7 +234,7 @@ class Session:
         return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
 
     def _decide(self, now: datetime) -> Out:
-        """What follows from the state of things, without a report."""
+        """The directives that follow from the state of things, without a report."""
         return self._respond(now, self._ends_of_thinking(reported=False))
 
     def _ends_of_thinking(self, reported: bool) -> agent_pb2.Directives:

@@ -37,7 +37,7 @@ class Delivery:
         self.nonce = 0
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
-        """What to send for it; None where the engine has refused it before, or cannot honour it.
+        """The settings to send for a revision; None where the engine has refused it before, or cannot honour it.
 
         An agent that is off is sent nothing: it says Hello anew when it comes back.
         """
@@ -67,7 +67,7 @@ class Delivery:
 
 
 def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
-    """What the policy says of the model that an engine serves."""
+    """The policy's section for the model that an engine serves."""
     return policy.model.get(hello.model) or ModelPolicy()
 
 

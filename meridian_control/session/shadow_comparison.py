@@ -15,7 +15,7 @@ from meridian.v1 import fleet_pb2
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-# Whose rule each reason is.
+# The section to which the rule of each reason belongs.
 SECTIONS = {"soft_close": "scheduler", "hard_cap": "scheduler", "eat": "entropy", "rank": "entropy", "rpdi": "entropy"}
 
 

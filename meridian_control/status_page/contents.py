@@ -1,4 +1,5 @@
-"""What the status page is told of the fleet, as plain data: FleetService, RolloutService and PolicyService for eyes.
+"""Collects what the status page shows of the fleet, as plain data: FleetService, RolloutService and PolicyService for
+eyes.
 
 Owns what is worth a place on the page, how much of it, and the words for the state of an engine. Knows nothing of HTTP.
 All but `contents` are pure functions. Runs on the control plane's event loop.
@@ -62,7 +63,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
 
 
 async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:
-    """What is in the database; while that is away, only that it is: the rest of the page goes on."""
+    """The contents of the database; while that is away, only that it is: the rest of the page goes on."""
     try:
         revisions, newest = await policies.history(MAX_REVISIONS), await rollouts.history(MAX_ROLLOUTS)
     except StoreUnavailable as error:

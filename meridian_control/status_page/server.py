@@ -132,7 +132,7 @@ class StatusPage:
 
 
 def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
-    """What a viewer is to get next; one that is slow to read misses what came before."""
+    """The next message for a viewer; one that is slow to read misses what came before."""
     if viewer.full():
         viewer.get_nowait()
     viewer.put_nowait(event)

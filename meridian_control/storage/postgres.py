@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMES = ("postgresql://", "postgres://")
 CHANNEL = "meridian_policy"
 NOTIFY = f"SELECT pg_notify('{CHANNEL}', '')"
-# Of the connection that hears of changes, in pg_stat_activity.
+# The name in pg_stat_activity of the connection that hears of changes.
 FOLLOWER = "meridian-control listens"
 CALL_TIMEOUT_S = 10.0
 # A change is looked for this often even if nothing is heard; it also finds out whether the server is there.

@@ -60,7 +60,7 @@ STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overfl
 # Where a fault of the agent may come from.
 FAULT_CAUSES = frozenset(enum_names.FAULT_CAUSE_NAMES.values()) - {"unspecified"}
 
-# Of every connected engine.
+# Metrics of every connected engine.
 ENGINE: dict[str, Callable[[Session], float]] = {
     "meridian_engine_revision": lambda s: s.acked_revision,
     "meridian_engine_wanted_revision": lambda s: s.revision,
@@ -68,7 +68,8 @@ ENGINE: dict[str, Callable[[Session], float]] = {
     "meridian_engine_frozen": lambda s: s.frozen,
     "meridian_engine_open_decisions": lambda s: len(s.open_decisions),
 }
-# Of every engine that has reported. What the agents count comes with their reports: nothing extra runs in their pods.
+# Metrics of every engine that has reported. The agents' counts come with their reports: nothing extra runs in their
+# pods.
 REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
     "meridian_engine_running_requests": lambda r: r.running,
     "meridian_engine_waiting_requests": lambda r: r.waiting,
@@ -166,7 +167,7 @@ class FleetCollector(Collector):
         return [((name,), float(count[number])) for number, name in STATES.items()]
 
     def _states(self, engines: dict[str, Session]) -> Rows:
-        """Of engines that went away, too, as long as there is room."""
+        """The counts of all engines, of those that went away too, as long as there is room."""
         known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
         gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
         named = [(engine, known[engine]) for engine in (*engines, *gone)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from meridian_agent.core.directives import Directives, Outcome, Tier
+from meridian_agent.core.directives import Directives, Outcome
 from meridian_agent.core.live_request import LiveRequest, RequestInfo
 from meridian_agent.core.phases import Markers, Phase
+from meridian_agent.core.reclaim import Tier
 from meridian_agent.core.tracker import Tracker
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from meridian_agent.core.directives import (
     RULES,
     SOFT_CLOSE,
     Outcome,
-    Tier,
 )
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
+from meridian_agent.core.reclaim import Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 
 TWO = Markers(((START,),), ((5, 6),))
