@@ -83,7 +83,10 @@ def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
     """The agent, with a neutral policy in force and nothing running."""
     assert not scheduler._guard.fault
     # What a test that failed has left behind.
-    llm.llm_engine.abort_request(list(scheduler.requests), internal=True)
+    if left := list(scheduler.requests):
+        llm.llm_engine.abort_request(left, internal=True)
+        # An engine core of its own takes one more step to clear what was aborted; this one waits to be driven.
+        llm.llm_engine.step()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     control.apply(NEUTRAL)

@@ -81,9 +81,16 @@ STEP_MS, TOKEN_MS = 5.0, 1.0
 
 
 @pytest.fixture
-def priced(agent: Any, llm: Any, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost."""
+def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost.
+
+    On a stream of their own: what steps took before, on a busy machine, would be remembered for hundreds of them.
+    """
     monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
+    before = control.engine().connect_time
+    agent.link.restart()
+    wait_for(lambda: agent.link.connected and control.engine().connect_time != before, 20, "a stream of its own")
+    wait_for(lambda: control.engine().acked_revision == agent.link.revision, 20, "the policy to be acknowledged")
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(agent, max_tokens=100))
     settled()
