@@ -118,13 +118,16 @@ class Flood:
         for _ in range(connections):
             with suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(half_open(self.rng))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.02):
-                        await reader.read(1024)
-                linger: socket.socket = writer.get_extra_info("socket")
-                linger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                writer.transport.abort()
+                try:
+                    writer.write(half_open(self.rng))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(0.02):
+                            await reader.read(1024)
+                    linger: socket.socket = writer.get_extra_info("socket")
+                    linger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                finally:
+                    # Also where the server was the first to end it.
+                    writer.transport.abort()
         self.answers["half-open", None] += connections
 
     # The kinds.
