@@ -43,6 +43,18 @@ ENGINE_ENV = {
 }
 
 
+# A shell makes what it starts in the background ignore interrupts, and children inherit that. A `preexec_fn` would do,
+# but forks, and gRPC's threads that a fork makes anew write errors while their files are closed for the program.
+MERIDIANCTL = [
+    sys.executable,
+    "-c",
+    "import signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from meridian_control.cli.main import main\n"
+    "main()",
+]
+
+
 # Below those that outgoing connections take for themselves, and never the same twice: a server that is yet to start
 # must find its port free.
 # Of those, each of several test processes has its own.

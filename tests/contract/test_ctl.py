@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from meridian_control.policy.store import PolicyStore
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
+from tests.processes import MERIDIANCTL
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
@@ -431,18 +431,6 @@ async def test_requests(control: Control) -> None:
     first, second = (await control("requests")).stdout.splitlines()[1:]
     assert first.split()[:3] == ["a", "r1", "think"]
     assert second.strip().endswith("force eat applied")
-
-
-# A shell makes what it starts in the background ignore interrupts, and children inherit that. A `preexec_fn` would do,
-# but forks, and gRPC's threads that a fork makes anew write errors while their files are closed for the program.
-MERIDIANCTL = [
-    sys.executable,
-    "-c",
-    "import signal\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from meridian_control.cli.main import main\n"
-    "main()",
-]
 
 
 async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:

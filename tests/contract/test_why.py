@@ -21,7 +21,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.decision_log import jsonl_file as files
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.policy import formats as forms
-from tests.contract.test_ctl import FAILED, INVALID, MERIDIANCTL, OK, UNREACHABLE, engine, run
+from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, run
 from tests.contract.test_ctl import Control as FakeControl
 from tests.contract.test_ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.test_server import Process
@@ -29,6 +29,7 @@ from tests.contract.test_stream import Control, controlling
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
+from tests.processes import MERIDIANCTL
 from tests.unit.test_session import EARLY, stream
 
 if TYPE_CHECKING:
@@ -379,14 +380,13 @@ async def test_lists_as_toml(fake_control: FakeControl, tmp_path: Path) -> None:
     ],
 )
 async def test_completion(words: str, expected: set[str]) -> None:
-    command = MERIDIANCTL
     environment = {**os.environ, "_MERIDIANCTL_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split()) - 1)
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*MERIDIANCTL, env=environment, stdout=asyncio.subprocess.PIPE)
     told, _ = await process.communicate()
     assert set(told.decode().split()) == expected
     shown = await asyncio.create_subprocess_exec(
-        *command,
+        *MERIDIANCTL,
         "--show-completion",
         "bash",
         env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},

@@ -4,7 +4,6 @@ missing, and does the rest as soon as policy names them."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.engine.test_decisions import ENDLESS, opened
 from tests.engine.test_fail_static import confirmed, rebuild
-from tests.processes import wait_for
+from tests.processes import MERIDIANCTL, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +90,5 @@ def sampling(params: dict[str, Any], **more: Any) -> Any:
 
 def engines_of(control: Control) -> str:
     """What `meridianctl engines` prints, on one line."""
-    program = "from meridian_control.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "--server", control.target, "engines"]
+    command = [*MERIDIANCTL, "--server", control.target, "engines"]
     return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

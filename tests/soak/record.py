@@ -6,10 +6,9 @@ Owns the trace files. Runs on the soak's event loop.
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING
 
-from tests.processes import Process, wait_for
+from tests.processes import MERIDIANCTL, Process, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +32,7 @@ class Recording:
 
     def _begin(self) -> Process:
         self._files.append(self._out / f"{len(self._files)}.trace")
-        meridianctl = [sys.executable, "-c", "from meridian_control.cli.main import main; main()"]
-        command = [*meridianctl, "--server", self._control.target, "record", str(self._files[-1])]
+        command = [*MERIDIANCTL, "--server", self._control.target, "record", str(self._files[-1])]
         return Process(command, self._out / "record.log")
 
     def keep(self) -> None:
