@@ -38,7 +38,6 @@ PROGRAMS = {
     str(EXAMPLES / "async_llm.py"): "vllm",
     str(EXAMPLES / "llm.py"): "vllm",
     "meridian_control": "control",
-    "tests.chaos.engine": "vllm",
     "tests.engine.lacking": "vllm",
     "tests.engine.matrix.child": "vllm",
     "tests.engine.misfit": "vllm",
@@ -76,7 +75,7 @@ def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], s
     python, *program = command
     if program[:1] == ["-m"]:
         program = program[1:]
-    if FOLDER not in os.environ or python != sys.executable or program[:1] == [] or program[0] not in PROGRAMS:
+    if FOLDER not in os.environ or python != sys.executable or not program or program[0] not in PROGRAMS:
         return None
     # Python reads these before it imports anything, and the servers have them as the tests do.
     if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
@@ -140,24 +139,26 @@ def _serve(path: str, modules: Sequence[str]) -> None:
         listener.listen()
         # Nobody waits for the processes that attend to the programs.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        imported = False
+        _wait_for_a_caller(listener)
+        for module in modules:
+            importlib.import_module(module)
+        if "vllm" in sys.modules:
+            _let_vllm_fork()
+        gc.freeze()
         while True:
-            readable, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in readable:
-                os._exit(0)
+            _wait_for_a_caller(listener)
             accepted, _ = listener.accept()
-            if not imported:
-                for module in modules:
-                    importlib.import_module(module)
-                if "vllm" in sys.modules:
-                    _let_vllm_fork()
-                gc.freeze()
-                imported = True
-            if os.fork():
-                accepted.close()
-                continue
-            break
+            if not os.fork():
+                break
+            accepted.close()
     _attend(Connection(accepted.detach()))
+
+
+def _wait_for_a_caller(listener: socket.socket) -> None:
+    """Ends the server where pytest has ended."""
+    readable, _, _ = select.select([listener, sys.stdin], [], [])
+    if sys.stdin in readable:
+        os._exit(0)
 
 
 def _attend(connection: Connection[Any, Any]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One engine's.
+    """The facts of one engine.
 
     boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is partly
     filled. tool_call: the token that begins a tool call, where the chat template keeps thinking until the tool has
