@@ -1,7 +1,7 @@
-"""The policies that are compared, and the way to the recommended one.
+"""The policies that the termination benchmark compares, and the function that turns a calibration into arms.
 
-Owns policies as plain values. Single rules take their thresholds from the calibration's report: of each family the rule
-that saves most within the loss allowed, else the one that loses least.
+The module owns policies as plain values. Each rule family takes its thresholds from the calibration's report: the point
+that saves most thinking within the allowed loss of accuracy, or the point that loses least if none is within it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ INT32_MAX = 2**31 - 1
 PUBLISHED_RANKS = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 
 NATURAL: dict[str, Any] = {"entropy": {"enabled": False}}
-# No entropy rule ends anything. A gate and an interval that are never met leave no probe to ask for.
+# Neither the EAT nor the RPDI rule ends any thinking, and no probe is requested, because the rank gate and the probe
+# interval are never reached.
 _QUIET: dict[str, Any] = {
     "shadow": False,
     "eat_level_threshold_nats": 0.0,
@@ -27,13 +28,14 @@ _QUIET: dict[str, Any] = {
     "eat_probe_max_rank": 1,
     "rpdi_threshold": 0.0,
 }
-# Families of the report, as arms.
+# Rule families of the calibration report, each of which becomes one arm.
 FAMILIES = ("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "rank", "RPDI", "soft close")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """name: as in the report. budget: vLLM's own thinking_token_budget. note: what is in force, in words."""
+    """One policy under test. name: as in the report. budget: vLLM's own thinking_token_budget. note: the rule in
+    words."""
 
     name: str
     policy: dict[str, Any] = field(default_factory=lambda: NATURAL)
@@ -57,8 +59,10 @@ def published_ranks() -> Arm:
 
 
 def dense_probes(where: str, model: str, answer_prefix: str) -> dict[str, Any]:
-    """The policy a calibration trace is recorded under: probes wherever a sentence or paragraph ends, nothing ever
-    decided."""
+    """Return the policy under which a calibration trace is recorded.
+
+    Every sentence end (or paragraph end) is probed, and no rule ever ends thinking.
+    """
     policy: dict[str, Any] = {
         "scheduler": {"min_think_tokens": 0},
         "entropy": {
@@ -73,7 +77,7 @@ def dense_probes(where: str, model: str, answer_prefix: str) -> dict[str, Any]:
 
 
 def with_answer_prefix(policy: Mapping[str, Any], model: str, answer_prefix: str) -> dict[str, Any]:
-    """The policy with what the model's answers begin with, which a probe has to skip."""
+    """Return the policy with the text that the model's answers begin with, which a probe has to skip."""
     changed = dict(policy)
     if answer_prefix:
         models = changed.get("model", {})
@@ -86,12 +90,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def without_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The same policy in shadow, observing the same, with a floor under which no probe is asked for."""
+    """Return the policy in shadow with the same observation, and with a floor so high that no probe is requested."""
     return _shadowed(policy, {"min_think_tokens": 30_000})
 
 
 def with_all_probes(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The same policy in shadow, with a level that nothing is below: it probes until thinking ends by itself."""
+    """Return the policy in shadow with an EAT level that no sample is below, so that it probes until thinking ends."""
     return _shadowed(policy, {"min_think_tokens": 0})
 
 
@@ -101,7 +105,7 @@ def _shadowed(policy: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[s
 
 
 def single_rules(report: Mapping[str, Any], natural_tokens: float) -> list[Arm]:
-    """An arm for the best rule of every family the calibration found."""
+    """Return one arm for the best rule of each family in the calibration report."""
     allowed = report["goal"]["max_loss"] / 2
     arms = []
     for family in FAMILIES:

@@ -1,6 +1,6 @@
-"""What of the prefix cache goes first, on a real engine: `make bench-cache`, protocol in tests/bench/README.md.
+"""Compare the orders in which blocks of the prefix cache are reused, on a real engine: `make bench-cache`.
 
-Owns the order of events. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns the order of events. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 USERS = 8
 WARM_REQUESTS = 8
 NEVER_HIT_SCHEDULER = "tests.bench.cache_never_hit.NeverHitFirst"
-# Order is vLLM's own in all arms: only the cache differs.
+# All arms keep vLLM's own dispatch order, so that only the reuse of cached blocks differs.
 ARMS: dict[str | None, list[Arm]] = {
     None: [Arm(LRU, STOCK), Arm(TIERS, {**STOCK, "kv_memory": {"enabled": True}})],
     NEVER_HIT_SCHEDULER: [Arm(NEVER_HIT, STOCK)],
@@ -44,8 +44,11 @@ ARMS: dict[str | None, list[Arm]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. share: KV blocks as a fraction of those in which nothing would be computed twice; other_shares:
-    more such, once each with multi-turn chats."""
+    """The command line.
+
+    share: KV blocks, as a fraction of the blocks with which no prefix would be computed twice. other_shares: further
+    fractions, each of which is measured once with multi-turn chats.
+    """
 
     repetitions: int
     share: float
@@ -62,7 +65,8 @@ def blocks_of(share: float) -> int:
 
 
 async def run_chats(running: StreamedEngine, arm: Arm, kind: str, tokenizer: Any, seed: int) -> dict[str, float]:
-    """All chats of one kind, USERS requests in flight, the chats taking turns in a fixed order. Returns figures."""
+    """Run all chats of one kind, in turns in a fixed order and with USERS requests in flight, and return the
+    figures."""
     waiting = deque(cache_load.chats(kind, tokenizer, seed))
     await running.begin(arm.policy)
     before = running.counters()
@@ -127,7 +131,7 @@ async def run_all(options: Options) -> cache_report.Findings:
 
 
 def run(options: Options) -> None:
-    """The whole benchmark. Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options.output.mkdir(parents=True, exist_ok=True)
     found = asyncio.run(run_all(options))
     paths = cache_report.write(found, options.output)
@@ -143,13 +147,34 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm, each with its own seed")
-    add("--share", type=float, default=1.0, help="KV blocks by those in which nothing would be computed twice")
-    add("--other-shares", type=float, nargs="*", default=[0.75, 1.5], help="more sizes, once each")
-    add("--quick", action="store_true", help="one repetition of one size")
+    add(
+        "--share",
+        type=float,
+        default=1.0,
+        help="KV blocks, as a fraction of those with which nothing is computed twice",
+    )
+    add(
+        "--other-shares",
+        type=float,
+        nargs="*",
+        default=[0.75, 1.5],
+        help="further sizes of the KV cache, measured once each",
+    )
+    add("--quick", action="store_true", help="run one repetition of one size")
     add("--output", type=Path, default=ROOT / "build" / "bench-cache")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add("--quiet-cores", type=float, default=0.3, help="what other programs may use without a run being made again")
-    add("--patience-s", type=float, default=600.0, help="time spent on waiting for that and on such runs, in all")
+    add(
+        "--quiet-cores",
+        type=float,
+        default=0.3,
+        help="processor cores that other programs may use before a run is repeated",
+    )
+    add(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
+    )
     given = parser.parse_args(arguments)
     if given.quick:
         given.repetitions, given.other_shares = 1, []

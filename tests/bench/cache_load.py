@@ -1,4 +1,7 @@
-"""Chats: what each turn's prompt is, given what came of the turns before. Seeded; knows no engine."""
+"""Chats for the cache benchmark: the prompt of each turn, which depends on the answers to the turns before it.
+
+The chats are seeded. The module does not use an engine.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
     from tests.bench.streamed import Timeline
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 3, 300
-# Drawn lengths lie this much around the mean.
+# A drawn length differs from its mean by at most this fraction.
 VARIATION = 0.25
 TEMPLATE: dict[str, Any] = {"add_generation_prompt": True, "open_think": True}
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Means, in tokens. says: a user's turn or a tool's result."""
+    """Mean lengths in tokens. says: a user's turn or a tool's result."""
 
     chats: int
     turns: int
@@ -38,7 +41,8 @@ TOOL_LOOP = Lengths(chats=16, turns=5, says=40, think=80, answer=16)
 
 
 class Chat(Protocol):
-    """One conversation: `next` is the request of its next turn, None at its end; `took` is told what came of it."""
+    """One conversation: `next` returns the request of the next turn, or None at the end; `took` receives its
+    timeline."""
 
     def next(self) -> Request | None: ...
 
@@ -46,7 +50,7 @@ class Chat(Protocol):
 
 
 class Drawn:
-    """Random words and lengths of one chat."""
+    """Draws the random words and lengths of one chat."""
 
     def __init__(self, tokenizer: Any, seed: list[int]) -> None:
         self._tokenizer, self._rng = tokenizer, np.random.default_rng(seed)
@@ -68,7 +72,8 @@ def system_prompts(tokenizer: Any, seed: int) -> list[str]:
 
 
 class MultiTurn:
-    """A user asks, reads the answer, asks again. The chat template strips thinking from earlier turns."""
+    """A chat in which a user asks, reads the answer and asks again. The chat template strips thinking from earlier
+    turns."""
 
     def __init__(self, tokenizer: Any, name: str, system: str, seed: list[int]) -> None:
         self._tokenizer, self._name, self._drawn = tokenizer, name, Drawn(tokenizer, seed)
@@ -91,8 +96,11 @@ class MultiTurn:
 
 
 class ToolLoop:
-    """One question, and a tool call at the end of every turn but the last: each prompt repeats all that was generated,
-    thinking included, as Qwen3's template does until the next question."""
+    """A chat of one question, in which every turn but the last ends with a tool call.
+
+    Each prompt repeats all the tokens generated so far, thinking included, because Qwen3's template keeps them until
+    the next question.
+    """
 
     def __init__(self, tokenizer: Any, name: str, system: str, seed: list[int]) -> None:
         self._tokenizer, self._name, self._drawn = tokenizer, name, Drawn(tokenizer, seed)
@@ -124,7 +132,7 @@ KINDS: dict[str, tuple[type[MultiTurn] | type[ToolLoop], Lengths]] = {
 
 
 def chats(kind: str, tokenizer: Any, seed: int) -> list[Chat]:
-    """All chats of a run; the same seed always gives the same words and lengths."""
+    """Return all chats of a run; the same seed always gives the same words and lengths."""
     make, shape = KINDS[kind]
     systems = system_prompts(tokenizer, seed)
     return [
@@ -134,8 +142,11 @@ def chats(kind: str, tokenizer: Any, seed: int) -> list[Chat]:
 
 
 def reachable_blocks(users: int) -> int:
-    """Blocks that would hold every multi-turn chat's last prompt, system prompts once, and what `users` requests
-    generate: with them an oracle would compute nothing twice."""
+    """Return the number of blocks with which an ideal cache would compute no prefix twice.
+
+    They hold every multi-turn chat's last prompt, each system prompt once, and the tokens that `users` requests
+    generate.
+    """
     shape = MULTI_TURN
     own = shape.turns * shape.says + (shape.turns - 1) * shape.answer
     running = users * math.ceil((shape.think + shape.answer) / BLOCK_TOKENS)

@@ -1,5 +1,7 @@
-"""The rival of eviction tiers: cached blocks that no other request ever hit are reused first (vLLM pull requests 51909
-and 55998). A scheduler class for vLLM's own `scheduler_cls`; only the benchmark uses it. Engine-core process.
+"""An alternative to eviction tiers: cached blocks that no other request ever hit are reused first.
+
+The order follows vLLM pull requests 51909 and 55998. It is a scheduler class for vLLM's own `scheduler_cls`, and only
+the benchmark uses it. It runs in the engine-core process.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ if TYPE_CHECKING:
 
 
 class TwoClassQueue:
-    """In place of the block pool's free queue: blocks never hit before blocks that were, each class least recently used
-    first."""
+    """Replaces the block pool's free queue: blocks that were never hit come before blocks that were hit.
+
+    Within each class the least recently used block comes first.
+    """
 
     def __init__(self, queue: Any) -> None:
         self._never, self._hit = queue, FreeKVCacheBlockQueue([])
-        # Block ids: hit since they were allocated, and waiting among those.
+        # Ids of the blocks that were hit since they were allocated; `_waiting` has the ones of them that are in the
+        # free queue.
         self.were_hit: set[int] = set()
         self._waiting: set[int] = set()
 
@@ -53,7 +58,7 @@ class TwoClassQueue:
 
 
 class NeverHitFirst(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with that order of reuse."""
+    """vLLM's scheduler, whose block pool reuses blocks that were never hit first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

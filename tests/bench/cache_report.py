@@ -1,4 +1,4 @@
-"""What the cache benchmark shows: Markdown, JSON, a picture, and the last line. Owns wording and looks."""
+"""Render the findings of the cache benchmark as Markdown, JSON, a picture and the last line. Owns wording and looks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLOURS = {LRU: "black", NEVER_HIT: "#4c78a8", TIERS: "#b0163a"}
 
 @dataclass(frozen=True)
 class Column:
-    """A figure as it is shown."""
+    """One column of the report: its heading, the figure it shows, and its format."""
 
     heading: str
     figure: str
@@ -54,7 +54,8 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ChatRun:
-    """One arm with one kind of chats, one size and one seed. figures: by name, units in the names."""
+    """One run: an arm with one kind of chats, one cache size and one seed. figures: by name, with the unit in the
+    name."""
 
     arm: str
     kind: str
@@ -65,7 +66,7 @@ class ChatRun:
 
 @dataclass(frozen=True)
 class Findings:
-    """The whole benchmark. blocks: of each size, by its share; share: that of the main one."""
+    """All runs of the benchmark. blocks: number of KV blocks by share; share: the main size's share."""
 
     runs: list[ChatRun]
     blocks: dict[float, int]
@@ -74,7 +75,7 @@ class Findings:
     repetitions: int
 
     def values(self, arm: str, kind: str, name: str, share: float | None = None) -> list[float]:
-        """One figure in the order of seeds; of the main size if no other is given."""
+        """Return one figure of all repetitions in the order of their seeds; `share` defaults to the main size."""
         wanted = (arm, kind, self.share if share is None else share)
         return [r.figures[name] for r in sorted(self.runs, key=lambda r: r.seed) if (r.arm, r.kind, r.share) == wanted]
 
@@ -82,12 +83,13 @@ class Findings:
         return statistics.median(self.values(arm, kind, name))
 
     def gained(self, kind: str, base: str = LRU) -> float:
-        """Points of hit rate of tiers over another arm, paired by seed."""
+        """Return by how many percentage points the tiers' hit rate exceeds another arm's: median of the seeds'
+        differences."""
         pairs = zip(self.values(TIERS, kind, "hit_rate"), self.values(base, kind, "hit_rate"), strict=True)
         return 100 * statistics.median(a - b for a, b in pairs)
 
     def ratio(self, kind: str, name: str, base: str = LRU) -> float:
-        """Tiers by another arm, paired by seed."""
+        """Return a figure of the tiers divided by another arm's: median of the ratios of the same seed."""
         pairs = zip(self.values(TIERS, kind, name), self.values(base, kind, name), strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -111,7 +113,8 @@ class Aim:
 
 
 def aims(found: Findings) -> list[Aim]:
-    """The aims and whether they are met; a tool loop's hit rate within half a point of LRU's is no loss."""
+    """Return the aims and whether they are met; a tool loop's hit rate within half a point of LRU's counts as no
+    loss."""
     gained, ttft, tools = found.gained(CHATS), found.ratio(CHATS, "ttft_p50_ms"), found.gained(TOOLS)
     return [
         Aim("multi-turn hit rate over LRU", ">= 6 points", f"{gained:+.1f}", gained >= 6),
@@ -198,7 +201,7 @@ def _protocol(found: Findings) -> Iterator[str]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     import vllm
 
     return {
@@ -215,7 +218,7 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 
 def summary(found: Findings) -> dict[str, Any]:
-    """The last line. hit_rate: points over LRU; ttft_p50: tiers by LRU; both of multi-turn chats."""
+    """Return the last line. hit_rate: points over LRU; ttft_p50: tiers divided by LRU; both for multi-turn chats."""
     names = ("hit_rate", "prefill_tokens", "ttft_p50_ms", "ttft_p95_ms")
     arms = {
         arm: {kind: {n: round(found.median(arm, kind, n), 4) for n in names} for kind in cache_load.KINDS}
@@ -233,7 +236,7 @@ def summary(found: Findings) -> dict[str, Any]:
 
 
 def write(found: Findings, folder: Path) -> list[Path]:
-    """Write all three files; returns their paths."""
+    """Write the report's three files and return their paths."""
     paths = [folder / f"cache.{suffix}" for suffix in ("json", "md", "png")]
     paths[0].write_text(json.dumps(as_json(found), indent=1) + "\n")
     paths[1].write_text(markdown(found))
@@ -242,7 +245,7 @@ def write(found: Findings, folder: Path) -> list[Path]:
 
 
 def draw(found: Findings, path: Path) -> None:
-    """Hit rate and TTFT of each arm, by kind of chats."""
+    """Draw the hit rate and the TTFT of each arm, by kind of chats."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

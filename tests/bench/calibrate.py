@@ -1,4 +1,4 @@
-"""Calibration as an operator does it: `meridianctl record` while requests run, labels, `meridianctl calibrate`."""
+"""Calibrate as an operator does: run `meridianctl record` during requests, make labels, run `meridianctl calibrate`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ if TYPE_CHECKING:
     from tests.bench.driver import Batch, Completion, Engine, Sample
 
 MERIDIANCTL = str(Path(sys.executable).with_name("meridianctl"))
-# From the trace file's appearance to the first record: one call over loopback.
+# Seconds from the appearance of the trace file to the first record, which take one call over loopback.
 CONNECTED_S = 1.0
 
 
-# Where probes are placed while recording. A probe at a sentence end is still out when the paragraph ends, one token
-# later: for rules that probe at paragraphs a recording of its own is needed, and says nothing of other EAT rules.
+# Places of the probes in a recording. The probe of a sentence end is still under way when the paragraph ends, one token
+# later. So the rules that probe at paragraph ends need a recording of their own, which tells nothing about other EAT
+# rules.
 SENTENCES, PARAGRAPHS = "sentence", "paragraph"
 AT_PARAGRAPHS = "EAT at paragraphs"
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """policy: as `meridianctl calibrate` wrote it. report: its figures. natural_tokens: mean of the calibration set."""
+    """The result of a calibration.
+
+    policy: as `meridianctl calibrate` wrote it. report: its figures. natural_tokens: mean thinking of the calibration
+    set.
+    """
 
     policy: dict[str, Any]
     report: dict[str, Any]
@@ -48,15 +53,16 @@ class Calibrated:
 
     @property
     def rule(self) -> str:
-        """What it recommends, in its own words."""
+        """Return the recommended rule in the report's words."""
         return str(self.report["recommended"]["rule"]) if self.recommends else "nothing to recommend: in shadow"
 
 
 def calibrate(engine: Engine, reference: Reference, samples: Sequence[Sample], folder: Path) -> Calibrated:
     """Record these requests twice and calibrate on both recordings. Raises BenchError.
 
-    What the one with probes at paragraphs recommends goes first, if that probes at paragraphs: live, such a probe reads
-    what it read there. A gated one reads two tokens later than one at a sentence end did.
+    The recommendation of the recording with probes at paragraph ends is preferred if its rule probes there, because a
+    live probe then reads the same text as the recorded one. A probe of a rule gated by rank reads two tokens later than
+    the recorded one at a sentence end did.
     """
     known: dict[tuple[str, tuple[int, ...]], Cuts] = {}
 
@@ -79,7 +85,8 @@ def calibrate(engine: Engine, reference: Reference, samples: Sequence[Sample], f
 def _recorded(
     engine: Engine, cut: Callable[[Sample, Completion], Cuts], samples: Sequence[Sample], folder: Path, where: str
 ) -> Calibrated:
-    """What `meridianctl calibrate` says of one recording; its files are in a folder of its own. Raises BenchError."""
+    """Record once and run `meridianctl calibrate` on the recording, with files in a folder of its own. Raises
+    BenchError."""
     task, folder = engine.task, folder / f"calibration-{where}"
     folder.mkdir(exist_ok=True)
     trace, labels, policy, report = (folder / name for name in ("trace", "labels.jsonl", "policy.toml", "report.json"))
@@ -88,7 +95,7 @@ def _recorded(
     batch = _record(engine, samples, trace, where)
     done = list(zip(samples, batch.completions, strict=True))
     cuts.write_labels(labels, done, [cut(*pair) for pair in done])
-    # Not the policy of the recording, which probes everywhere.
+    # The base is not the policy of the recording, because that policy probes everywhere.
     base = folder / "base.toml"
     base.write_text(tomli_w.dumps(arms.with_answer_prefix({}, task.name, task.answer_prefix)))
     written = ["--out", str(policy), "--report", str(report), "--plot", str(folder / "frontier.png")]
@@ -99,15 +106,16 @@ def _recorded(
         check=False,
     )
     (folder / "calibration.txt").write_text(process.stdout + process.stderr)
-    # 1 is also the status of a calibration that recommends nothing; then its policy stays in shadow.
+    # `meridianctl calibrate` also exits with status 1 if it recommends no rule; the policy that it writes then is in
+    # shadow.
     if process.returncode not in (0, 1) or not report.exists():
-        raise BenchError(f"meridianctl calibrate left with status {process.returncode}:\n{process.stderr[-2000:]}")
+        raise BenchError(f"meridianctl calibrate exited with status {process.returncode}:\n{process.stderr[-2000:]}")
     figures = json.loads(report.read_text())
     return Calibrated(arms.load(policy), figures, batch.mean_think_tokens(), len(samples))
 
 
 def _record(engine: Engine, samples: Sequence[Sample], trace: Path, where: str) -> Batch:
-    """Run requests under a policy that only watches while `meridianctl record` writes a trace. Raises BenchError."""
+    """Run requests under a policy in shadow while `meridianctl record` writes a trace. Raises BenchError."""
     command = [MERIDIANCTL, "--server", engine.control.target, "record", str(trace)]
     recording = Process(command, trace.with_name("record.log"))
     try:
@@ -117,5 +125,5 @@ def _record(engine: Engine, samples: Sequence[Sample], trace: Path, where: str) 
     finally:
         status = recording.stop()
     if status:
-        raise BenchError(f"meridianctl record left with status {status}:\n{recording.output()}")
+        raise BenchError(f"meridianctl record exited with status {status}:\n{recording.output()}")
     return batch

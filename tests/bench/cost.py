@@ -1,6 +1,6 @@
-"""What the agent costs: `make bench-cost`, protocol in tests/bench/README.md.
+"""Measure the time that the agent costs an engine: `make bench-cost`, protocol in tests/bench/README.md.
 
-Owns the order of events and the report. The last line printed is JSON.
+The module owns the order of events and the report. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAIRS, ROUNDS = 3, 10
 
 
 def step_table(rows: Sequence[Row]) -> list[str]:
-    """Per batch size: the agent's time in the engine-core thread and in the worker, beside stock's."""
+    """Return the table per batch size: the agent's time in the engine-core thread and in the worker, beside stock's."""
     lines = [
         "| running | stock schedule + update, us | agent, us | of stock | waited for, us | of stock "
         "| processor time: agent, of stock | in the worker, us | of its step |",
@@ -53,7 +53,7 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 
 
 def hook_table(rows: Sequence[Row]) -> list[str]:
-    """Where the agent's time goes, by hook."""
+    """Return the table of the agent's time by hook."""
     hooks = list(rows[0].hooks_us)
     lines = [f"| running | {' | '.join(hooks)} | step, ms | round trip, ms |", "|---" * (len(hooks) + 3) + "|"]
     for r in rows:
@@ -63,7 +63,7 @@ def hook_table(rows: Sequence[Row]) -> list[str]:
 
 
 def throughput_table(found: Throughput) -> list[str]:
-    """All arms: tokens per second, the ratio to stock, and who used how much of the processors."""
+    """Return the table of all arms: tokens per second, the ratio to stock, and processor time by process."""
     names = list(found.cpu_us["governed"])
     head = ["", "tokens per second", "over stock, 95 % interval", *(f"{name}, us per token" for name in names)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -103,16 +103,17 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.cost", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of windows per batch size")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="windows of each arm of throughput")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="windows of each arm in the throughput measurement")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="running requests")
     parser.add_argument("--save", action="store_true", help=f"keep the report in {RESULTS}")
     return parser.parse_args()
 
 
 def run() -> None:
-    """Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-cost-"))
-    # vLLM loads its plugins once in a process, and stock's engine would have it load none of ours.
+    # The throughput runs in a process of its own: vLLM loads its plugins once per process, so after stock's engine the
+    # governed one would run without the agent's plugin.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         found = apart.submit(cost_throughput.measure, folder / "throughput", options.rounds).result()
     (folder / "steps").mkdir()

@@ -1,6 +1,6 @@
-"""Whose time it is: wraps functions so that each one's own time, without that of wrapped ones it calls, is booked.
+"""A clock that books each wrapped function's own time, without the time of wrapped functions that it calls.
 
-Knows neither vLLM nor the agent. Runs on the thread that it measures.
+The module knows neither vLLM nor the agent. It runs on the thread that it measures.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OUTSIDE = "outside"
 
 
 class Clock:
-    """Seconds by category, of wall time or of the thread's processor time, whichever `read` is.
+    """Seconds by category, either of wall time or of the thread's processor time, depending on `read`.
 
-    Taking the time costs about 0.2 us at each end of a wrapped call, which is in the figures.
+    Each wrapped call costs about 0.2 us at its begin and at its end, which the figures contain.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class Clock:
         self._whose, self._since = OUTSIDE, 0.0
 
     def reset(self, read: Callable[[], float]) -> None:
-        """Begin anew, with this clock."""
+        """Clear all figures, and use `read` as the clock from now on."""
         self.seconds.clear()
         self.calls.clear()
         self.read, self._whose, self._since = read, OUTSIDE, read()
 
     def wrap(self, owner: Any, name: str, category: str) -> None:
-        """Book the time of `owner.name`; owner is a class or an instance."""
+        """Book the time of `owner.name` under `category`; `owner` is a class or an instance."""
         function = getattr(owner, name)
 
         @functools.wraps(function)

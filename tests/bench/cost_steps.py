@@ -1,7 +1,7 @@
-"""The agent's time per engine step in the engine-core thread and in the worker, beside stock vLLM's in the same run.
+"""Measure the agent's time per engine step in the engine-core thread and in the worker, beside stock vLLM's.
 
-Owns one engine whose core runs in this process, so that its thread can be measured, the arms and the windows. The
-worker is a process of its own. Protocol: tests/bench/README.md.
+The module owns the arms, the windows, and one engine whose core runs in this process, so that its thread can be
+measured. The worker is a process of its own. The protocol is in tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 SIZES = (1, 16, 64, 256)
 TOKENS = 200
-# Everything on as it comes, but that no rule ends thinking; probes are asked for in shadow.
+# Every feature has its default, but the cap is too high to end any thinking; probes are requested in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
-# Categories of the agent's time, by the hook it is spent in, and whether the engine's step waits for it.
+# Categories of the agent's time, named after its hooks, and whether the engine's step waits for the hook.
 HOOKS = {"before schedule": True, "after schedule": True, "mask": False, "after update": True, "requests": True}
 STOCK = ("schedule", "update")
 
 
 @dataclass
 class Row:
-    """One batch size. All times are microseconds per step, medians over windows; hooks_us: wall time by hook.
+    """The figures of one batch size. All times are microseconds per step, medians over windows.
 
-    critical_us: of the agent's, what the step waits for. stock_us: stock schedule and update_from_output without the
-    agent. with_us: the same calls with it. cpu: processor time of the thread instead of wall time.
+    agent_us: all of the agent's time. critical_us: the part of it that the step waits for. stock_us: stock schedule and
+    update_from_output without the agent. with_us: the same calls with the agent. cpu: processor time of the thread
+    instead of wall time. hooks_us: wall time by hook.
     """
 
     requests: int
@@ -57,12 +58,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Of the whole agent's time to stock's, the median of the pairs of windows."""
+        """Return the agent's time divided by stock's time, as the median over the pairs of windows."""
         return statistics.median(self.ratios)
 
 
 def instrument(clock: Clock, scheduler: Any) -> None:
-    """Book what happens in the scheduler's calls: stock vLLM's own, and what the agent adds."""
+    """Book the time of the scheduler's calls, stock vLLM's own code and the agent's apart."""
     from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
     stock = next(cls for cls in type(scheduler).__mro__ if cls.__module__.startswith("vllm."))
@@ -101,7 +102,7 @@ class Steps:
             MERIDIAN_CONTROL=self._control.target,
             PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            # This process has gRPC threads, which a fork does not survive.
+            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
             VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
             VLLM_LOGGING_LEVEL="WARNING",
         )
@@ -113,7 +114,7 @@ class Steps:
         places, blocks = max(SIZES), max(SIZES) * 12
         worker = "tests.bench.cost_worker.CountingWorker"
         args = {**ENGINE_ARGS, "max_num_seqs": places, "num_gpu_blocks_override": blocks, "worker_cls": worker}
-        # With the engine core in this process vLLM would have the worker here, too.
+        # If the engine core runs in this process, vLLM's default would run the worker in it, too.
         return vllm.LLM(**args, distributed_executor_backend="mp")
 
     def close(self) -> None:
@@ -123,8 +124,11 @@ class Steps:
         self._control.process.stop()
 
     def measure(self, requests: int, pairs: int) -> Row:
-        """Pairs of windows, one with and one without the agent, after one to warm up; which comes first changes with
-        every pair. The time of the first pair of each two is wall time, of the second processor time."""
+        """Measure pairs of windows, one with and one without the agent, after one window to warm up.
+
+        The order within a pair alternates. Of each two pairs the first is measured in wall time, the second in
+        processor time.
+        """
         wall: dict[bool, list[_Window]] = defaultdict(list)
         cpu: dict[bool, list[_Window]] = defaultdict(list)
         self._window(requests, True, time.perf_counter)
@@ -135,7 +139,8 @@ class Steps:
         return _row(requests, wall, cpu)
 
     def _window(self, requests: int, governed: bool, read: Callable[[], float]) -> _Window:
-        """One batch from its first step to its last. Without the agent the mixin does what it does when that is off."""
+        """Measure one batch from its first step to its last; `governed` says whether the scheduler mixin calls the
+        agent."""
         from vllm import SamplingParams
 
         from tests.data import maze
@@ -194,7 +199,8 @@ def _row(requests: int, wall: dict[bool, list[_Window]], cpu: dict[bool, list[_W
         return statistics.median(map(of, windows))
 
     on, off = wall[True], wall[False]
-    # Without the agent the mixin's own frames are booked as hooks: they are not stock's, and not there in stock vLLM.
+    # In windows without the agent the mixin's own frames are booked as hooks, not as stock's time, because stock vLLM
+    # does not have these frames.
     return Row(
         requests=requests,
         step_ms=median(on, lambda w: w.step_ms),

@@ -1,6 +1,7 @@
-"""What the agent takes of an engine's throughput, and what each process used: stock and governed vLLM side by side.
+"""Compare the throughput and the processor time of stock and governed vLLM, side by side.
 
-Owns the engines, of which one at a time has work, the windows and their rounds. Protocol: tests/bench/README.md.
+The module owns the engines, of which one at a time has work, the windows and their rounds. The protocol is in
+tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCKS = 1024
-# In a window each place is taken about twice; its last steps, when places fall empty, are the same in all arms.
+# Each place of the engine is taken about twice in a window. The last steps, in which places fall empty, are the same in
+# all arms.
 REQUESTS = 2 * PLACES
-# vLLM's workers look for work without a pause for a second after the last.
+# After its last work, a vLLM worker polls for more without a pause for about a second.
 SPIN_S = 1.2
-# Nobody is left out, nothing is held back, no rule ends thinking; all else is on as it comes.
+# All features have their defaults, but the budgets are so large that no request is left out of a step.
 NEUTRAL: dict[str, Any] = {"scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0}}
 POLICIES = {
     "stock": {},
@@ -38,14 +40,14 @@ POLICIES = {
     "every step": NEUTRAL | {"telemetry": {"report_interval_steps": 1}},
 }
 ARMS = tuple(POLICIES)
-# The last arm's engine is the governed one, under another policy.
+# The last arm uses the governed engine under another policy, so it needs no engine of its own.
 ENGINES = ARMS[:-1]
 PROCESSES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window of one arm. cpu_s: processor seconds by process; others_cores: what other programs used."""
+    """One window of one arm. cpu_s: processor seconds by process; others_cores: cores that other programs used."""
 
     tokens_per_s: float
     step_ms: float
@@ -56,10 +58,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Against stock, by arm: another stock engine, the governed one as it comes, and with a report for each step.
+    """The figures of all arms against stock: a second stock engine, the governed engine with defaults, and the governed
+    engine with a report for each step.
 
     rounds: windows of each arm. ratio: geometric mean over the rounds, with a bootstrap interval. cpu_us: processor
-    microseconds per generated token, by arm and process. ratios: of each round.
+    microseconds per generated token, by arm and process. ratios: the ratio of each round, by arm.
     """
 
     rounds: int
@@ -72,7 +75,7 @@ class Throughput:
 
 
 def measure(folder: Path, rounds: int) -> Throughput:
-    """Raises BenchError."""
+    """Measure all arms in `rounds` rounds after one to warm up. Raises BenchError."""
     return asyncio.run(_measure(folder, rounds))
 
 
@@ -111,7 +114,7 @@ class Measured:
         self._engine, self._processes = engine, processes
 
     async def window(self, policy: dict[str, Any], seed: int) -> Window:
-        """The same requests in all arms of a round, a new one whenever one is done."""
+        """Run the requests of a round, which all arms share, with every place of the engine taken."""
         engine = self._engine
         await engine.begin(policy)
         await asyncio.sleep(SPIN_S)
@@ -139,7 +142,7 @@ class Measured:
 
 
 def _named() -> dict[int, str]:
-    """vLLM's processes that this one started, by what they call themselves."""
+    """Return the vLLM processes that descend from this one, by pid, with the names that they give themselves."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -152,14 +155,14 @@ def _named() -> dict[int, str]:
 
 
 def _descends(pid: int) -> bool:
-    """Whether this process started that one, or one that did."""
+    """Return whether the process `pid` is this process or descends from it."""
     while pid > 1 and pid != os.getpid():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid == os.getpid()
 
 
 def summary(rounds: list[dict[str, Window]]) -> Throughput:
-    """What the rounds come to."""
+    """Return the figures over all rounds."""
 
     def of(arm: str, name: str) -> float:
         return float(np.median([getattr(found[arm], name) for found in rounds]))

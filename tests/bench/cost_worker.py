@@ -1,5 +1,7 @@
-"""A worker that counts what its steps take, and what the agent takes of that. Runs in the engine's worker process,
-through vLLM's own `--worker-cls`."""
+"""A worker that counts the processor time of its steps and the agent's part of it.
+
+It runs in the engine's worker process, through vLLM's own `--worker-cls`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 from meridian_agent.worker import observer as observe
 from tests.bench.metered import MeteredWorker
 
-# What the agent does in a worker's step, one inside another nowhere.
+# The observer's methods that run in a worker's step; no method of this list calls another one.
 CALLS = ("begin", "before_sampling", "on_logits", "put")
 _observe_s = 0.0
 
@@ -35,8 +37,8 @@ for _name in CALLS:
 
 
 class CountingWorker(MeteredWorker):
-    """Processor time of all steps, and of the agent's part in them."""
+    """Counts the processor time of all steps, and the agent's part of it."""
 
     def counted(self) -> tuple[float, float]:
-        """Seconds so far: steps, the agent; called from the benchmark's process."""
+        """Return the seconds so far of the steps and of the agent; the benchmark's process calls this."""
         return self.busy_seconds(), _observe_s

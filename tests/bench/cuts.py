@@ -1,9 +1,9 @@
-"""What cutting a request's thinking would have given, computed offline with Transformers on the generated tokens.
+"""Compute offline, with Transformers, which answers a request would have given if its thinking had been cut earlier.
 
-Owns the labels that calibration reads and the oracle. A cut appends the end marker and, where answers begin with words
-that say nothing, those words; the label is the probability of the right answer after that. At a cut the model goes on
-from exactly these tokens, so this is the chance that its own answer is right; that it begins with those words is taken
-for granted, and the measured accuracy of the arms does not depend on it.
+The module owns the labels that calibration reads, and the oracle. A cut appends the end marker to the generated tokens
+and, if the model's answers begin with a fixed phrase, that phrase; the label is the probability of the right answer
+after it. The model would continue from exactly these tokens, so the label is the chance that its own answer is right.
+That the answer begins with the phrase is assumed; the measured accuracy of the arms does not depend on this assumption.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Every cut of one request's thinking: entry n keeps n thinking tokens. chance: of the right answer. likeliest:
-    whether the likeliest answer is right. sentence_ends: thinking tokens up to each sentence end."""
+    """All cuts of one request's thinking; entry n keeps n thinking tokens.
+
+    chance: probability of the right answer. likeliest: whether the likeliest answer is right. sentence_ends: thinking
+    tokens up to each sentence end.
+    """
 
     chance: list[float]
     likeliest: list[bool]
@@ -33,7 +36,7 @@ class Cuts:
 
 
 class Reference:
-    """The task's model in Transformers."""
+    """The task's model, loaded in Transformers."""
 
     def __init__(self, task: Task) -> None:
         from tests.data import measure
@@ -48,7 +51,8 @@ class Reference:
 
 
 def write_labels(path: Path, done: Sequence[tuple[Sample, Completion]], cuts: Sequence[Cuts]) -> None:
-    """The labels of `meridianctl calibrate`. The natural answer is judged as the cuts are, by its probability."""
+    """Write the labels for `meridianctl calibrate`; the natural answer is judged by its probability, as the cuts
+    are."""
     with path.open("w") as file:
         for (sample, completion), cut in zip(done, cuts, strict=True):
             for row in _rows(completion, cut):
@@ -63,7 +67,7 @@ def _rows(completion: Completion, cut: Cuts) -> Iterator[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Ideal:
-    """A request as the oracle ends it. chance: of the right answer there."""
+    """A request whose thinking the oracle ends. chance: probability of the right answer at that point."""
 
     think_tokens: int
     right: bool
@@ -71,8 +75,11 @@ class Ideal:
 
 
 def oracle(completion: Completion, cut: Cuts, anywhere: bool) -> Ideal:
-    """Thinking that ends at the first sentence end (or token) where the likeliest answer is right; unchanged without
-    one."""
+    """Return the request with thinking ended at the first sentence end (or token) at which the likeliest answer is
+    right.
+
+    If there is no such place, the thinking stays as it is.
+    """
     places = range(len(cut.likeliest)) if anywhere else cut.sentence_ends
     first = next((at for at in places if cut.likeliest[at]), None)
     if first is None:
@@ -81,5 +88,5 @@ def oracle(completion: Completion, cut: Cuts, anywhere: bool) -> Ideal:
 
 
 def natural_chance(completion: Completion, cut: Cuts) -> float:
-    """Of the right answer after all of the thinking; none where it does not end."""
+    """Return the probability of the right answer after all of the thinking, or 0 if the thinking does not end."""
     return cut.chance[-1] if completion.ended else 0.0

@@ -1,12 +1,12 @@
-"""What the decision log and traces cost a session: `python -m tests.bench.decision_log`.
+"""Measure how much the decision log and traces cost a session: `python -m tests.bench.decision_log`.
 
-Protocol: one recorded stream (64 requests at once, 1,000 steps of a fake engine, each request thinks 50 to 800 tokens
-and answers up to 100, EAT probes every 64 tokens, all rules on), given to a new session with its recorded times, over
-and over: without the log, with it, with it and traces of 1 % of the requests, and of all, taking turns in changing
-order, 15 of each after one of each to warm up. Process time of the session's own work and, with traces, of the SDK's
-thread up to the last span's export, to a collector in another process; messages are parsed and the collector is
-connected to before. Ratios are taken
-within each turn, and their medians reported. The last line is JSON.
+Protocol: one recorded stream is given repeatedly to a new session, with its recorded times. The stream has 64 requests
+at once over 1,000 steps of a fake engine; each request thinks 50 to 800 tokens and answers up to 100, EAT probes run
+every 64 tokens, and all rules are on. There are four arms: without the log, with it, with it and traces of 1 % of the
+requests, and with it and traces of all requests. The arms take turns in changing order, 15 runs of each after one of
+each to warm up. The measure is the process time of the session's own work and, with traces, of the SDK's thread up to
+the export of the last span to a collector in another process. Parsing the messages and connecting to the collector are
+not measured. Ratios are taken within each turn, and their medians reported. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recorded() -> Stream:
 
 
 def seconds(made: Stream, arm: str, tracing: Tracing | None) -> float:
-    """Process time of the whole stream."""
+    """Return the process time of the whole stream under one arm."""
     log = DecisionLog(ended=tracing.over) if tracing is not None else DecisionLog()
     session = Session("s", made.hello, NOW, Journal(log, "engine", "1", "s", NOW) if arm != WITHOUT else None)
     begun = time.process_time()
@@ -66,7 +66,8 @@ def seconds(made: Stream, arm: str, tracing: Tracing | None) -> float:
 
 
 def collect(pipe: Connection) -> None:
-    """A collector until the pipe says so; says its port first, and in the end how many spans it has."""
+    """Serve as a collector until the pipe says stop; send the port first, and at the end the number of spans
+    received."""
     collector = Collector()
     pipe.send(collector.port)
     pipe.recv()

@@ -1,6 +1,7 @@
-"""How long until a changed policy is applied on the fleet: `make bench-delivery`, protocol in tests/bench/README.md.
+"""Measure how long a changed policy takes to be applied on the whole fleet: `make bench-delivery`.
 
-Owns the order of events and the figures. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns the order of events and the figures. The last line printed is
+JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZES = (10, 100, 1000)
 AIMS_S = {100: 1.0, 1000: 5.0}
 SHARE = 0.95
 PROCESSES = 4
-# Between two updates, so that each waits for the quiet that delivery asks for.
+# Pause between two updates: delivery waits until the policy has not changed for a while, so each update gets this wait.
 PAUSE_S = 1.0
 IDLE_S = 5.0
 TIMEOUT_S = 120.0
@@ -45,9 +46,11 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """What one fleet size gave. p*_s: over the updates, of the time from the call until 95 % had applied it.
+    """The figures of one fleet size.
 
-    server_cpu_s: processor time of the server per update, reports left out; server_report_cores: for the reports alone.
+    p*_s: percentiles over the updates, each measured from the call until 95 % of the agents had applied it.
+    server_cpu_s: the server's processor time per update, reports left out; server_report_cores: cores for the reports
+    alone.
     """
 
     agents: int
@@ -62,7 +65,7 @@ class Size:
 
 
 class Agents:
-    """The processes with the simulated agents."""
+    """The processes that run the simulated agents."""
 
     def __init__(self, processes: list[asyncio.subprocess.Process], cores: set[int]) -> None:
         self._processes = processes
@@ -82,12 +85,12 @@ class Agents:
         return cls(processes, cores)
 
     async def applied(self, revision: int) -> list[float]:
-        """When each applied a revision, in order, once all have. Raises BenchError."""
+        """Wait until all agents have applied a revision; return their times in ascending order. Raises BenchError."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 found = await asyncio.gather(*(self._applied(process, revision) for process in self._processes))
         except TimeoutError:
-            raise BenchError(f"revision {revision} was not applied by all within {TIMEOUT_S} s") from None
+            raise BenchError(f"revision {revision} was not applied by all agents within {TIMEOUT_S} s") from None
         return sorted(at_s for times in found for at_s in times)
 
     async def _applied(self, process: asyncio.subprocess.Process, revision: int) -> list[float]:
@@ -109,7 +112,7 @@ class Agents:
 
 
 async def measure(agents: int, updates: int) -> Size:
-    """One fleet of this size under a server of its own, which has a core to itself."""
+    """Measure one fleet of this size under a server of its own, which has a core to itself."""
     folder = Path(tempfile.mkdtemp(prefix="bench-delivery-"))
     server_core, *other_cores = sorted(os.sched_getaffinity(0))
     control = await asyncio.to_thread(Control, folder, cores={server_core})
@@ -144,7 +147,8 @@ async def _updates(control: Control, fleet: Agents, agents: int, updates: int) -
 
 
 async def _update(stub: Any, fleet: Agents, revision: int) -> tuple[float, list[float]]:
-    """When an update was called, and when each agent had applied it. Every request's cap changes with it."""
+    """Send an update and return its time and the times at which the agents applied it; it changes every request's
+    cap."""
     policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=10_000 + revision))
     called_s = time.monotonic()
     answer = await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
@@ -154,7 +158,7 @@ async def _update(stub: Any, fleet: Agents, revision: int) -> tuple[float, list[
 
 
 async def _cores(pid: int) -> float:
-    """What the server uses for the agents' reports alone."""
+    """Return the cores that the server uses for the agents' reports alone."""
     before, began_s = ticks_of(pid), time.monotonic()
     await asyncio.sleep(IDLE_S)
     return (ticks_of(pid) - before) / TICKS_PER_S / (time.monotonic() - began_s)
@@ -191,7 +195,7 @@ def plain(size: Size) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """The whole benchmark. Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     sizes = asyncio.run(_run(options))
     written = {"delivery.md": markdown(sizes), "delivery.json": json.dumps([plain(size) for size in sizes], indent=1)}
     for folder in [options.output, *([RESULTS] if options.save else [])]:
@@ -215,11 +219,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--sizes", type=int, nargs="+", default=SIZES, help="numbers of agents")
-    add("--updates", type=int, default=100, help="updates of each size that are measured")
+    add("--updates", type=int, default=100, help="measured updates of each fleet size")
     add("--output", type=Path, default=ROOT / "build" / "bench-delivery")
     add("--save", action="store_true", help="write the results to tests/bench/results too")
-    add("--quiet-cores", type=float, default=0.3, help="what others may use without a size being measured again")
-    add("--patience-s", type=float, default=600.0, help="time spent on waiting for that and on measuring again, in all")
+    add(
+        "--quiet-cores",
+        type=float,
+        default=0.3,
+        help="processor cores that other programs may use before a size is measured again",
+    )
+    add(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="longest total time to wait for a quiet machine and to measure again, in seconds",
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,8 +1,8 @@
-"""Some of the simulated agents of bench-delivery: `python -m tests.bench.delivery_agents TARGET FIRST COUNT`.
+"""Run a part of bench-delivery's simulated agents: `python -m tests.bench.delivery_agents TARGET FIRST COUNT`.
 
-Owns their streams, each a TCP connection of its own, and when they applied what. Prints a line of JSON for each
-revision that all have applied: the revision and the monotonic times, in seconds, at which each wrote its ACK. One event
-loop.
+The module owns the agents' streams, each a TCP connection of its own, and the time at which each agent applied a
+revision. When all its agents have applied a revision, it prints a line of JSON: the revision and the monotonic times,
+in seconds, at which each agent wrote its ACK. It has one event loop.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 from tests.fakes.agent import FakeAgent, Script, hello
 
 REQUESTS = 8
-# What each agent reports: one step of all its requests.
+# Each agent reports one step of all its requests at this interval.
 REPORT_S = 1.0
 THINK_TOKENS = 1 << 30
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 class Agents:
-    """All agents of this process, and how many have applied each revision."""
+    """All agents of this process, and the times at which they applied each revision."""
 
     def __init__(self, target: str, first: int, count: int) -> None:
         self.target, self.numbers = target, range(first, first + count)

@@ -1,6 +1,6 @@
-"""One governed vLLM engine with its control plane, and requests through it at a steady number in flight.
+"""One governed vLLM engine with its control plane, and requests sent to it with a steady number in flight.
 
-Owns both processes and what is counted of a request. Knows no rule.
+The module owns both processes and the counts of each request. It knows no rule for ending thinking.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.bench.tasks import Task
 
-# Places that requests never take: an engine with every place taken refuses probes.
+# The engine has more places than requests in flight, because an engine with every place taken refuses probes.
 IN_FLIGHT, PLACES = 32, 48
 STOP_S = 20.0
 FINISHED = ("stop", "length")
@@ -31,7 +31,8 @@ FINISHED = ("stop", "length")
 
 @dataclass(frozen=True)
 class Sample:
-    """One request: the same prompt and sampling seed in every arm. `round` is the benchmark's seed it belongs to."""
+    """One request, with the same prompt and sampling seed in every arm. `round` is the benchmark's seed that it belongs
+    to."""
 
     name: str
     round: int
@@ -41,9 +42,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of a request. think_tokens: those before the end marker, markers not counted; the limit's where there
-    is none. ended: whether there is one. late_tokens: thinking tokens after the newest end of a paragraph. tokens: all
-    that were generated."""
+    """The result of one request.
+
+    think_tokens: tokens before the end marker, without markers; without an end marker, all tokens up to the limit.
+    ended: whether the end marker was generated. late_tokens: thinking tokens after the newest end of a paragraph.
+    tokens: all generated tokens.
+    """
 
     tokens: tuple[int, ...]
     think_tokens: int
@@ -55,8 +59,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one run, in their order, and what FleetService counted meanwhile. decode_s: what the engine's
-    steps took without the pace: processor time of the worker, and the engine core's own scheduling and the agent's."""
+    """The results of one run in the order of its requests, and FleetService's counts of the run.
+
+    decode_s: time of the engine's steps without the pace, which is the worker's processor time plus the time of the
+    scheduler and the agent in the engine core.
+    """
 
     completions: list[Completion]
     wall_s: float
@@ -74,7 +81,7 @@ class Batch:
 
 
 class Engine:
-    """A vLLM engine, its core in a process of its own, and the meridian-control that governs it."""
+    """A vLLM engine, whose core is a process of its own, and the meridian-control that governs it."""
 
     def __init__(self, task: Task, folder: Path, step_ms: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +107,7 @@ class Engine:
             MERIDIAN_DEMO_STEP_MS=str(step_ms),
             PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            # This process has gRPC threads, which a fork does not survive.
+            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
             VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
             VLLM_LOGGING_LEVEL="ERROR",
             VLLM_NO_USAGE_STATS="1",
@@ -117,7 +124,7 @@ class Engine:
             block_size=32,
             max_model_len=1024,
             max_num_seqs=PLACES,
-            # Also switches on vLLM's own thinking_token_budget.
+            # The reasoning parser also switches on vLLM's own thinking_token_budget.
             reasoning_parser="qwen3",
             seed=0,
             worker_cls="tests.bench.metered.MeteredWorker",
@@ -137,9 +144,9 @@ class Engine:
         return list(self._template(turns, add_generation_prompt=True, return_dict=False))
 
     def run(self, samples: Sequence[Sample], policy: dict[str, Any], budget: int | None = None) -> Batch:
-        """All samples under one policy. budget: vLLM's own thinking_token_budget. Raises BenchError."""
+        """Run all samples under one policy. budget: vLLM's own thinking_token_budget. Raises BenchError."""
         self.control.apply(policy)
-        # Prompts come again in every arm: none may find its KV there.
+        # Every arm has the same prompts, so no arm may find their KV blocks in the prefix cache.
         self._llm.reset_prefix_cache()
         before, busy_s = self._engine(), self._busy_s()
         prompts = [self.prompt_ids(sample.prompt) for sample in samples]
@@ -163,7 +170,7 @@ class Engine:
         return float(self._llm.collective_rpc("busy_seconds")[0])
 
     def _engine(self) -> fleet_pb2.Engine:
-        """The engine as FleetService shows it once all decisions have had their outcome. Raises BenchError."""
+        """Return the engine as FleetService shows it when every decision has its outcome. Raises BenchError."""
         engine: fleet_pb2.Engine = self.control.settled()
         if engine.fault or engine.nack_error:
             raise BenchError(f"the agent is off: {engine.fault or engine.nack_error}")
@@ -215,7 +222,7 @@ def _scheduling_s(engine: fleet_pb2.Engine) -> float:
 
 
 def _budget_ends(completions: Sequence[Completion], budget: int) -> dict[str, int]:
-    """FleetService takes an end by vLLM's own budget for a natural one."""
+    """Count the ends by vLLM's own budget, because FleetService counts them as natural ends."""
     spent = sum(c.think_tokens >= budget for c in completions)
     return {name: count for name, count in (("budget", spent), ("natural", len(completions) - spent)) if count}
 
@@ -226,7 +233,7 @@ def _count(counts: Mapping[str, int], name: str) -> int:
 
 @contextlib.contextmanager
 def engine(task: Task, folder: Path, step_ms: float) -> Iterator[Engine]:
-    """An engine that is stopped whatever happens. step_ms: how long a step lasts at least."""
+    """Yield an engine that is always stopped at the end. step_ms: least duration of a step."""
     started = Engine(task, folder, step_ms)
     try:
         yield started

@@ -1,7 +1,7 @@
-"""Stock and governed vLLM side by side while faults come and go: engines, windows of steps, their pairs.
+"""Run stock and governed vLLM side by side while faults begin and end: engines, windows of steps, and their pairs.
 
-Owns two engines under the same load, of which one at a time runs. Each window has the same steps of it in both arms.
-Protocol: tests/bench/README.md.
+The module owns two engines under the same load, of which one at a time runs. A window has the same steps of the load in
+both arms. The protocol is in tests/bench/README.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from tests.chaos.reports import Report
 
-# In flight all the time, of so many that come again and again; prompts and lengths are those of bench-scheduling.
+# Requests always in flight, the number of different requests, which repeat, and the seed. Prompts and lengths are those
+# of bench-scheduling.
 IN_FLIGHT, REQUESTS, SEED = 16, 96, 7
 ENGINE: dict[str, Any] = {
     "served_model_name": "random",
@@ -41,25 +42,29 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 1024,
     "block_size": BLOCK_TOKENS,
     "worker_cls": "tests.bench.metered.MeteredWorker",
-    # As servers have it; with the engine core in the caller's process vLLM would have the worker there, too.
+    # vLLM's server runs the worker in its own process; with the engine core in the caller's process, vLLM's default
+    # would not.
     "distributed_executor_backend": "mp",
 }
-# Nobody is left out, nothing is held back; leases so short that each fault that silences the control plane ends them.
+# The budgets are so large that no request is left out of a step. The leases are so short that they end in each fault
+# that silences the control plane.
 POLICY: dict[str, Any] = {
     "scheduler": {"output_tpot_budget_ms": 100_000.0, "think_tpot_budget_ms": 100_000.0},
     "fallback": {"lease_ms": 2000},
 }
-# As the metered worker reads it, see tests.demo.pace, which imports all of vLLM: steps are as long as they are.
+# Turns off the pace of tests.demo.pace, from which the metered worker derives, so that steps have their own duration.
+# That module imports all of vLLM, so its variable is named here.
 UNPACED = {"MERIDIAN_DEMO_STEP_MS": "0"}
-# By then requests have come and gone often enough to be in all parts of their lengths.
+# After WARM_STEPS enough requests have ended and begun that those in flight are at all stages of their lengths.
 WARM_STEPS, BACK_S = 300, 90.0
-# Two pairs of windows, each arm first in one of them.
+# One round is two pairs of windows; each arm comes first in one of them.
 ROUND = ("governed", "stock"), ("stock", "governed")
 
 
 @dataclass(frozen=True)
 class Window:
-    """One arm for some steps. cpu_s: processor time that its processes worked. longest_s: between two steps' tokens."""
+    """Some steps of one arm. cpu_s: processor time of the arm's processes. longest_s: longest gap between two steps'
+    tokens."""
 
     tokens: int
     busy_s: float
@@ -81,8 +86,11 @@ Pair = dict[str, Window]
 
 @dataclass
 class Course:
-    """One fault: the pairs of windows while it lasted and once it was past. back_s: from its end until decisions were
-    in force again; others_cores: what other programs used of the processors."""
+    """One fault: the pairs of windows during the fault and after it.
+
+    back_s: time from the end of the fault until decisions were in force again. others_cores: processor cores that other
+    programs used.
+    """
 
     name: str
     during: list[Pair] = field(default_factory=list)
@@ -91,27 +99,28 @@ class Course:
     others_cores: float = 0.0
 
     def states(self) -> list[str]:
-        """The states that the agent was in while it lasted, in the order in which they were first seen."""
+        """Return the states that the agent was in during the fault, in the order in which they were first seen."""
         return list(dict.fromkeys(state for pair in self.during for state in pair["governed"].states))
 
     def unlike(self) -> int:
-        """Pairs whose arms did not do the same: as many tokens is what the same steps have."""
+        """Return the number of pairs whose arms generated different numbers of tokens, which the same steps do not."""
         return sum(pair["governed"].tokens != pair["stock"].tokens for pair in (*self.during, *self.after))
 
     def longest_s(self, arm: str) -> float:
-        """The longest time without a token while it lasted."""
+        """Return the longest time without a token during the fault."""
         return max((pair[arm].longest_s for pair in self.during), default=float("nan"))
 
 
 def ratios(pairs: Sequence[Pair], of: str) -> NDArray[np.float64]:
-    """Governed over stock in a Window's figure, one number for each round: coming first is no advantage in it."""
+    """Return one ratio of governed to stock for each round, in the Window's figure `of`; the order within pairs cancels
+    out."""
     logs = np.log([getattr(pair["governed"], of) / getattr(pair["stock"], of) for pair in pairs])
     rounds: NDArray[np.float64] = np.exp(logs.reshape(-1, len(ROUND)).mean(axis=1))
     return rounds
 
 
 def cases() -> list[dict[str, Any]]:
-    """Requests that think and answer for as long as they were told, governed or not."""
+    """Return requests that think and answer for a given number of tokens, whether governed or not."""
 
     def case(request: Any) -> dict[str, Any]:
         own = {"meridian_max_think_tokens": request.think_tokens}
@@ -122,7 +131,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 class Arm:
-    """One engine. Between its windows its worker is stopped, which would look for work for a second otherwise."""
+    """One engine. Its worker is stopped between the windows, because it would otherwise poll for work for a second."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -139,13 +148,13 @@ class Arm:
         return Window(report.tokens, report.busy_s, report.cpu_s - before.cpu_s, report.longest_s, states)
 
     def until_governed(self) -> float:
-        """Go on until decisions are in force; returns when they were seen to be."""
+        """Let the engine go on until decisions are in force; return the time at which they were first seen to be."""
         self._signal(signal.SIGCONT)
         seen_s = 0.0
 
         def governed() -> bool:
             nonlocal seen_s
-            # The newest state is the one that the agent is in.
+            # The newest state of the report is the agent's present state.
             at_s, state, decided = (self._noted(self._engine.run()).states or [(0.0, "", False)])[-1]
             seen_s = at_s
             return state == "READY" and decided
@@ -173,7 +182,7 @@ class Arm:
 
 
 class Sides:
-    """Both arms, and what is around the governed one."""
+    """Both arms, and the network and control plane of the governed one."""
 
     def __init__(self, scene: Scene, arms: dict[str, Arm]) -> None:
         self.scene, self._arms = scene, arms
@@ -190,7 +199,8 @@ class Sides:
         return found
 
     def back_s(self) -> float:
-        """How long from now until decisions are in force. Stock then does the steps that were taken meanwhile."""
+        """Return the seconds from now until decisions are in force again, and let stock do the steps taken in that
+        time."""
         began_s, stock, governed = time.monotonic(), self._arms["stock"], self._arms["governed"]
         back_s = max(0.0, governed.until_governed() - began_s)
         stock.window(governed.stepped - stock.stepped)
@@ -199,7 +209,7 @@ class Sides:
 
 @contextlib.contextmanager
 def sides(folder: Path) -> Iterator[Sides]:
-    """Raises NoNamespacesError where there can be no bad network."""
+    """Yield both arms, warmed up. Raises NoNamespacesError if the network cannot be emulated."""
     model = random_model.make(folder / "model")
     scene = Scene(folder, SEED)
     started: list[Engine] = []

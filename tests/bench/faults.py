@@ -1,6 +1,7 @@
-"""What faults of the control plane and of the network cost an engine: `make bench-faults`, protocol in the README.
+"""Measure what faults of the control plane and of the network cost an engine: `make bench-faults`.
 
-Owns the order of events and the report. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns the order of events and the report. The last line printed is
+JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MEASURED = (
     "half-open-up",
     "half-open-down",
 )
-# Rounds of four windows, and steps of a window.
+# Number of rounds, each of four windows, before, during and after a fault, and the number of steps in a window.
 BEFORE, DURING, AFTER, STEPS = 70, 10, 16, 16
 FIGURES = {"tokens per second": "tokens_per_s", "tokens per processor second": "tokens_per_cpu_s"}
 HEAD = (
@@ -55,7 +56,7 @@ HEAD = (
 
 
 def course_of(fault: Fault, sides: Sides, options: argparse.Namespace) -> Course:
-    """The fault begins, lasts for some windows, ends, and is past once decisions are in force again."""
+    """Begin the fault, measure windows, end it, wait until decisions are in force again, and measure windows again."""
     course = Course(fault.name)
     fault.begin(sides.scene)
     try:
@@ -72,7 +73,8 @@ def over_stock(pairs: Sequence[Pair], of: str) -> Interval:
 
 
 def over_before(pairs: Sequence[Pair], before: Sequence[Pair], of: str) -> Interval:
-    """What a fault has changed for good: the governed engine against itself, both times as a share of stock."""
+    """Return the lasting change by a fault: the governed engine's share of stock after it, divided by its share
+    before."""
     return geometric(ratios(pairs, of), ratios(before, of))
 
 
@@ -92,7 +94,7 @@ def row(course: Course, none: Course) -> list[str]:
 
 
 def pooled(courses: Sequence[Course]) -> Course:
-    """All faults together."""
+    """Return all faults together as one course."""
     made = Course("all faults")
     for course in courses:
         made.during += course.during
@@ -148,7 +150,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run() -> None:
-    """Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options, folder = arguments(), Path(tempfile.mkdtemp(prefix="meridian-faults-"))
     chosen = [fault for name in options.faults for fault in FAULTS if fault.name == name]
     none = Course("none")

@@ -1,13 +1,13 @@
-"""How fast the signals of logits rows are read on a GPU: `make bench-kernels`.
+"""Measure how fast the signals of logits rows are read on a GPU: `make bench-kernels`.
 
-Protocol: one process, one GPU, every arm on the same logits (normal, spread 4, one end token), shape after shape.
-Before each run 2 GiB of other memory are read, so that the L2 cache is cold and clean and the host is ahead of the GPU;
-CUDA events on torch's current stream enclose the run; medians of 50 after 5 warm-up runs. For our own arm that is what
-the engine's stream waits for: the kernel and the events between the streams, not the copy of the results, which runs
-beside it. "Kernel alone" is the launch on torch's own stream. Arms take turns within a repetition. The measure is bytes
-of logits over time, against bytes read plus written by a copy of 1 GiB over its time, which is measured first. Before
-it is timed, each arm's entropy is compared with the float64 definition on up to four rows. The last line printed is
-JSON.
+Protocol: one process and one GPU; every arm reads the same logits (normal, spread 4, one end token), shape after shape.
+Before each run 2 GiB of other memory are read, so that the L2 cache is cold and clean and the host is ahead of the GPU.
+CUDA events on torch's current stream enclose the run; the figures are medians of 50 runs after 5 to warm up. For the
+agent's own arm the figure is the time that the engine's stream waits: the kernel and the events between the streams,
+without the copy of the results, which runs beside it. "Kernel alone" is the launch on torch's own stream. Arms take
+turns within a repetition. The measure is bytes of logits over time, relative to a copy of 1 GiB (bytes read plus bytes
+written over its time), which is measured first. Before an arm is timed, its entropy is compared with the float64
+definition on up to four rows. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results"
 VOCABULARIES, ROWS = (32000, 128256, 151936, 262144), (1, 8, 32, 64, 128, 256, 512)
 REPETITIONS, WARM_UP = 50, 5
-# The same for all shapes: torch.compile makes a new kernel for another one.
+# The end token is the same for all shapes, because torch.compile makes a new kernel for another one.
 END_TOKEN = 777
 FLUSH_BYTES, COPY_BYTES = 2 << 30, 1 << 30
-# Greatest difference from the definition; a wrong arm is not timed.
+# Greatest allowed difference from the definition; an arm that exceeds it is not timed.
 WRONG_NATS = 1e-3
 
 
@@ -77,7 +77,7 @@ def copy_bytes_per_s(clock: Clock, device: torch.device) -> float:
 
 
 def measure(clock: Clock, probe: EntropyProbe, logits: torch.Tensor, repetitions: int) -> tuple[Case, dict[str, str]]:
-    """Every arm on these logits."""
+    """Measure every arm on these logits."""
     rows, vocab = logits.shape
     end = END_TOKEN
     found, missing = arms(probe, rows, vocab, logits.device)
@@ -120,7 +120,7 @@ def _host_us(probe: EntropyProbe, logits: torch.Tensor, end: int) -> float:
 
 
 def why_not() -> str:
-    """Why nothing can be measured here; empty when it can."""
+    """Return the reason why nothing can be measured here, or an empty string."""
     import torch
 
     if not torch.cuda.is_available():
@@ -158,7 +158,7 @@ def run() -> None:
     add("--repetitions", type=int, default=REPETITIONS)
     add("--out", type=Path, default=Path("build/bench-kernels"))
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add("--commit", default=_output_of("git", "describe", "--always", "--dirty"), help="where git does not know it")
+    add("--commit", default=_output_of("git", "describe", "--always", "--dirty"), help="into a folder that git ignores")
     args = parser.parse_args()
     device = torch.device("cuda", 0)
     probe = EntropyProbe(backend="cuda", strict=True, max_rows=max(args.rows))

@@ -1,5 +1,7 @@
-"""What `make bench-kernels` compares: each arm gives its work to torch's current stream. Arms whose library is missing
-are left out, with the reason."""
+"""The arms of `make bench-kernels`, each of which queues its work on torch's current stream.
+
+Arms whose library is missing are left out, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ OURS, ALONE, EAGER = "meridian", "meridian, kernel alone", "torch eager"
 
 @dataclass(frozen=True)
 class Arm:
-    """begin: give the work for these logits and this end token to the stream. entropy: what came of it, in nats, as a
-    tensor or an array [rows]; None where nothing is read back."""
+    """One way to compute the signals.
+
+    begin: queue the work for these logits and this end token on the stream. entropy: the result in nats, as a tensor or
+    an array [rows]; None if nothing is read back.
+    """
 
     begin: Callable[[torch.Tensor, int], Any]
     entropy: Callable[[Any], Any] | None
 
 
 def eager(logits: torch.Tensor, end_token: int) -> torch.Tensor:
-    """The six columns as one would write them, [6, rows]: log_softmax and sums."""
+    """Compute the six columns, [6, rows], in plain torch with log_softmax and sums."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     entropy = -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(dim=-1)
     top = logprobs.max(dim=-1)
@@ -36,7 +41,7 @@ def eager(logits: torch.Tensor, end_token: int) -> torch.Tensor:
 
 
 def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tuple[dict[str, Arm], dict[str, str]]:
-    """Arms by name for logits of this shape, and why others are missing."""
+    """Return the arms by name for logits of this shape, and the reasons why others are missing."""
     found = {
         OURS: Arm(probe.begin, lambda pending: pending.result().entropy_nats),
         ALONE: _alone(probe),
@@ -52,7 +57,7 @@ def arms(probe: EntropyProbe, rows: int, vocab: int, device: torch.device) -> tu
 
 
 def _alone(probe: EntropyProbe) -> Arm:
-    """The launch without events, streams and the copy of the results."""
+    """Return the arm that launches the kernel without events, side streams and the copy of the results."""
     import cupy
     from meridian_kernels.cuda import Kernels, rows_of
 
@@ -78,14 +83,17 @@ def _compiled(*_: Any) -> dict[str, Arm]:
 def _triton(rows: int, vocab: int, device: torch.device) -> dict[str, Arm]:
     from tests.bench.kernels_triton import TritonProbe
 
-    # As many programs as our own grid has blocks.
+    # The rival runs as many programs as the agent's own grid has blocks.
     programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
     return {"Triton": Arm(TritonProbe(rows, vocab, device, programs), lambda columns: columns[0])}
 
 
 def _vllm(rows: int, _: int, device: torch.device) -> dict[str, Arm]:
-    """vLLM has no op of this function. The one-pass kernel of its diffusion sampler gives entropy and argmax, and draws
-    a sample besides; it gives neither rank nor log-probability of a token."""
+    """Return an arm with vLLM's nearest kernel, because vLLM has no op for these signals.
+
+    The one-pass kernel of vLLM's diffusion sampler gives entropy and argmax, and also draws a sample; it gives neither
+    the rank nor the log-probability of a token.
+    """
     from vllm.model_executor.models.diffusion_gemma_sampler import sample_row_stats
 
     temperatures = torch.ones(rows, device=device)
@@ -95,7 +103,10 @@ def _vllm(rows: int, _: int, device: torch.device) -> dict[str, Arm]:
 
 
 def _flashinfer(*_: Any) -> dict[str, Arm]:
-    """FlashInfer has no op of this function: its softmax writes all probabilities, of which entropy is a sum."""
+    """Return an arm with FlashInfer's softmax, because FlashInfer has no op for these signals.
+
+    The softmax writes all probabilities; the entropy is a sum over them.
+    """
     from flashinfer.sampling import softmax
 
     return {

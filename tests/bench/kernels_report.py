@@ -1,4 +1,4 @@
-"""What `make bench-kernels` found: shares of the copy bandwidth, ratios, whether the aims are met; Markdown. Pure."""
+"""Render the findings of `make bench-kernels` in Markdown: shares of the copy bandwidth, ratios, aims. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from tests.bench.kernels_arms import ALONE, EAGER, OURS
 
-# The aims: this share of the copy bandwidth, and this many times torch eager, from so many rows on.
+# The aims: share of the copy bandwidth, speed-up over eager torch, and the number of rows from which they apply.
 AIM_SHARE, AIM_EAGER, AIM_ROWS = 0.9, 4.0, 128
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of repeated runs: median, and the tenth and ninetieth percentile."""
+    """Microseconds of repeated runs: median, and the tenth and ninetieth percentiles."""
 
     median_us: float
     low_us: float
@@ -29,8 +29,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. host_us: what the host spends on beginning a measurement. errors_nats: greatest difference of entropy
-    from the float64 definition, by arm."""
+    """One shape of logits.
+
+    host_us: host time to queue a measurement. errors_nats: greatest difference of the entropy from the float64
+    definition, by arm.
+    """
 
     dtype: str
     vocab: int
@@ -41,21 +44,23 @@ class Case:
     errors_nats: dict[str, float]
 
     def share(self, arm: str, copy_bytes_per_s: float) -> float:
-        """Bytes read over time, of what a copy reads and writes in that time."""
+        """Return an arm's bytes read per second, as a share of the bytes per second that a copy reads and writes."""
         return self.read_bytes / (self.times[arm].median_us * 1e-6) / copy_bytes_per_s
 
     def faster(self, other: str) -> float:
         return self.times[other].median_us / self.times[OURS].median_us
 
     def best_other(self) -> str:
-        """The fastest arm that is not ours."""
+        """Return the fastest arm that is not the agent's own."""
         return min(self.times.keys() - {OURS, ALONE}, key=lambda arm: self.times[arm].median_us)
 
 
 @dataclass(frozen=True)
 class Found:
-    """All of a run. copy_bytes_per_s: bytes read plus bytes written of a large copy. missing: arms that were not run,
-    with the reason."""
+    """The findings of one run.
+
+    copy_bytes_per_s: bytes read plus bytes written by a large copy. missing: arms that were not run, with the reason.
+    """
 
     gpu: str
     driver: str
@@ -66,7 +71,7 @@ class Found:
     missing: dict[str, str]
 
     def aims(self) -> dict[str, str]:
-        """For each aim, in how many of the cases it concerns it is met."""
+        """Return for each aim the number of cases that meet it, of those to which it applies."""
         many = [c for c in self.cases if c.rows >= AIM_ROWS]
 
         def met(reached: list[bool]) -> str:
@@ -85,7 +90,7 @@ class Found:
 
 
 def markdown(found: Found) -> str:
-    """The whole report."""
+    """Return the whole report."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     lines = [
         "# Signals of logits rows on a GPU",

@@ -1,7 +1,7 @@
-"""The rival: the same function as a Triton kernel, rows split among programs, their pieces combined by a second one."""
+"""A rival arm: the same signals in Triton, with each row split among programs and a second kernel that combines
+them."""
 
-# mypy reads the kernels as Python, which they are not.
-# mypy: ignore-errors
+# mypy would read the kernels as Python, which they are not. mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _combine(logits, stride, vocab, end_token, splits, floats, integers, out, SP
 
 
 class TritonProbe:
-    """Columns as in RowSignals, all float32, [6, rows]; rows that cannot be measured are not told apart."""
+    """Computes the columns of RowSignals, all float32, [6, rows]; it does not flag rows that cannot be measured."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device, programs: int, block: int = 4096) -> None:
         most = triton.cdiv(vocab, block)

@@ -1,7 +1,7 @@
-"""One long request on a real engine: `python -m tests.bench.long_engine CONTROL TOKENS`, for `long_requests`.
+"""Run one long request on a real engine, for `long_requests`: `python -m tests.bench.long_engine CONTROL TOKENS`.
 
-Owns an engine of the maze's model, told that it may have as many tokens, whose core runs in this process. The last line
-printed is JSON.
+The module owns an engine of the maze's model, configured for that many tokens, whose core runs in this process. The
+last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start(tokens: int) -> Any:
 
 
 def one(llm: Any, tokens: int) -> dict[str, float]:
-    """A request that thinks, with so many tokens of prompt. Microseconds of the agent's in a step of text, median."""
+    """Run a request that thinks after a prompt of `tokens` tokens; return the agent's median microseconds per step."""
     from vllm import SamplingParams
 
     agent = llm.llm_engine.engine_core.engine_core.scheduler._agent
@@ -76,7 +76,7 @@ def run() -> None:
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._guard.fault, scheduler._guard.fault
     llm.llm_engine.engine_core.shutdown()
-    # The first one warms up.
+    # The first request only warms up the engine.
     print("\n" + json.dumps(found[1:]))
 
 

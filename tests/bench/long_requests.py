@@ -1,7 +1,7 @@
-"""What a very long request costs the agent in a step: `python -m tests.bench.long_requests`, protocol in the README.
+"""Measure what a very long request costs the agent in a step: `python -m tests.bench.long_requests`.
 
-Owns an engine without a model, vLLM's own scheduler with the agent in front of it under a real control plane, and the
-lengths it meets. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns vLLM's own scheduler without a model, with the agent in front
+of it under a real control plane, and the lengths of the requests. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 BLOCK, BATCH_TOKENS, PLACES = 32, 8192, 8
 MILLION = 1_000_000
-# Steps whose times are looked at, at the beginning and at the end of what a request generates: at most so many, and no
-# more than that share of all.
+# Steps whose times are compared, at the beginning and at the end of a request's output: at most LOOKED_AT of each, and
+# at most one in LOOKED_AT_SHARE of all steps.
 LOOKED_AT, LOOKED_AT_SHARE = 10_000, 6
-# Where the agent's objects end: vLLM's own, which it refers to, and code.
+# The agent's objects refer to these types, which are code, threads or loggers and do not count as the agent's memory.
 NOT_HELD = (ModuleType, FunctionType, BuiltinFunctionType, type, threading.Thread, logging.Logger)
-# Nothing is asked for but caps; and probes wherever they are possible, every token.
+# QUIET requests no probes; PROBED requests one wherever it is possible, at every token.
 QUIET: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000_000}}
 PROBED: dict[str, Any] = {
     "scheduler": {"max_think_tokens": 100_000_000, "min_think_tokens": 0},
@@ -49,8 +49,11 @@ PROBED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One request. opens: its prompt ends in the marker that opens thinking, else it has no marker at all. cap: after
-    how much thinking it is to answer, in tokens; 0 for none."""
+    """One request.
+
+    opens: whether its prompt ends in the marker that opens thinking; otherwise the prompt has no marker. cap: thinking
+    tokens after which the request is to answer; 0 for no cap.
+    """
 
     name: str
     prompt_tokens: int
@@ -66,10 +69,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one arm, microseconds per step, medians: of stock's schedule and update, and of the agent's hooks, in the
-    request's first steps of text and in its last; opened_ms: adding the request, with all hooks; longest_ms: all of the
-    longest step, in processor time of the engine's thread; rss_mb: what the process has grown by; held_kb: the agent's
-    own objects after the first steps and before the last; think_tokens: after how many thinking was ended, if so."""
+    """Figures of one arm. Times in us are medians per step, in the request's first steps of output and in its last.
+
+    stock_*: stock's schedule and update. agent_*: the agent's hooks. opened_ms: adding the request, with all hooks.
+    longest_ms: the longest step, in processor time of the engine's thread. rss_mb: growth of the process. held_kb: the
+    agent's own objects after the first steps and before the last. think_tokens: thinking tokens when the thinking was
+    ended, or None.
+    """
 
     case: str
     arm: str
@@ -97,7 +103,7 @@ def cases(decoded: int) -> list[Case]:
 
 
 class Engine:
-    """vLLM's scheduler, driven step by step; what a model would say is always the same word."""
+    """vLLM's scheduler, driven step by step; the imitated model always generates the same word."""
 
     def __init__(self, is_governed: bool, tokens: int) -> None:
         import torch
@@ -130,7 +136,8 @@ class Engine:
         return getattr(self.scheduler, "_agent", None)
 
     def add(self, name: str, case: Case) -> float:
-        """Returns the milliseconds that the scheduler took for it; making the request, hashes and all, is not its."""
+        """Add a request and return the scheduler's milliseconds for it, without the making of the request and its
+        hashes."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -144,7 +151,7 @@ class Engine:
         return (time.perf_counter() - began_s) * 1e3
 
     def step(self) -> int:
-        """One step; returns the tokens generated in it, probes left out."""
+        """Run one step and return the number of tokens generated in it, probes left out."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         from meridian_agent.core.step_signals import REQUEST, RESULT, StepSignals
@@ -162,7 +169,7 @@ class Engine:
         return sum(len(s) for r, s in zip(ids, sampled, strict=True) if r in self._left)
 
     def _token(self, mask: dict[int, int] | None) -> int:
-        """The same word, or what a mask makes of it."""
+        """Return the token that the mask allows, or the usual word without a mask."""
         if mask is None:
             return self.word
         (token,) = mask.values()
@@ -171,7 +178,7 @@ class Engine:
         return token
 
     def _reaches(self, request_id: str, scheduled: int) -> bool:
-        """Whether so many more tokens bring a request past its prompt."""
+        """Return whether `scheduled` more tokens bring a request past its prompt."""
         if request_id not in self._left:
             request = self.scheduler.requests[request_id]
             return bool(request.num_computed_tokens >= request.num_tokens)
@@ -184,7 +191,7 @@ def measure(case: Case, arm: str, control: Control) -> Found:
     if engine.agent is not None:
         control.engine()
         control.apply(PROBED if case.probed else QUIET)
-    # As vLLM's engine core does: a collection of all that was imported takes a third of a second.
+    # vLLM's engine core does the same: a collection of all imported objects takes a third of a second.
     gc.freeze()
     before_mb = rss_mb(os.getpid())
     opened_ms = engine.add("long", case)
@@ -202,7 +209,7 @@ def measure(case: Case, arm: str, control: Control) -> Found:
             agent_us.append(own_s * 1e6)
             stock_us.append((took_s - own_s) * 1e6)
         if case.probed:
-            # As long as a large model's, so that a probe can be asked for in each.
+            # The step lasts as long as a large model's, so that a probe can be requested in each.
             time.sleep(0.002)
     grown_mb = rss_mb(os.getpid()) - before_mb
     probes = dict(_refusals(engine, control)) if case.probed and engine.agent is not None else {}
@@ -237,11 +244,13 @@ def _seconds(engine: Engine) -> float:
 
 
 def _held_kb(engine: Engine) -> float:
-    """What the agent's objects take once the link has sent what waits, all that they refer to included, but for what is
-    vLLM's."""
+    """Return the size of the agent's objects and everything they refer to, vLLM's objects left out.
+
+    The size is taken after the link has sent its queue.
+    """
     if engine.agent is None:
         return 0.0
-    wait_for(lambda: not engine.agent.link.outbox.ring.qsize(), 10, "the link to send what waits")
+    wait_for(lambda: not engine.agent.link.outbox.ring.qsize(), 10, "the link to send its queue")
     seen, size, waiting = {id(engine.scheduler)}, 0, [engine.agent]
     while waiting:
         one = waiting.pop()
@@ -285,16 +294,21 @@ def table(found: Sequence[Found]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.bench.long_requests", description=__doc__)
-    parser.add_argument("--decoded", type=int, default=MILLION, help="tokens that the longest answer has")
-    parser.add_argument("--only", type=int, nargs="*", help="these cases, by number")
-    parser.add_argument("--engine", type=int, default=0, help="tokens of a prompt on a real engine besides; minutes")
+    parser.add_argument("--decoded", type=int, default=MILLION, help="tokens of the longest output")
+    parser.add_argument("--only", type=int, nargs="*", help="run only these cases, by number")
+    parser.add_argument(
+        "--engine",
+        type=int,
+        default=0,
+        help="also run a prompt of this many tokens on a real engine, which takes minutes",
+    )
     parser.add_argument("--arm", choices=("stock", "governed"), help=argparse.SUPPRESS)
     parser.add_argument("--control", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def in_a_process(number: int, arm: str, decoded: int, control: Control) -> Found:
-    """Each in its own, so that one does not find what another has left. Raises BenchError."""
+    """Measure one arm in a process of its own, so that no arm finds another one's memory. Raises BenchError."""
     target = {"MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": "long", "MERIDIAN_STATE_DIR": STATE}
     command = [sys.executable, "-m", "tests.bench.long_requests", "--only", str(number), "--arm", arm]
     command += ["--decoded", str(decoded), "--control", control.target]
@@ -305,7 +319,7 @@ def in_a_process(number: int, arm: str, decoded: int, control: Control) -> Found
 
 
 def on_an_engine(tokens: int, control: Control) -> list[dict[str, float]]:
-    """Raises BenchError."""
+    """Measure a long prompt on a real engine, in a process of its own. Raises BenchError."""
     target = {"MERIDIAN_CONTROL": control.target, "MERIDIAN_ENGINE_ID": "engine", "MERIDIAN_STATE_DIR": STATE}
     command = [sys.executable, "-m", "tests.bench.long_engine", control.target, str(tokens)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **target}, capture_output=True, text=True, check=False)
@@ -316,7 +330,7 @@ def on_an_engine(tokens: int, control: Control) -> list[dict[str, float]]:
 
 
 def run() -> None:
-    """Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options = arguments()
     every = cases(options.decoded)
     numbers = range(len(every)) if options.only is None else options.only

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and how much of it something else used meanwhile. Linux."""
+"""Describe the machine of a benchmark, and measure how much of it other programs used meanwhile. Linux only."""
 
 from __future__ import annotations
 
@@ -21,48 +21,50 @@ LOOK_S, TRIES = 2.0, 3
 
 
 def machine() -> str:
-    """Cores that may be used, and the processor's name."""
+    """Return the number of usable cores and the processor's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{len(os.sched_getaffinity(0))} cores, {next(names, platform.machine())}"
 
 
 def ticks_of(pid: int) -> int:
-    """Processor time of a process so far, of all its threads."""
+    """Return the processor time of a process so far, over all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 def rss_mb(pid: int) -> float:
-    """Memory that a process holds now."""
+    """Return the resident memory of a process in MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 class Others:
-    """Processor time that neither this process nor one it started used, since it was made."""
+    """The processor time since creation that neither this process nor its descendants used."""
 
     def __init__(self) -> None:
         self._all, self._own = _all_ticks(), _own_ticks()
 
     def cores(self, wall_s: float) -> float:
-        """As a number of cores, on average over `wall_s`. Time stolen from a virtual machine counts."""
+        """Return the used cores, averaged over `wall_s`. Time stolen from a virtual machine counts as used."""
         used = _all_ticks() - self._all - (_own_ticks() - self._own)
         return max(0.0, used / TICKS_PER_S / wall_s)
 
 
 class Calm:
-    """Measures while nothing else runs, as far as patience goes.
+    """Measures while nothing else runs, within a limited patience.
 
-    quiet_cores: what others may use; patience_s: how long to wait for that, and to measure in vain, altogether.
+    quiet_cores: cores that other programs may use. patience_s: total time for waiting and for disturbed runs.
     """
 
     def __init__(self, quiet_cores: float, patience_s: float) -> None:
         self._quiet_cores, self._patience_s = quiet_cores, patience_s
 
     async def measure(self, run: Callable[[], Awaitable[Measured]]) -> tuple[Measured, float]:
-        """What `run` gives, with the cores that others used meanwhile. A disturbed run is made again; of TRIES the
-        least disturbed counts."""
+        """Return the result of `run` and the cores that other programs used meanwhile.
+
+        A disturbed run is repeated; of TRIES disturbed runs the least disturbed one counts.
+        """
         found: list[tuple[Measured, float]] = []
         while not found or (len(found) < TRIES and self._patience_s > 0):
             await self._quiet()
@@ -90,7 +92,7 @@ def _all_ticks() -> int:
 
 
 def _own_ticks() -> int:
-    """Of this process and all that descend from it, those included that have ended and were waited for."""
+    """Return the ticks of this process and its descendants, including those that have ended and were waited for."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -9,7 +9,7 @@ from tests.demo.pace import PacedWorker
 
 
 class MeteredWorker(PacedWorker):
-    """Counts the processor time that its steps take; what a step is stretched by is slept and does not count."""
+    """Counts the processor time of its steps; the pause that stretches a step is slept and does not count."""
 
     _busy_s = 0.0
 
@@ -28,5 +28,5 @@ class MeteredWorker(PacedWorker):
             self._busy_s += time.process_time() - began_s
 
     def busy_seconds(self) -> float:
-        """Processor time of all steps so far; called from the benchmark's process."""
+        """Return the processor time of all steps so far; the benchmark's process calls this."""
         return self._busy_s
