@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority that issues what is asked for, into files."""
+"""Certificates for tests: a certificate authority that issues them into files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its key, in files, beside that of their authority."""
+    """A certificate and its key, in files, beside the certificate of their authority."""
 
     ca: Path
     cert: Path
@@ -34,7 +34,7 @@ class Issued:
 
 
 class Authority:
-    """A CA of its own; what it issues lies in `folder`."""
+    """A CA of its own, whose certificates are in `folder`."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self.folder, self.file = folder, folder / f"{name}.pem"
@@ -43,8 +43,10 @@ class Authority:
         self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
 
     def issue(self, name: str, uri: str = "", file: str = "", lasts: timedelta = DAY) -> Issued:
-        """A certificate for servers on this machine and for clients, in files called `file`, by default as `name`;
-        `lasts` is negative for one that has expired."""
+        """Issue a certificate for servers on this machine and for clients, in files named `file`, by default `name`.
+
+        `lasts` is negative for a certificate that has expired.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if uri:

@@ -1,7 +1,7 @@
-"""Generates the protobuf code, or checks that what is committed is what a fresh generation gives, and lints the protos.
+"""Generate the protobuf code, or check that the committed code equals a fresh generation, and lint the protos.
 
-`python -m tests.check_proto` compares; `--write` writes. From the second published version on it also runs
-`buf breaking` against the newest tag.
+`python -m tests.check_proto` compares; `--write` writes. From the second published version on it also runs `buf
+breaking` against the newest tag.
 """
 
 import shutil
@@ -16,7 +16,7 @@ BIN = Path(sys.executable).parent
 
 
 def generate(out: Path) -> list[Path]:
-    """Generate messages, stubs and services of every proto file below `out`; returns the relative paths."""
+    """Generate messages, stubs and services of every proto file below `out`; return the relative paths."""
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.rglob("*.proto"))
     include = resources.files("grpc_tools") / "_proto"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", f"-I{include}", f"--python_out={out}"]
@@ -27,7 +27,7 @@ def generate(out: Path) -> list[Path]:
 
 
 def differences() -> list[str]:
-    """Names of generated files that are missing, extra or different in the tree."""
+    """Return the names of generated files that are missing, extra or different in the tree."""
     with tempfile.TemporaryDirectory() as scratch:
         fresh = {str(p): (Path(scratch) / p).read_text() for p in generate(Path(scratch))}
     committed = {
@@ -41,7 +41,7 @@ def buf(*args: str) -> int:
 
 
 def newest_tag() -> str | None:
-    """The newest release tag, if there is one in this clone."""
+    """Return the newest release tag, or None if this clone has none."""
     found = subprocess.run(
         ["git", "describe", "--tags", "--abbrev=0"], cwd=PROTO, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Fixtures that several folders share, and how tests are divided among processes."""
+"""Fixtures that several folders share, and the division of tests among processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Groups of tests in the order in which they begin: those that take longest first, ones that keep a core busy beside
-# ones that wait. All others follow as they are collected.
+# Groups of tests in the order in which they begin: the longest first, with groups that keep a core busy beside groups
+# that wait. All other groups follow in the order of collection.
 FIRST = (
     "engine",
     "tests/chaos/test_faults.py",
@@ -38,7 +38,7 @@ FIRST = (
 )
 
 
-# Files in tests/engine that do not use the engine that the others share.
+# Files in tests/engine that do not use the engine that the other files share.
 OF_THEIR_OWN = (
     "connectors",
     "data_parallel",
@@ -53,8 +53,11 @@ OF_THEIR_OWN = (
 
 
 def group(nodeid: str) -> str:
-    """Tests of one group run in one process, one after the other: those on the shared engine, those of one build of
-    the engine matrix, and else those of one file, for which what a module shares is started once."""
+    """Return the group of a test; tests of one group run in one process, one after the other.
+
+    Groups are: the tests on the shared engine, those of one build of the engine matrix, and otherwise those of one
+    file, whose module-wide fixtures start only once.
+    """
     path, _, test = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
     if file == "test_matrix.py":
@@ -65,14 +68,14 @@ def group(nodeid: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The first of all processes of the tests starts what forks programs for them."""
+    """In the first test process, start the process that forks programs for all of them."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         servers = Servers(ENGINE_ENV)
         config.add_cleanup(servers.stop)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Only several processes need an order; one keeps the usual one."""
+    """Order the tests if several processes run them; a single process keeps the usual order."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = {name: number for number, name in enumerate(FIRST)}
         items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))
@@ -80,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The scheduler of xdist's `--dist loadscope`, with groups for scopes."""
+    """Return the scheduler of xdist's `--dist loadscope`, with this module's groups as scopes."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]
@@ -92,7 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """One PostgreSQL server for the session, started when the first test asks for it."""
+    """Start one PostgreSQL server for the session when the first test requests it."""
     server = Postgres()
     yield server
     server.stop()
@@ -100,8 +103,10 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(scope="session")
 def stock_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file that stock vLLM's greedy tokens come to, made while a governed engine starts. Of several test processes
-    the first that asks has it made."""
+    """Return the file into which stock vLLM's greedy tokens are written, while a governed engine starts.
+
+    If there are several test processes, the first one that requests the file has it made.
+    """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stock"
     process = None
@@ -117,9 +122,9 @@ def stock_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def stock(stock_tokens: Path) -> list[list[int]]:
-    """Greedy token ids of stock vLLM for `tests.engine.cases()`."""
+    """Return the greedy token ids of stock vLLM for `tests.engine.cases()`."""
     try:
-        wait_for(stock_tokens.exists, 100, "stock vLLM to say what it says")
+        wait_for(stock_tokens.exists, 100, "stock vLLM's tokens")
     except TimeoutError:
         raise AssertionError(stock_tokens.with_suffix(".log").read_text()[-3000:]) from None
     tokens: list[list[int]] = json.loads(stock_tokens.read_text())

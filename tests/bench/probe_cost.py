@@ -1,9 +1,9 @@
-"""What probes cost in time.
+"""Measure the time that probes cost.
 
-Owns the protocol: the recommended policy in shadow with a level that nothing is below, so that it probes until thinking
-ends by itself, against the same policy with a floor that lets no probe be asked for; the same requests and so the same
-tokens, alternating, each order as often, after one pair to warm up. Then the policy itself, in force. Times are decode
-times as `driver.Batch` has them.
+Protocol: the recommended policy in shadow, with an EAT level that no sample is below, so that it probes until thinking
+ends by itself, is compared with the same policy with a floor so high that no probe is requested. Both run the same
+requests and so generate the same tokens. They alternate, each order as often as the other, after one pair to warm up.
+At last the recommended policy itself runs in force. Times are decode times as in `driver.Batch`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ ENFORCED_REPETITIONS = 3
 
 @dataclass(frozen=True)
 class ProbeCost:
-    """Medians over the repetitions. throughput_ratios: with probes over without, of each pair. time_share: of the
-    decode time that the policy in force takes, the part that its probes take."""
+    """Medians over the repetitions.
+
+    throughput_ratios: throughput with probes divided by throughput without, of each pair. time_share: the share of
+    decode time that probes take under the policy in force.
+    """
 
     repetitions: int
     requests: int
@@ -42,11 +45,11 @@ class ProbeCost:
 
 
 def measure(engine: Engine, samples: Sequence[Sample], policy: dict[str, Any], repetitions: int) -> ProbeCost:
-    """Raises BenchError."""
+    """Measure the time that probes cost on this engine. Raises BenchError."""
     probing, silent = arms.with_all_probes(policy), arms.without_probes(policy)
     pairs: list[tuple[Batch, Batch]] = []
     for repetition in range(repetitions + 1):
-        # Which comes first changes with every pair.
+        # The order within a pair alternates.
         if repetition % 2:
             plain = engine.run(samples, silent)
             probed = engine.run(samples, probing)

@@ -1,4 +1,4 @@
-"""What every benchmark that runs an engine does as a program: how it ends, and where others' output goes."""
+"""Shared by the benchmarks that run an engine: how the program ends, and where other code's output goes."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ def _status(run: Callable[[], None]) -> int:
 
 
 def main(run: Callable[[], None]) -> NoReturn:
-    """Run and exit: 0, 1 after a BenchError, 130 after an interrupt or SIGTERM."""
+    """Run the benchmark and exit: 0, 1 after a BenchError, 130 after an interrupt or SIGTERM."""
     status = _status(run)
     sys.stdout.flush()
     sys.stderr.flush()
-    # vLLM's libraries print while a process that used them exits; the JSON is to stay the last line.
+    # Skip the interpreter's shutdown: vLLM's libraries print while a process that used them exits, but the JSON must
+    # stay the last line.
     os._exit(status)
 
 
 @contextlib.contextmanager
 def output_into(log: Path) -> Iterator[None]:
-    """What this process and those it starts print goes into a file: vLLM says a lot."""
+    """Write the output of this process and its children to a file, because vLLM prints a lot."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

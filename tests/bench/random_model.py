@@ -1,7 +1,8 @@
-"""A Qwen3 with random weights, large enough for the time of a step to matter, for what depends on lengths alone.
+"""A Qwen3 model with random weights, for measurements that depend only on lengths.
 
-Greedy, it says nothing but words: the output rows of markers and other special tokens are zero. Thinking ends where the
-request's own cap says. The tokenizer is the maze's with `<tool_call>` added, the chat template has Qwen3's tool turns.
+It is large enough for the time of a step to matter. In greedy decoding it generates only words, because the output rows
+of markers and other special tokens are zero. Thinking ends at the request's own cap. The tokenizer is the maze's with
+`<tool_call>` added; the chat template has Qwen3's tool turns.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ SEED = 4
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 8, 512, 1792, 8, 4, 64
 VOCABULARY, POSITIONS = 640, 4096
 TOOL_CALL = "<tool_call>"
-# Ids below are markers, white space and role names; words begin here.
+# Ids of ordinary words; smaller ids are markers, white space and role names.
 FIRST_WORD, LAST_WORD = 20, 619
-# Qwen3's: thinking stays in the turns after the last question, tool calls are tagged.
+# As in Qwen3's chat template, thinking stays in the turns after the last question, and tool calls are tagged.
 CALLS = """{%- if message.tool_calls -%}{%- for call in message.tool_calls -%}
 {{- '<tool_call> ' + call.function.name -}}{%- endfor -%}{%- endif -%}"""
 END_OF_TURN = "{{- '<|im_start|>' + message.role + '\\n' + turn.text + '<|im_end|>\\n' -}}"
 
 
 def make(folder: Path) -> Path:
-    """Write the model into `folder` unless it is there; returns the folder."""
+    """Write the model into `folder` unless it exists there; return the folder."""
     done = folder / "model.safetensors"
     if done.exists():
         return folder
@@ -42,7 +43,7 @@ def make(folder: Path) -> Path:
 
 
 def parameters() -> int:
-    """How many weights the model has, norms left out."""
+    """Return the number of the model's weights, norms left out."""
     attention = HIDDEN * HEAD_DIM * 2 * (HEADS + KV_HEADS)
     return LAYERS * (attention + 3 * HIDDEN * INTERMEDIATE) + 2 * VOCABULARY * HIDDEN
 

@@ -1,4 +1,4 @@
-"""What the termination benchmark shows: Markdown, JSON, a picture, and the last line. Owns wording and looks."""
+"""Render the findings of the termination benchmark as Markdown, JSON, a picture and the last line. Owns the wording."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NATURAL, ORACLE, ORACLE_TOKEN = "natural", "oracle", "oracle, any token"
 RECOMMENDED, CALIBRATED, EQUAL = "recommended", "calibrated", "fixed budget of equal compute"
 PREFIXED = "recommended, answer prefix"
-# The second task in the last line.
+# Arms of the second task that the last line shows, by their key.
 SECOND = {
     "natural": NATURAL,
     "recommended": RECOMMENDED,
@@ -33,14 +33,17 @@ SECOND = {
 }
 COLOURS = ("#4c78a8", "#54a24b", "#b279a2", "#9d755d", "#f58518", "#72b7b2", "#eeca3b", "#ff9da6", "#79706e")
 MARKS = "svPXD^<>ph"
-# How far below the arms that matter most the picture goes, in accuracy.
+# The picture's accuracy axis begins this far below the lowest of the most important arms.
 BELOW = 0.08
 
 
 @dataclass(frozen=True)
 class TaskFindings:
-    """All arms of one task, in the order of the table. budgets: names of the fixed budgets. curve: what every fixed
-    budget would give, offline. rule: what the calibration chose, empty without one."""
+    """All arms of one task, in the order of the table.
+
+    budgets: names of the fixed budgets. curve: tokens and accuracy of every fixed budget, computed offline. rule: the
+    rule that the calibration chose, empty without one.
+    """
 
     task: str
     results: list[Result]
@@ -60,7 +63,7 @@ class TaskFindings:
 
 @dataclass(frozen=True)
 class Findings:
-    """The whole benchmark. probe_cost is None when it was left out."""
+    """All findings of the benchmark. probe_cost is None if it was not measured."""
 
     first: TaskFindings
     second: TaskFindings | None
@@ -83,7 +86,7 @@ class Aim:
 
 
 def aims(found: Findings) -> list[Aim]:
-    """The aims and whether they are met."""
+    """Return the aims and whether they are met."""
     first = found.first
     recommended, change = first.of(RECOMMENDED), first.of(RECOMMENDED).accuracy_change
     over, of_oracle = first.recommended_over_fixed, recommended.saved.value / first.of(ORACLE).saved.value
@@ -199,7 +202,7 @@ def percent(interval: Interval) -> str:
 
 
 def points(interval: Interval) -> str:
-    """A difference of accuracies in percentage points."""
+    """Format a difference of accuracies in percentage points."""
     return f"{100 * interval.value + 0.0:+.1f} [{100 * interval.low + 0.0:+.1f}, {100 * interval.high + 0.0:+.1f}]"
 
 
@@ -207,7 +210,7 @@ def points(interval: Interval) -> str:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     return {
         "seeds": found.seeds,
         "requests_per_seed": found.requests,
@@ -233,7 +236,7 @@ def _task_json(found: TaskFindings) -> dict[str, Any]:
 
 
 def summary(found: Findings) -> dict[str, Any]:
-    """The last line; thinking tokens include probes."""
+    """Return the last line; its thinking tokens include probes."""
     first, cost = found.first, found.probe_cost
     line: dict[str, Any] = {
         "natural": _short(first.of(NATURAL)),
@@ -254,7 +257,7 @@ def _short(result: Result) -> dict[str, float]:
 
 
 def write(found: Findings, folder: Path) -> list[Path]:
-    """Write all three files; returns their paths."""
+    """Write the report's three files and return their paths."""
     paths = [folder / f"termination.{suffix}" for suffix in ("json", "md", "png")]
     paths[0].write_text(json.dumps(as_json(found), indent=1) + "\n")
     paths[1].write_text(markdown(found))
@@ -266,7 +269,7 @@ def write(found: Findings, folder: Path) -> list[Path]:
 
 
 def draw(found: Findings, path: Path) -> None:
-    """The frontier of each task: tokens, probes included, against accuracy."""
+    """Draw the frontier of each task: tokens, probes included, against accuracy."""
     from matplotlib.figure import Figure
 
     tasks = [t for t in (found.first, found.second) if t is not None]
@@ -301,7 +304,7 @@ def _draw_task(axes: Axes, found: TaskFindings) -> None:
 
 
 def _points(axes: Axes, results: Sequence[Result], mark: str, colour: str, label: str, *, size: float = 6) -> None:
-    """Arms with the interval of their paired difference to natural stopping, drawn around their own accuracy."""
+    """Draw arms with the interval of their paired difference to natural stopping, placed around their own accuracy."""
     below = [r.accuracy_change.value - r.accuracy_change.low for r in results]
     above = [r.accuracy_change.high - r.accuracy_change.value for r in results]
     axes.errorbar(

@@ -1,4 +1,4 @@
-"""What the arms gave: means, paired differences with bootstrap intervals, the aims. Pure functions over completions."""
+"""Compute the results of the arms: means, paired differences with bootstrap intervals, aims. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the bounds that hold this much of its bootstrap values (CONFIDENCE)."""
+    """A value and the bounds that contain the share CONFIDENCE of its bootstrap values."""
 
     value: float
     low: float
@@ -31,11 +31,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Result:
-    """One arm. Tokens are means per request. think_tokens: without probes; compute_tokens: with them. accuracy_change:
-    against natural stopping, paired. expected: mean probability of the right answer where thinking ended, which is the
-    accuracy without the luck of sampling answers. ends: how thinking ended, as FleetService counts it. late_tokens:
-    mean distance from the newest end of a paragraph to where thinking was ended, if not by itself. by_seed: compute
-    tokens and accuracy of each seed."""
+    """The results of one arm. Tokens are means per request.
+
+    think_tokens: without probes; compute_tokens: with probes. accuracy_change: paired difference to natural stopping.
+    expected: mean probability of the right answer where thinking ended, which is the accuracy without the luck of
+    sampling answers. ends: how thinking ended, as FleetService counts it. late_tokens: mean distance from the newest
+    end of a paragraph to the end of thinking, for thinking that a rule ended. by_seed: compute tokens and accuracy of
+    each seed.
+    """
 
     name: str
     note: str
@@ -62,7 +65,7 @@ class Result:
 
     @property
     def probe_share(self) -> float:
-        """Probe tokens as a share of all that was decoded for these requests."""
+        """Return probe tokens as a share of all tokens decoded for these requests."""
         return self.probe_tokens / (self.compute_tokens + self.answer_tokens)
 
     def plain(self) -> dict[str, Any]:
@@ -70,7 +73,7 @@ class Result:
 
 
 def resampled(count: int, seed: int = RESAMPLING_SEED) -> NDArray[np.intp]:
-    """Which requests each bootstrap sample draws, [resamples, count]."""
+    """Return the indices of the requests in each bootstrap sample, [resamples, count]."""
     return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
@@ -80,20 +83,20 @@ def _interval(value: float, values: NDArray[np.float64]) -> Interval:
 
 
 def geometric(ratios: ArrayLike, over: ArrayLike = (1.0,)) -> Interval:
-    """The geometric mean of ratios, over that of others, which were measured apart from them."""
+    """Return the geometric mean of `ratios` divided by that of `over`, which was measured independently."""
     logs, others = np.log(ratios), np.log(over)
     drawn = logs[resampled(len(logs))].mean(axis=1) - others[resampled(len(others), RESAMPLING_SEED + 1)].mean(axis=1)
     return _interval(float(np.exp(logs.mean() - others.mean())), np.exp(drawn))
 
 
 def paired(changed: Sequence[bool], base: Sequence[bool]) -> Interval:
-    """The difference of two accuracies over the same requests."""
+    """Return the difference of two accuracies over the same requests."""
     difference = np.array(changed, float) - np.array(base, float)
     return _interval(float(difference.mean()), difference[resampled(len(difference))].mean(axis=1))
 
 
 def saving(spent: NDArray[np.float64], natural: NDArray[np.float64]) -> Interval:
-    """The share of natural thinking that is not spent."""
+    """Return the share of natural thinking tokens that is saved."""
     drawn = resampled(len(natural))
     values = 1 - spent[drawn].sum(axis=1) / natural[drawn].sum(axis=1)
     return _interval(float(1 - spent.sum() / natural.sum()), values)
@@ -128,7 +131,7 @@ def result(arm: Arm, batch: Batch, natural: Batch, samples: Sequence[Sample], ex
 
 
 def oracle(name: str, note: str, ideals: Sequence[Ideal], natural: Batch, samples: Sequence[Sample]) -> Result:
-    """The oracle as an arm; nothing was run for it."""
+    """Return the oracle as an arm, computed from natural stopping without a run of its own."""
     spent, right = np.array([i.think_tokens for i in ideals], float), [i.right for i in ideals]
     return Result(
         name=name,
@@ -162,14 +165,16 @@ def _by_seed(spent: NDArray[np.float64], right: Sequence[bool], samples: Sequenc
 
 
 def equal_budget(natural: Sequence[Completion], compute_tokens: float) -> int:
-    """The smallest fixed budget whose mean thinking is not less than this: what rounding gives goes to the budget."""
+    """Return the smallest fixed budget whose mean thinking is at least `compute_tokens`, so that rounding favours the
+    budget."""
     lengths = _natural_tokens(natural)
     longest = int(lengths.max())
     return next((b for b in range(1, longest) if np.minimum(lengths, b).mean() >= compute_tokens), longest)
 
 
 def cut_curve(natural: Sequence[Completion], cuts: Sequence[Cuts], most: int) -> list[tuple[float, float]]:
-    """Compute tokens and expected accuracy of every fixed budget up to `most`, offline, for the picture."""
+    """Return compute tokens and expected accuracy of every fixed budget up to `most`, computed offline, for the
+    picture."""
     lengths = _natural_tokens(natural)
     points = []
     for tokens in range(0, most + 1, 2):

@@ -1,6 +1,6 @@
-"""Who goes first, and what it costs, on a real engine: `make bench-scheduling`, protocol in tests/bench/README.md.
+"""Compare scheduling strategies on a real engine, and their effect on latency and throughput: `make bench-scheduling`.
 
-Owns the order of events. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns the order of events. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tests.bench.streamed import StreamedEngine
 
 RESULTS = Path(__file__).parent / "results"
-# More than a full batch ever needs.
+# A number of KV blocks that a full batch never uses up.
 AMPLE_BLOCKS = 1024
-# What is left of the blocks that the same load uses where they are ample.
+# Under pressure the engine has this share of the blocks that the same load uses if blocks are ample.
 PRESSURE = 0.5
 OTHER_LOADS = (0.7, 1.3)
 CAPACITY_REQUESTS = 4 * PLACES
@@ -42,7 +42,7 @@ WARM_REQUESTS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. counted: requests of a run whose latencies count."""
+    """The command line. counted: number of requests of a run that count in the latencies."""
 
     repetitions: int
     counted: int
@@ -54,7 +54,7 @@ class Options:
 
 
 class Benchmark:
-    """All runs, one engine after the other."""
+    """Runs all cases on one engine after the other."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -105,7 +105,7 @@ class Benchmark:
         return scheduling_arms.frontier(self.costs)
 
     async def _warm(self, running: StreamedEngine) -> None:
-        """The first requests of an engine are slower than all others."""
+        """Send some requests first, because the first requests of an engine are slower than all others."""
         await scheduling_runs.warm(running, WARM_REQUESTS)
 
     async def _measure(self, running: StreamedEngine) -> None:
@@ -135,7 +135,7 @@ class Benchmark:
     async def _runs(
         self, running: StreamedEngine, arms: Sequence[Arm], cases: Sequence[Case], repetitions: int | None = None
     ) -> None:
-        """All arms in all cases, in turns, so that a drift of the machine meets all of them."""
+        """Run all arms in all cases, in turns, so that a drift of the machine's speed affects all of them."""
         for seed in range(repetitions or self.options.repetitions):
             for case in cases:
                 for arm in (*arms[seed % len(arms) :], *arms[: seed % len(arms)]):
@@ -156,7 +156,7 @@ def say(line: str) -> None:
 
 
 def run(options: Options) -> None:
-    """The whole benchmark. Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "runs.jsonl").unlink(missing_ok=True)
     found = asyncio.run(Benchmark(options).run())
@@ -173,12 +173,22 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--repetitions", type=int, default=3, help="runs of each arm in each case, each with its own seed")
-    add("--counted", type=int, default=64, help="requests of a run whose latencies count")
-    add("--quick", action="store_true", help="one short repetition of the Poisson cases")
+    add("--counted", type=int, default=64, help="requests of a run that count in the latencies")
+    add("--quick", action="store_true", help="run one short repetition of the Poisson cases")
     add("--output", type=Path, default=ROOT / "build" / "bench-scheduling")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add("--quiet-cores", type=float, default=0.3, help="what other programs may use without a run being made again")
-    add("--patience-s", type=float, default=600.0, help="time spent on waiting for that and on such runs, in all")
+    add(
+        "--quiet-cores",
+        type=float,
+        default=0.3,
+        help="processor cores that other programs may use before a run is repeated",
+    )
+    add(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
+    )
     given = parser.parse_args(arguments)
     if given.quick:
         given.repetitions, given.counted = 1, min(given.counted, 24)

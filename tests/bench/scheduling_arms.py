@@ -1,4 +1,4 @@
-"""The arms of the scheduling benchmark, and what their budgets are made from. Pure."""
+"""The arms of the scheduling benchmark, and the measured costs from which their budgets are computed. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 STOCK_FCFS, STOCK_PRIORITY, PLAIN = "stock FCFS", "stock priority", "vLLM without the agent"
 STRATEGIES = ("reasoning_first", "output_first", "deadline")
 DEFAULT = "output_first"
-# Explicit answers' budgets: where they lie on the line from the step time of few sequences (0) to that of a full batch
-# (1), and on.
+# Positions of the explicit answer budgets on the line from the step time of few sequences (0) to that of a full batch
+# (1) and beyond.
 FRONTIER = (0.0, 0.5, 1.0, 2.0, 3.0)
-# Likewise the pace of the reader, which is also at what `reasoning_first` paces answers.
+# Position of the reader's pace on the same line of step times; `reasoning_first` paces answers at it.
 READER = 2.0
 THINK_BUDGETS = 4.0
-# Thinking longer than this is demoted by reasoning_first: twice the median here.
+# `reasoning_first` demotes a request that thinks longer than this, which is twice the median of the benchmark's
+# requests.
 LONG_THINK_TOKENS = 200
 MIN_PREFILL_TOKENS = 16
 
@@ -28,7 +29,7 @@ def budget_ms(costs: Costs, position: float) -> float:
 
 
 def strategy(name: str, costs: Costs) -> Arm:
-    """A strategy as the policy's defaults have it, with budgets that follow the engine; entropy rules are off."""
+    """Return a strategy with the policy's defaults and budgets that follow the engine; entropy rules are off."""
     scheduler: dict[str, Any] = {"strategy": name}
     if name == "reasoning_first":
         reading_ms = round(budget_ms(costs, READER), 2)
@@ -37,7 +38,7 @@ def strategy(name: str, costs: Costs) -> Arm:
 
 
 def explicit(costs: Costs, position: float) -> Arm:
-    """The default strategy with a budget of its own; prompts may take at least half of it."""
+    """Return the default strategy with an explicit budget, of which prompts may take at least half."""
     budget = budget_ms(costs, position)
     scheduler = {
         "strategy": DEFAULT,
@@ -49,7 +50,7 @@ def explicit(costs: Costs, position: float) -> Arm:
 
 
 def main(costs: Costs) -> list[Arm]:
-    """The arms that need vLLM's default policy."""
+    """Return the arms that need vLLM's default scheduling policy."""
     return [Arm(STOCK_FCFS, STOCK), *(strategy(name, costs) for name in STRATEGIES)]
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and when: seeded requests and open-loop arrivals. Pure."""
+"""Seeded requests and open-loop arrivals for the scheduling benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 Process = Literal["poisson", "gamma"]
 GAMMA_CV = 2.0
-# Log-normal lengths: median and the standard deviation of the logarithm, then limits.
+# Log-normal lengths in tokens: median, standard deviation of the logarithm, lower limit, upper limit.
 THINK, ANSWER = (100.0, 0.5, 20, 400), (40.0, 0.4, 12, 120)
 PROMPT = 50, 300
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request and when it comes, in seconds from the start of the run. counted: not one of those that are there
-    when the run begins."""
+    """One request and its arrival time, in seconds from the start of the run.
+
+    counted: whether its latency counts; False for the requests that are present when the run begins.
+    """
 
     request: Request
     at_s: float
@@ -37,7 +39,7 @@ def _lengths(rng: Generator, count: int, shape: tuple[float, float, int, int]) -
 
 
 def requests(seed: int, count: int) -> list[Request]:
-    """Requests with prompts that have nothing in common; the same seed always gives the same."""
+    """Return requests whose prompts share no prefix; the same seed always gives the same requests."""
     rng = np.random.default_rng(seed)
     thinks, answers = _lengths(rng, count, THINK), _lengths(rng, count, ANSWER)
     prompts = rng.integers(*PROMPT, count, endpoint=True)
@@ -48,19 +50,19 @@ def requests(seed: int, count: int) -> list[Request]:
 
 
 def prompt(rng: Generator, tokens: int) -> tuple[int, ...]:
-    """Random words of which the last one opens thinking, as a chat template would."""
+    """Return random words and, as the last token, the marker that opens thinking, as a chat template would."""
     words = rng.integers(FIRST_WORD, LAST_WORD, tokens - 1, endpoint=True).tolist()
     return (*words, 4)
 
 
 def uniform(count: int, prompt_tokens: int, think_tokens: int, seed: int = 0) -> list[Request]:
-    """Requests of one length that all but think."""
+    """Return requests of one length that think and answer with a single token."""
     rng = np.random.default_rng(seed)
     return [Request(f"u{seed}-{count}-{i}", prompt(rng, prompt_tokens), think_tokens, 1) for i in range(count)]
 
 
 def gaps(process: Process, rate: float, count: int, seed: int) -> NDArray[np.float64]:
-    """Seconds between arrivals, scaled so that their mean is exactly 1 / rate."""
+    """Return the seconds between arrivals, scaled so that their mean is exactly 1 / rate."""
     rng = np.random.default_rng([seed, 1])
     shape = 1.0 if process == "poisson" else 1 / GAMMA_CV**2
     drawn = rng.gamma(shape, 1 / shape, count)
@@ -69,9 +71,10 @@ def gaps(process: Process, rate: float, count: int, seed: int) -> NDArray[np.flo
 
 
 def open_loop(process: Process, rate: float, seed: int, present: int, counted: int) -> list[Arrival]:
-    """A run: `present` requests that are there at its beginning, each part of the way through, then arrivals.
+    """Return the arrivals of a run: `present` requests at its beginning, each with part of its thinking left, then
+    others.
 
-    Those present have a uniformly drawn part of their thinking left, so that the run begins near its steady state.
+    The share of thinking left is drawn uniformly, so that the run begins near its steady state.
     """
     drawn = requests(seed, present + counted)
     left = np.random.default_rng([seed, 2]).uniform(0, 1, present)

@@ -1,4 +1,4 @@
-"""Figures of one run from its timelines, and of one arm from its runs. Pure."""
+"""Compute the figures of one run from its timelines, and the figures of one arm from its runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """What the engine was put to. load: the arrival rate as a fraction of capacity."""
+    """One situation of the engine. load: the arrival rate as a fraction of capacity."""
 
     process: Process
     load: float
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """One arm in one case with one seed. figures: by name, units in the names."""
+    """One run: an arm in a case with one seed. figures: by name, with the unit in the name."""
 
     arm: str
     case: Case
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of the repetitions' figures, and the extremes."""
+    """The median of the repetitions' figures, and the lowest and the highest."""
 
     median: float
     low: float
@@ -47,12 +47,11 @@ class Spread:
 
 
 def qoe(answer_s: Sequence[float], thinking_ended_s: float, pace_s: float) -> float:
-    """Quality of experience (Andes, arXiv 2404.16283) of one answer: the area under what was read by the area under
-    what was expected.
+    """Return the quality of experience (Andes, arXiv 2404.16283) of one answer: area read divided by area expected.
 
-    Expected is one token per pace_s from the end of thinking on. A token is read once it is there, once the reader,
-    who takes pace_s for each, has come that far, and no sooner than expected. Both areas reach to where the last token
-    has been read.
+    The reader expects one token per pace_s from the end of thinking on. The reader reads a token when it has arrived,
+    when the tokens before it have been read at pace_s each, and no sooner than expected. Both areas reach to the time
+    at which the last token has been read.
     """
     expected = thinking_ended_s + pace_s * np.arange(1, len(answer_s) + 1)
     read, at = np.empty(len(answer_s)), -np.inf
@@ -71,10 +70,10 @@ def _percentiles(name: str, seconds: Iterable[float], levels: Sequence[int]) -> 
 def figures(
     counted: Sequence[Timeline], everything: Sequence[Timeline], began_s: float, pace_s: float
 ) -> dict[str, float]:
-    """What one run gave. Latencies are those of the counted requests, throughput is everybody's. pace_s: the reader's.
+    """Return the figures of one run. Latencies are those of the counted requests; throughput is that of all requests.
 
-    ttft: due to first token of any kind. ttot: end marker to first answer token. ttfvt: due to first answer token.
-    itl: gaps between answer tokens, over all of them.
+    pace_s: the reader's pace. ttft: due time to first token of any kind. ttot: end marker to first answer token. ttfvt:
+    due time to first answer token. itl: gaps between answer tokens, over all of them.
     """
     gaps = np.concatenate([np.diff(t.answer_s) for t in counted])
     finished_s = max(t.times_s[-1] for t in everything)
@@ -91,7 +90,7 @@ def figures(
 
 
 def spread(runs: Sequence[Run], name: str) -> Spread:
-    """One figure over repetitions; runs that lack it are left out."""
+    """Return the spread of one figure over the repetitions; runs without the figure are left out."""
     values = [run.figures[name] for run in runs if name in run.figures]
     if not values:
         return Spread(float("nan"), float("nan"), float("nan"))
@@ -103,7 +102,7 @@ def of(runs: Iterable[Run], arm: str, case: Case) -> list[Run]:
 
 
 def ratio(runs: Sequence[Run], arm: str, base: str, case: Case, name: str) -> Spread:
-    """One arm's figure by another's, paired by seed: the median of the ratios, and the extremes."""
+    """Return the spread of an arm's figure divided by another arm's in the run with the same seed."""
     below = {run.seed: run.figures[name] for run in of(runs, base, case)}
     values = [run.figures[name] / below[run.seed] for run in of(runs, arm, case) if below.get(run.seed)]
     if not values:

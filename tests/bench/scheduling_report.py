@@ -1,4 +1,4 @@
-"""What the scheduling benchmark shows: Markdown, JSON, a picture, and the last line. Owns wording and looks."""
+"""Render the findings of the scheduling benchmark as Markdown, JSON, a picture and the last line. Owns the wording."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RATIOS = {
     "ttfvt_p99": "ttfvt_p99_ms",
     "throughput": "throughput_tokens_per_s",
 }
-# Heading, figure, digits, with extremes.
+# Each column has a heading, a figure, its digits, and whether extremes are shown.
 COLUMNS = (
     ("ITL P50", "itl_p50_ms", 1, False),
     ("P95", "itl_p95_ms", 1, False),
@@ -62,7 +62,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Findings:
-    """The whole benchmark."""
+    """All findings of the benchmark."""
 
     runs: list[Run]
     policies: dict[str, Any]
@@ -86,7 +86,7 @@ class Findings:
         return ratio(self.runs, arm, base, case, name)
 
     def answers_preempted(self, arm: str = DEFAULT, case: Case = JUDGED) -> int:
-        """Over all repetitions."""
+        """Return the number of preempted answers over all repetitions."""
         return int(sum(run.figures.get("answers_preempted", 0) for run in of(self.runs, arm, case)))
 
 
@@ -112,7 +112,7 @@ class Aim:
 
 
 def aims(found: Findings) -> list[Aim]:
-    """The aims, of the default strategy against stock FCFS at capacity with pressure."""
+    """Return the aims of the default strategy against stock FCFS, at capacity and with pressure on the KV cache."""
     limits = {"itl_p99": ("<= 0.5", 0.5), "ttot_p99": ("<= 0.5", 0.5), "ttfvt_p99": ("<= 1.05", 1.05)}
     made = []
     for name, (wanted, limit) in limits.items():
@@ -233,7 +233,7 @@ def plain(run: Run) -> dict[str, Any]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """Return all figures as plain values."""
     import vllm
 
     return {
@@ -252,7 +252,8 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 
 def summary(found: Findings) -> dict[str, Any]:
-    """The last line: the arms at capacity with pressure under Poisson arrivals, and the default strategy by stock."""
+    """Return the last line: the arms at capacity with pressure under Poisson arrivals, and the default divided by
+    stock."""
     arms = {
         arm: {
             name: round(found.figure(arm, JUDGED, figure).median, 4)
@@ -267,7 +268,7 @@ def summary(found: Findings) -> dict[str, Any]:
 
 
 def write(found: Findings, folder: Path) -> list[Path]:
-    """Write all three files; returns their paths."""
+    """Write the report's three files and return their paths."""
     paths = [folder / f"scheduling.{suffix}" for suffix in ("json", "md", "png")]
     paths[0].write_text(json.dumps(as_json(found), indent=1) + "\n")
     paths[1].write_text(markdown(found))
@@ -279,7 +280,7 @@ def write(found: Findings, folder: Path) -> list[Path]:
 
 
 def draw(found: Findings, path: Path) -> None:
-    """Output ITL P99 against throughput at capacity, per strategy; explicit budgets are one line."""
+    """Draw output ITL P99 against throughput at capacity, by strategy; explicit budgets are one line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")

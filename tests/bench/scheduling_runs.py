@@ -1,4 +1,4 @@
-"""Measuring one engine: what its steps cost, how much it can do, and one run under one policy."""
+"""Measure one engine: the time of its steps, its capacity, and one run under one policy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 QUIET: dict[str, Any] = {"entropy": {"enabled": False}}
 STOCK: dict[str, Any] = {**QUIET, "scheduler": {"strategy": "stock"}, "kv_memory": {"enabled": False}}
-# Sequences of which the decode steps are timed: about as many as answer at capacity, and a full batch.
+# Number of sequences whose decode steps are timed, beside a full batch; FEW is about the number that answer at
+# capacity.
 FEW, TIMED_TOKENS = 8, 60
-# Requests that are there when a run begins.
+# Requests that are already present when a run begins.
 PRESENT = 24
 CAPACITY_SEED = 1_000_000
 COUNTERS = {"think_preempted": "preempted_think", "answers_preempted": "output_critical", "think_skips": "think_skips"}
@@ -31,7 +32,8 @@ COUNTERS = {"think_preempted": "preempted_think", "answers_preempted": "output_c
 
 @dataclass(frozen=True)
 class Costs:
-    """Decode step times with FEW sequences and with a full batch, and of one more prompt token, in milliseconds."""
+    """Decode step times with FEW sequences and with a full batch, and the cost of one more prompt token, in
+    milliseconds."""
 
     few_ms: float
     full_ms: float
@@ -40,7 +42,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the engine does with every place always taken. kv_peak_blocks: the most blocks in use."""
+    """The engine's throughput with every place always taken. kv_peak_blocks: the most blocks in use."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -58,7 +60,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share. rate: capacity, requests per second. pace_s: of the reader, see `qoe`."""
+    """Values that all runs share. rate: capacity in requests per second. pace_s: the reader's pace, see `qoe`."""
 
     rate: float
     counted: int
@@ -66,13 +68,13 @@ class Plan:
 
 
 async def warm(engine: StreamedEngine, count: int) -> None:
-    """The first steps of an engine are slower than all others."""
+    """Send some requests, because the first steps of an engine are slower than all others."""
     await engine.begin(STOCK)
     await _together(engine, load.uniform(count, load.PROMPT[1], TIMED_TOKENS, seed=CAPACITY_SEED))
 
 
 async def measure_costs(engine: StreamedEngine) -> Costs:
-    """Step times of an otherwise idle engine. Raises BenchError."""
+    """Measure the step times of an otherwise idle engine. Raises BenchError."""
     await engine.begin(STOCK)
     decode_ms = []
     for count in (FEW, PLACES):
@@ -94,8 +96,10 @@ async def _together(engine: StreamedEngine, requests: Sequence[Request]) -> list
 
 
 async def measure_capacity(engine: StreamedEngine, count: int) -> Capacity:
-    """Closed loop under stock scheduling, a request submitted whenever one is done; the first and the last of them,
-    when not every place was taken, are left out."""
+    """Measure a closed loop under stock scheduling, in which a new request is submitted whenever one ends.
+
+    The first and the last requests are left out, because not every place was taken then.
+    """
     await engine.begin(STOCK)
     waiting = iter(load.requests(CAPACITY_SEED, count))
     done: list[Timeline] = []
@@ -115,7 +119,7 @@ async def measure_capacity(engine: StreamedEngine, count: int) -> Capacity:
 
 
 async def run(engine: StreamedEngine, arm: Arm, case: Case, plan: Plan, seed: int) -> Run:
-    """One open-loop run."""
+    """Measure one open-loop run."""
     await engine.begin(arm.policy)
     before = engine.counters()
     began_s = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How many engines one core of the control plane carries: `python -m tests.bench.size`.
+"""Measure how many engines one core of the control plane can serve: `python -m tests.bench.size`.
 
-Protocol: one `meridian-control` on SQLite and loopback, fresh for each row; made-up engines on the agent's real link,
-four to a process, each with so many sequences that think, a step of one token each every 20 ms, every step reported,
-default policy. 5 s to begin, 20 s measured. Processor time is the server's own, of all its threads, so it does not
-depend on who else is on the machine; round trips do. A core is full at 1 / (cores per report). Probes are refused and
-requests do not end, so decisions are few. The last line is JSON.
+Protocol: each row has a fresh `meridian-control` on SQLite and loopback. Simulated engines use the agent's real link,
+four to a process; the sequences of each engine think, with a step of one token each every 20 ms. Every step is
+reported, and the policy is the default. A row has 5 s to begin and 20 s of measurement. Processor time is the server's
+own, over all its threads, so other programs on the machine do not change it; they do change round trips. A core is full
+at 1 / (cores per report). Probes are refused and requests do not end, so decisions are few. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEP_S, BEGIN_S, MEASURE_S, PER_PROCESS = 0.02, 5.0, 20.0, 4
 
 
 def engines(target: str, numbers: range, sequences: int, over: Event, trips: multiprocessing.Queue[float]) -> None:
-    """Step some engines in turn until it is over; the newest round trip of each is kept once a second."""
+    """Step some engines in turn until `over` is set; put the newest round trip of each into `trips` once a second."""
     linked = [LinkedEngine([target], f"e{number}", max_num_seqs=sequences) for number in numbers]
     for engine in linked:
         engine.__enter__()

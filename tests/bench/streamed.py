@@ -1,7 +1,8 @@
-"""One vLLM engine behind vLLM's asynchronous client, and what is seen of each request: when its tokens came.
+"""One vLLM engine behind vLLM's asynchronous client, and the times at which each request's tokens arrived.
 
-Owns the engine's processes, the control plane that governs it if one does, and the meter on vLLM's own statistics.
-Knows no policy and no load. The engine core and the worker are processes of their own; this one is the client.
+The module owns the engine's processes, the control plane if one governs the engine, and the meter on vLLM's own
+statistics. It knows neither policy nor load. The engine core and the worker are processes of their own; this process is
+the client.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ STOP_S = 20.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: think_tokens of thinking, the end marker, answer_tokens of answer. ends_with: a token that the
-    answer ends with, one more than answer_tokens."""
+    """A request for think_tokens of thinking, the end marker, and answer_tokens of answer.
+
+    ends_with: a token that ends the answer, in addition to answer_tokens.
+    """
 
     name: str
     prompt: tuple[int, ...]
@@ -43,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One request: when it was due and when each of its tokens arrived, in seconds of one clock."""
+    """The timeline of one request: its due time and the arrival time of each token, in seconds of one clock."""
 
     request: Request
     due_s: float
@@ -52,19 +55,22 @@ class Timeline:
 
     @property
     def answer_s(self) -> tuple[float, ...]:
-        """When each answer token arrived."""
+        """Return the arrival time of each answer token."""
         return self.times_s[self.request.think_tokens + 1 :]
 
     @property
     def end_s(self) -> float:
-        """When the end marker arrived."""
+        """Return the arrival time of the end marker."""
         return self.times_s[self.request.think_tokens]
 
 
 @dataclass
 class Meter:
-    """vLLM's own statistics of the steps since `reset`. kv_peak: a fraction; queries and hits: prompt tokens looked up
-    in the prefix cache and found there, preempted requests left out."""
+    """vLLM's own statistics of the steps since `reset`.
+
+    kv_peak: highest used fraction of the KV cache. queries and hits: prompt tokens that were looked up in the prefix
+    cache and that were found in it, preempted requests left out.
+    """
 
     steps: int = 0
     kv_peak: float = 0.0
@@ -104,7 +110,7 @@ class Setup:
 
 
 class StreamedEngine:
-    """The engine, its client and its control plane. To be made inside a running event loop."""
+    """The engine, its client and its control plane. It must be created inside a running event loop."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +131,7 @@ class StreamedEngine:
         os.environ.update(ENGINE_ENV)
         os.environ.update(
             PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            # This process has gRPC threads, which a fork does not survive.
+            # vLLM must not fork this process, because it has gRPC threads, which a fork does not survive.
             VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
             VLLM_LOGGING_LEVEL="WARNING",
             VLLM_NO_USAGE_STATS="1",
@@ -157,7 +163,7 @@ class StreamedEngine:
 
     @property
     def token_budget(self) -> int:
-        """Tokens that vLLM computes in a step at most."""
+        """Return the largest number of tokens that vLLM computes in a step."""
         return int(self._llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def close(self) -> None:
@@ -179,7 +185,7 @@ class StreamedEngine:
         self.meter.reset()
 
     def counters(self) -> agent_pb2.AgentCounters | None:
-        """The agent's counters once all decisions have had their outcome. Raises BenchError."""
+        """Return the agent's counters when every decision has its outcome. Raises BenchError."""
         if self.control is None:
             return None
         engine = self.control.settled()
@@ -188,7 +194,7 @@ class StreamedEngine:
         return engine.counters
 
     async def stream(self, request: Request, due_s: float | None = None) -> Timeline:
-        """Run one request to its end. due_s: when it was to be submitted, now if not given. Raises BenchError."""
+        """Run one request to its end. due_s: the time at which it was due, by default now. Raises BenchError."""
         submitted_s = time.perf_counter()
         tokens: list[int] = []
         times_s: list[float] = []
@@ -201,7 +207,7 @@ class StreamedEngine:
         return Timeline(request, submitted_s if due_s is None else due_s, tuple(tokens), tuple(times_s))
 
     def _check(self, request: Request, tokens: list[int]) -> None:
-        """All arms have the same phases: the end marker stands where the request's cap put it, and nowhere else."""
+        """Check that the end marker is exactly at the request's cap, so that all arms have the same phases."""
         expected = request.think_tokens + 1 + request.answer_tokens + (request.ends_with is not None)
         if len(tokens) != expected:
             raise BenchError(f"{request.name}: {len(tokens)} tokens came, {expected} were asked for")
@@ -217,7 +223,7 @@ def _params(request: Request) -> Any:
     length = request.think_tokens + 1 + request.answer_tokens
     last: dict[str, Any] = {}
     if request.ends_with is not None:
-        # Masked up to the length, the likeliest token after it, and the end.
+        # The token is masked up to the length; after it, it is by far the likeliest token, and it stops the request.
         last = {"stop_token_ids": [request.ends_with], "min_tokens": length, "logit_bias": {request.ends_with: 100.0}}
     return SamplingParams(
         temperature=0.0,
@@ -231,7 +237,7 @@ def _params(request: Request) -> Any:
 
 
 def _logger_of(meter: Meter) -> Any:
-    """A vLLM stat logger that feeds the meter."""
+    """Return a vLLM stat logger that feeds the meter."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Logger(StatLoggerBase):  # type: ignore[misc]
@@ -249,7 +255,7 @@ def _logger_of(meter: Meter) -> Any:
 
 @contextlib.contextmanager
 def engine(setup: Setup, folder: Path) -> Iterator[StreamedEngine]:
-    """An engine that is stopped whatever happens."""
+    """Yield an engine that is always stopped at the end."""
     started = StreamedEngine(setup, folder)
     try:
         yield started

@@ -1,4 +1,4 @@
-"""The two tasks: a model, its prompts, who is right, and the samples of a run."""
+"""The two tasks of the benchmarks: a model, its prompts, the judge of its answers, and the samples of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DATA = ROOT / "tests" / "data"
-# Prompt seeds of the calibration set and of the measured rounds; the rounds count on from theirs.
+# Prompt seeds of the calibration set and of the first measured round; each further round adds 1.
 CALIBRATION_SEED, FIRST_SEED = 7_000, 8_000
 SAMPLING_SEEDS_PER_ROUND = 1_000_000
 
 
 class TaskModule(Protocol):
-    """What a task's module offers."""
+    """Functions that the module of a task has."""
 
     def prompts(self, count: int, seed: int = 0) -> list[str]: ...
 
@@ -28,8 +28,8 @@ class TaskModule(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """name: under which the model is served. answer_prefix: the text its answers begin with before the part that says
-    something."""
+    """A task. name: the name under which the model is served. answer_prefix: the fixed text with which its answers
+    begin."""
 
     name: str
     model: Path
@@ -38,14 +38,14 @@ class Task:
     answer_prefix: str = ""
 
     def samples(self, seed: int, count: int, round_number: int = 0) -> list[Sample]:
-        """Requests with the prompts and the sampling seeds of one seed."""
+        """Return requests with the prompts and the sampling seeds of one seed."""
         return [
             Sample(f"{self.name}-{seed}-{index}", round_number, prompt, seed * SAMPLING_SEEDS_PER_ROUND + index)
             for index, prompt in enumerate(self.module.prompts(count, seed))
         ]
 
     def measured(self, seeds: int, count: int) -> list[Sample]:
-        """Those of all measured rounds."""
+        """Return the requests of all measured rounds."""
         return [s for number in range(seeds) for s in self.samples(FIRST_SEED + number, count, number)]
 
     def is_correct(self, prompt: str, text: str) -> bool:

@@ -1,6 +1,6 @@
-"""What ending thinking saves and costs, on a real engine: `make bench-termination`, protocol in tests/bench/README.md.
+"""Measure what ending thinking saves and costs, on a real engine: `make bench-termination`.
 
-Owns the order of events. The last line printed is JSON.
+The protocol is in tests/bench/README.md. The module owns the order of events. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from tests.bench.tasks import Task
 
 RESULTS = Path(__file__).parent / "results"
-# The curve of fixed budgets, beside the one of equal compute.
+# Fixed budgets that form a curve, in addition to the budget of equal compute.
 BUDGETS = {"maze": (16, 32, 64, 96, 160), "chain": (32, 64, 96)}
 COST_REQUESTS = 96
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. policy: a recommended policy to use instead of calibrating one."""
+    """The command line. policy: a recommended policy, which replaces the calibration."""
 
     requests: int
     seeds: int
@@ -52,7 +52,7 @@ class Options:
 
 
 class Measurement:
-    """The arms of one task on one engine."""
+    """Runs the arms of one task on one engine."""
 
     def __init__(self, running: Engine, samples: Sequence[Sample], folder: Path) -> None:
         self.engine, self.samples, self.folder = running, samples, folder
@@ -81,7 +81,10 @@ class Measurement:
         return found
 
     def _expected(self, batch: Batch) -> float:
-        """Mean probability of the right answer where thinking ended: most often a cut of the natural thinking."""
+        """Return the mean probability of the right answer where thinking ended.
+
+        Most often the thinking is a cut of the natural thinking, whose probability is known already.
+        """
         total = 0.0
         for sample, c, natural, cut in zip(
             self.samples, batch.completions, self.natural.completions, self.cuts, strict=True
@@ -94,7 +97,7 @@ class Measurement:
         return total / len(self.samples)
 
     def run_natural(self) -> None:
-        """Natural stopping, and the oracles from its tokens."""
+        """Run natural stopping, and compute the oracles from its tokens."""
         self.run(Arm(NATURAL))
         completions = self.natural.completions
         for name, anywhere, place in ((ORACLE, False, "sentence end"), (ORACLE_TOKEN, True, "token")):
@@ -125,7 +128,7 @@ class Measurement:
         )
 
     def write_requests(self) -> None:
-        """One line per request and arm."""
+        """Write one line per request and arm."""
         with (self.folder / "requests.jsonl").open("w") as file:
             for name, batch in self.batches.items():
                 for sample, c in zip(self.samples, batch.completions, strict=True):
@@ -146,7 +149,7 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class First:
-    """What the first task gives: its findings, and what the rest needs of them."""
+    """Results of the first task: its findings, and the values that the rest of the benchmark needs."""
 
     findings: report.TaskFindings
     policy: dict[str, Any]
@@ -155,7 +158,7 @@ class First:
 
 
 def measure_first(options: Options) -> First:
-    """All arms on the maze, and what probes cost there."""
+    """Run all arms on the maze, and measure there what probes cost."""
     folder = options.output / MAZE.name
     with engine(MAZE, folder, options.step_ms) as running:
         made = Measurement(running, MAZE.measured(options.seeds, options.requests), folder)
@@ -179,7 +182,7 @@ def measure_first(options: Options) -> First:
 
 
 def measure_second(options: Options, policy: dict[str, Any]) -> report.TaskFindings:
-    """The second task, which the policy was not made for."""
+    """Run the second task, for which the policy was not made."""
     task: Task = replace(CHAIN, model=options.second_model or CHAIN.model)
     folder = options.output / task.name
     with engine(task, folder, options.step_ms) as running:
@@ -201,7 +204,7 @@ def measure_second(options: Options, policy: dict[str, Any]) -> report.TaskFindi
 
 
 def run(options: Options) -> None:
-    """The whole benchmark. Raises BenchError."""
+    """Run the whole benchmark. Raises BenchError."""
     options.output.mkdir(parents=True, exist_ok=True)
     first = measure_first(options)
     second = measure_second(options, first.policy) if options.second else None
@@ -222,12 +225,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add = parser.add_argument
     add("--requests", type=int, default=400, help="per seed")
     add("--seeds", type=int, default=3)
-    add("--calibration", type=int, default=800, help="requests that are calibrated on, per task")
-    add("--step-ms", type=float, default=10.0, help="how long a step lasts at least; 0 for as fast as it is")
-    add("--repetitions", type=int, default=6, help="of the probe cost measurement; 0 leaves it out")
+    add("--calibration", type=int, default=800, help="requests per task for the calibration")
+    add("--step-ms", type=float, default=10.0, help="least duration of a step in ms; 0 for no least duration")
+    add("--repetitions", type=int, default=6, help="repetitions of the probe cost measurement; 0 leaves it out")
     add("--output", type=Path, default=ROOT / "build" / "bench-termination")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add("--policy", type=Path, help="recommended policy, TOML, instead of calibrating")
+    add("--policy", type=Path, help="recommended policy (TOML) to use instead of calibrating")
     add("--no-second", dest="second", action="store_false", help="leave the second task out")
     add("--second-model", type=Path, help="the second task's model, instead of the shipped one")
     return Options(**vars(parser.parse_args(arguments)))

@@ -1,4 +1,4 @@
-"""What the fault benchmark makes of its windows."""
+"""Tests of the figures that the fault benchmark computes from its windows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.bench.faults import HEAD, over_before, over_stock, plain, pooled, rep
 
 
 def pair(governed: int, stock: int, longest_s: float = 0.1) -> Pair:
-    """Windows of two seconds, of which governed vLLM's used one second more of processor time."""
+    """Return windows of two seconds in which governed vLLM used one second more of processor time than stock."""
     return {
         "governed": Window(governed, 2.0, 3.0, longest_s, ("READY", "STALE")),
         "stock": Window(stock, 2.0, 2.0, 0.02, ()),
@@ -17,7 +17,7 @@ def pair(governed: int, stock: int, longest_s: float = 0.1) -> Pair:
 
 
 def test_ratios() -> None:
-    """A slow round and a fast one, as far from 1 as each other, cancel out."""
+    """A slow round and an equally fast one cancel out."""
     found = over_stock([pair(200, 100)] * 2 + [pair(100, 200)] * 2, "tokens_per_s")
     assert found.value == pytest.approx(1.0)
     assert [found.low, found.high] == pytest.approx([0.5, 2.0])
@@ -25,13 +25,14 @@ def test_ratios() -> None:
 
 
 def test_coming_first_is_no_advantage() -> None:
-    """However much faster the first of each pair is, nothing of that is in a round."""
+    """The advantage of the first window of each pair cancels out in a round."""
     found = over_stock([pair(130, 100), pair(100, 130)] * 3, "tokens_per_s")
     assert [found.value, found.low, found.high] == pytest.approx([1.0] * 3)
 
 
 def test_what_a_fault_has_changed() -> None:
-    """Of the governed engine's share of stock, whatever that was before, with the uncertainty of both."""
+    """The change by a fault is relative to the governed engine's share of stock before it, with the uncertainty of
+    both."""
     before, after = [pair(90, 100)] * 2 + [pair(80, 100)] * 2, [pair(45, 100)] * 2 + [pair(40, 100)] * 2
     found = over_before(after, before, "tokens_per_s")
     assert found.value == pytest.approx(0.5)

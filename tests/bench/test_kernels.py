@@ -70,7 +70,7 @@ for rows, vocab, programs in ((3, 1000, 1), (2, 3001, 6), (1, 5, 64)):
 
 
 def test_the_triton_rival_is_the_same_function() -> None:
-    """In Triton's interpreter."""
+    """The Triton rival computes the same columns, checked in Triton's interpreter."""
     TRITON.require()
     paths = [str(INTERPRETER), *sys.path]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, and the rival order of block reuse."""
+"""Tests of the benchmarks' arithmetic, and of the cache benchmark's alternative order of block reuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def timeline(due_s: float, times_s: list[float], think: int) -> Timeline:
 
 
 def test_figures_of_two_requests() -> None:
-    """Two thinking tokens, the end marker, then answers; one request was submitted late, which counts."""
+    """Each request has two thinking tokens, the end marker and answers; one was submitted late, which counts as
+    latency."""
     found = figures(
         [timeline(0.0, [1.0, 2.0, 3.0, 3.5, 3.6, 4.0], 2), timeline(-1.0, [1.0, 2.0, 3.0, 3.5, 3.6, 4.0], 2)],
         [timeline(0.0, [1.0, 2.0, 3.0, 3.5, 3.6, 5.0], 2)],
@@ -35,11 +36,12 @@ def test_figures_of_two_requests() -> None:
 
 
 def test_qoe() -> None:
-    """1 for a token per pace or sooner, less for a late start or a stall; a stall behind a lead costs nothing."""
+    """QoE is 1 for a token per pace or sooner, and less for a late start or a stall; a stall behind a lead costs
+    nothing."""
     pace = [0.1 * i for i in range(1, 11)]
     assert qoe(pace, 0.0, 0.1) == pytest.approx(1.0)
     assert qoe([0.01] * 10, 0.0, 0.1) == pytest.approx(1.0)
-    # Each of ten tokens two tenths late, read until 1.3 s: areas of 5.5 and 7.5.
+    # Ten tokens are each two tenths of a second late and are read until 1.3 s, which gives areas of 5.5 and 7.5.
     assert qoe([t + 0.2 for t in pace], 0.0, 0.1) == pytest.approx(5.5 / 7.5)
     assert qoe([0.01] * 5 + [0.6] * 5, 0.0, 0.1) == pytest.approx(1.0)
     assert qoe([0.01] * 5 + [0.8] * 5, 0.0, 0.1) < 1.0
@@ -72,7 +74,8 @@ def test_a_larger_load_needs_more_blocks() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_never_hit_blocks_are_reused_first() -> None:
-    """Unhashed blocks, then those never hit, then those that were; each least recently used first."""
+    """Unhashed blocks are reused first, then blocks never hit, then blocks that were; least recently used first in
+    each."""
     VLLM.require()
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 

@@ -1,4 +1,4 @@
-"""The emulated network, where it can be made."""
+"""A fixture with the emulated network; tests that need it are skipped if it cannot be made."""
 
 from __future__ import annotations
 

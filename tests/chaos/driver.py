@@ -1,4 +1,4 @@
-"""The other end of `engine`: starts such an engine, governed beside the emulated network or stock, and asks it."""
+"""Start an engine of `tests.chaos.engine`, governed beside the emulated network or stock, and send it commands."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
     from tests.chaos.reports import Report
 
-# Until a started engine says that it is ready, and until it has answered or stopped.
+# Seconds until a started engine must be ready, and until it must have answered a command or stopped.
 READY_S, ANSWER_S = 240, 60
-# The shared cases, over and over: whatever is under way beside a request, greedy decoding makes it the same tokens.
+# The shared cases, repeated: greedy decoding gives a request the same tokens whatever other requests run beside it.
 LOAD: dict[str, Any] = {"cases": cases(), "in_flight": 6, "sampling": {"max_tokens": MAX_TOKENS}}
 
 
 class Engine:
-    """One engine process; `target` is its MERIDIAN_CONTROL, empty for stock vLLM. `within`: what its command begins
-    with. load, cores, engine: the load, the cores it may use, and what of ENGINE_ARGS is other; environment: more."""
+    """One engine process.
+
+    target: its MERIDIAN_CONTROL, empty for stock vLLM. within: prefix of its command. load: the load's settings. cores:
+    the cores that it may use. engine: changes to ENGINE_ARGS. environment: additional variables.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class Engine:
         engine: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        # Unix sockets have short paths; this one is for the start only.
+        # A Unix socket needs a short path; the engine only connects to it at its start.
         path = folder / f"{name}.sock"
         self._listener = Listener(str(path), "AF_UNIX")
         settings = {**load, "cores": list(cores), "engine": {**ENGINE_ARGS, **(engine or {})}}
@@ -56,7 +59,7 @@ class Engine:
         self._connection: Any = None
 
     def ready(self) -> None:
-        """Wait until it has started."""
+        """Wait until the engine has started."""
         listening = self._listener._listener._socket  # type: ignore[attr-defined]
         listening.settimeout(1)
         for _ in range(READY_S):
@@ -77,15 +80,15 @@ class Engine:
         return report
 
     def run(self) -> Report:
-        """Go on, or begin to. Returns what happened since the last answer, as the others do."""
+        """Let the engine run; return the report since the last command, as the other commands do."""
         return self._ask("run")
 
     def pause(self) -> Report:
-        """Stand still after the step under way, with the requests in flight."""
+        """Pause the engine after its current step, with the requests in flight."""
         return self._ask("pause")
 
     def steps(self, count: int) -> Report:
-        """Go on for so many steps, then stand still."""
+        """Run `count` steps, then pause the engine."""
         return self._ask(count)
 
     def fork(self) -> Report:

@@ -1,11 +1,11 @@
 """The network emulator's process: two network namespaces with a TUN device each, and the packets between them.
 
-`python -m tests.chaos.emulator FOLDER SEED`, started by `network.Network`. It makes a user namespace, so that nobody
-needs to be root; in it the engine's network namespace, then the control plane's, in which it stays. Everything is on
-one event loop. FOLDER/control.sock takes commands, a line of JSON each: `conditions`, `counts`, `relay`.
+`network.Network` starts `python -m tests.chaos.emulator FOLDER SEED`. The process makes a user namespace, so that it
+needs no root, and in it the engine's network namespace and then the control plane's, in which it stays. Everything is
+on one event loop. FOLDER/control.sock takes commands, a line of JSON each: `conditions`, `counts`, `relay`.
 
 A relay carries connections from a Unix socket, which namespaces do not separate, to a port in the control plane's
-namespace: for who watches from outside, past the emulated network.
+namespace. A program outside the namespaces uses it to reach the port past the emulated network.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 SIOCSIFADDR, SIOCSIFNETMASK, SIOCGIFFLAGS, SIOCSIFFLAGS = 0x8916, 0x891C, 0x8913, 0x8914
 IFF_UP = 0x1
 MAX_PACKET = 65536
-# Packets read from a device before the other one has its turn.
+# Most packets read from a device before the other device has its turn.
 BURST = 64
 
 
 def unshare(flags: int) -> None:
-    """Raises OSError where this kernel, or whoever confines this process, does not let it."""
+    """Leave the given namespaces for new ones. Raises OSError if the kernel or a sandbox forbids it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags):
         number = ctypes.get_errno()
@@ -45,7 +45,7 @@ def unshare(flags: int) -> None:
 
 
 def make_user_namespace() -> None:
-    """A user namespace in which this user is root, with a network namespace of its own."""
+    """Make a user namespace in which this user is root, with a network namespace of its own."""
     uid, gid = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWNET)
     Path("/proc/self/setgroups").write_text("deny")
@@ -64,7 +64,7 @@ def up(name: str, address: str, netmask: str) -> None:
 
 
 def tun(address: str) -> int:
-    """A TUN device in the network namespace that this process is in; returns what its packets are read from."""
+    """Make a TUN device in this process's network namespace; return the file descriptor of its packets."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"tun0", IFF_TUN | IFF_NO_PI))
     up("tun0", address, NETMASK)
@@ -73,7 +73,10 @@ def tun(address: str) -> int:
 
 
 class Emulator:
-    """Both directions, `up` from the engine to the control plane and `down` back, on the devices' file descriptors."""
+    """Carries packets in both directions between the devices' file descriptors.
+
+    `up` is the direction from the engine to the control plane, `down` the direction back.
+    """
 
     def __init__(self, engine: int, control: int, seed: int) -> None:
         self.ways = {name: Way(random.Random(f"{seed} {name}")) for name in ("up", "down")}
@@ -90,7 +93,7 @@ class Emulator:
                 packet = os.read(device, MAX_PACKET)
             except BlockingIOError:
                 break
-            # The kernel looks for IPv6 routers on every new device.
+            # Drop packets that are not IPv4, because the kernel looks for IPv6 routers on every new device.
             if packet[0] >> 4 == 4:
                 way.send(self._loop.time(), packet)
         self._deliver(name)
@@ -98,7 +101,7 @@ class Emulator:
     def _deliver(self, name: str) -> None:
         way, wake = self.ways[name], self._wakes[name]
         for packet in way.arrived(self._loop.time()):
-            # A device whose queue is full loses the packet, as any other does.
+            # A device with a full queue loses the packet, as any network device does.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._into[name], packet)
         if wake is not None:
@@ -117,14 +120,14 @@ class Emulator:
         return {name: dict(way.counts) for name, way in self.ways.items()}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Commands of one connection, in order."""
+        """Answer the commands of one connection, in order."""
         while line := await reader.readline():
             writer.write(json.dumps(await self.answer(json.loads(line))).encode() + b"\n")
         writer.close()
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-    """Carry one connection to a port on this side, as long as both ends want it."""
+    """Carry one connection to a port in this namespace until either end closes it."""
     try:
         other_reader, other_writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:

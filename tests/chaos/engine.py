@@ -1,8 +1,8 @@
 """A real vLLM engine under steady load in a process of its own: `python -m tests.chaos.engine SOCKET SETTINGS`.
 
-It connects to SOCKET, where `driver.Engine` listens, and goes on stepping until it is told to pause: between two steps
-it answers commands. SETTINGS is JSON: the engine's arguments, the load, the cores. Everything runs on the main thread,
-which is the engine core's; with MERIDIAN_CONTROL unset in the environment this is stock vLLM.
+The process connects to SOCKET, on which `driver.Engine` listens, and steps until it receives the command to pause; it
+answers commands between two steps. SETTINGS is JSON: the engine's arguments, the load, the cores. Everything runs on
+the main thread, which is the engine core's. With MERIDIAN_CONTROL unset in the environment the engine is stock vLLM.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from tests.chaos.reports import Done, Report
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-# How often the agent is looked at, between two steps.
+# Shortest time between two looks at the agent's state, which happen between steps.
 LOOK_S = 0.005
-# When the handlers that run before a fork were over: of these, what is registered first runs last.
+# Times at which the handlers before a fork had ended. Python runs the handler that was registered first as the last
+# one.
 _handled_s: list[float] = []
 os.register_at_fork(before=lambda: _handled_s.append(time.monotonic()))
 
 
 class Load:
-    """Requests in flight, always as many, one case after the other.
+    """Keeps a constant number of requests in flight, one case after the other.
 
-    A case is a chat, or a prompt in token ids, and may have sampling parameters of its own. `salted`: no prompt finds
-    another's blocks in the prefix cache.
+    A case is a chat or a prompt in token ids, and may have sampling parameters of its own. `salted`: no prompt finds
+    another prompt's blocks in the prefix cache.
     """
 
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
@@ -48,7 +49,7 @@ class Load:
         self._prompts = [case.get("prompt_ids") or prompt_ids(llm, case) for case in settings["cases"]]
         self._params = [params(case) for case in settings["cases"]]
         self._added = 0
-        # Case, tokens so far and beginning of each request in flight.
+        # Case, number of tokens and begin time of each request in flight.
         self._live: dict[str, tuple[int, int, float]] = {}
 
     def step(self, report: Report, now_s: float) -> None:
@@ -74,12 +75,12 @@ class Load:
 
 
 class Engine:
-    """The engine, its load, and what is told of both."""
+    """The engine, its load, and the report on both."""
 
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
         self._load = Load(llm, settings)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        # None in stock vLLM.
+        # The scheduler of stock vLLM has no agent.
         self._agent: Any = getattr(scheduler, "_agent", None)
         self._guard: Any = getattr(scheduler, "_guard", None)
         self._report = Report()
@@ -98,7 +99,7 @@ class Engine:
                 if isinstance(command, int):
                     self._steps(command)
                 elif command == "fork":
-                    # The time that it takes is the step's, too.
+                    # The time of the fork also counts in the step's duration.
                     self._report.fork_held_s = fork()
                 else:
                     self._running = command != "pause"
@@ -134,10 +135,10 @@ class Engine:
             report.states.append((now_s, *seen))
 
     def _take(self) -> Report:
-        """The report, and begin the next one."""
+        """Return the report and begin the next one."""
         report, self._report = self._report, Report()
         if self._agent is not None:
-            # What it is in now is where the next report begins.
+            # The next report begins with the agent's present state.
             self._report.states = report.states[-1:]
             report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.revision
             report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
@@ -150,8 +151,10 @@ class Engine:
 
 
 class Work:
-    """Processor time that the engine's processes spend on anything but waiting for each other, which vLLM does by
-    spinning. The worker is a `tests.bench.metered.MeteredWorker`, which counts its own."""
+    """The processor time of the engine's processes, without the time that they spend waiting for each other.
+
+    vLLM's processes wait by spinning. The worker is a `tests.bench.metered.MeteredWorker`, which counts its own time.
+    """
 
     def __init__(self, llm: Any) -> None:
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -174,7 +177,7 @@ class Work:
 
 
 def fork() -> float:
-    """Fork this process; the child ends at once. Seconds until all that runs before it was over."""
+    """Fork this process, with a child that ends at once; return the seconds that the handlers before the fork took."""
     began_s = time.monotonic()
     pid = os.fork()
     if not pid:
@@ -184,7 +187,7 @@ def fork() -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started and that still run: an engine's worker, for one."""
+    """Return the running child processes of `pid`, for example an engine's worker."""
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _read(task / "children").split()]
 
 
@@ -192,7 +195,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        # A thread that has just ended.
+        # The thread has just ended.
         return ""
 
 

@@ -1,8 +1,8 @@
-"""What may answer at a control plane's address without being one.
+"""Servers that are not a control plane and answer at its address.
 
-`python -m tests.chaos.foreign KIND HOST:PORT [TARGET]`. Each kind is a server of its own. Those that speak the protocol
-follow it up to what they are there for. `older` and `newer` stand between an engine and the real control plane at
-TARGET and say to each what another version would.
+`python -m tests.chaos.foreign KIND HOST:PORT [TARGET]`. Each kind is a server of its own. The kinds that speak the
+protocol follow it up to the fault that they test. `older` and `newer` stand between an engine and the real control
+plane at TARGET, and change each message to that of another version.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 Requests = Any
 Context = Any
-# No engine of these tests has it.
+# Slot that no engine of these tests uses.
 UNKNOWN_SLOT = 1000
-# Of settings that are nobody's.
+# Revision of made-up settings, which no control plane stored.
 FOREIGN_REVISION = 4_000_000
-# Decisions in one message of a flood, over so many slots; a cap that no request reaches.
+# Decisions in one message of a flood, number of slots that they address, and a cap that no request reaches.
 FLOOD, FLOOD_SLOTS, FAR_CAP = 1000, 8, 100_000
 CONNECT = "/meridian.v1.AgentService/Connect"
 
@@ -48,7 +48,7 @@ def settings(**fields: Any) -> agent_pb2.ConnectResponse:
 
 
 class Decisions:
-    """Numbers decisions and counts what became of them. A line of JSON tells of it after each report with outcomes."""
+    """Numbers decisions and counts their outcomes. Each report with outcomes prints the counts as a line of JSON."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -64,7 +64,7 @@ class Decisions:
             print(json.dumps({"made": self.made, **self.outcomes}), flush=True)
 
     def of_each_kind(self, slot: int, step: int) -> agent_pb2.Directives:
-        """Such as would change what the request says if they were taken for its."""
+        """Return a decision of each kind for `slot`; each would change the request's output if the agent applied it."""
         return agent_pb2.Directives(
             step=step,
             forces=[agent_pb2.ForceEnd(decision_id=self.id(), slot=slot)],
@@ -75,8 +75,10 @@ class Decisions:
 
 
 def stray(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]:
-    """Decisions for slots that nobody has, and for requests that have ended, whoever has their slot now; and a message
-    of a kind that nobody knows."""
+    """Send decisions for unused slots and for requests that have ended, and a message of an unknown kind.
+
+    The slot of an ended request may belong to another request by then.
+    """
     decisions = Decisions()
     yield welcome()
     yield agent_pb2.ConnectResponse.FromString(versions.UNKNOWN_FIELD)
@@ -90,7 +92,7 @@ def stray(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]
 
 
 def flood(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]:
-    """Decisions as fast as they are taken off the wire, each of which takes the place of the one before."""
+    """Send decisions as fast as the agent reads them; each supersedes the decision before it for the same slot."""
     decisions, caps = Decisions(), agent_pb2.Directives(step=1 << 40)
     for number in range(FLOOD):
         caps.caps.add(slot=number % FLOOD_SLOTS, max_think_tokens=FAR_CAP)
@@ -106,7 +108,7 @@ def flood(requests: Requests, _: Context) -> Iterator[agent_pb2.ConnectResponse]
 
 
 def between(change: Callable[[Message], None], target: str) -> Callable[[Requests, Context], Iterator[Any]]:
-    """Carries a stream on to a control plane and back, each message changed; one that is empty then is left out."""
+    """Relay a stream to a control plane and back with each message changed; messages that become empty are left out."""
 
     def changed(message: Message) -> Message | None:
         change(message)
@@ -134,7 +136,7 @@ VERSIONS = {f.__name__: f for f in (versions.older, versions.newer)}
 
 
 class Handler(grpc.GenericRpcHandler):
-    """Answers Connect with what a kind says."""
+    """Answers Connect with the messages of one kind."""
 
     def __init__(self, say: Callable[[Requests, Context], Iterator[Any]]) -> None:
         self._say = say
@@ -148,7 +150,7 @@ class Handler(grpc.GenericRpcHandler):
 
 
 def speak(kind: str, address: str, target: str) -> None:
-    """A gRPC server; of the kind `unknown`, one that does not have the service."""
+    """Run a gRPC server of this kind; for the kind `unknown` it lacks the agent service."""
     server = grpc.server(futures.ThreadPoolExecutor(8))
     say = between(VERSIONS[kind], target) if kind in VERSIONS else SPEAKING.get(kind)
     if say is not None:
@@ -160,7 +162,7 @@ def speak(kind: str, address: str, target: str) -> None:
 
 
 def accept(kind: str, address: str) -> None:
-    """A socket: `mute` never says anything, `noise` says what is not HTTP/2, and much of it."""
+    """Accept connections: `mute` never sends anything, `noise` sends a lot of data that is not HTTP/2."""
     host, _, port = address.rpartition(":")
     rng, kept = random.Random(0), []
     with socket.create_server((host, int(port))) as server:

@@ -1,7 +1,7 @@
 """The emulated network as tests and benchmarks use it: start it, run programs on either side, change its conditions.
 
-`tc netem` would do the same with less, but is not in every kernel, and needs root. Namespaces, TUN devices and a
-process that carries the packets need neither, and the TCP that meets the loss is the kernel's own all the same.
+`tc netem` would do the same with less code, but not every kernel has it, and it needs root. Namespaces, TUN devices and
+a process that carries the packets need neither, and the TCP connections still use the kernel's own TCP.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ START_S = 20.0
 
 
 class NoNamespacesError(Exception):
-    """Why the network cannot be made here."""
+    """The network cannot be emulated on this machine; the text says why."""
 
 
 class Network:
-    """Two network namespaces and what is between them. The same seed treats the same packets alike.
+    """Two network namespaces and the emulated network between them. The same seed treats the same packets alike.
 
-    Raises NoNamespacesError where user or network namespaces or TUN devices are not to be had.
+    Raises NoNamespacesError if user namespaces, network namespaces or TUN devices are not available.
     """
 
     def __init__(self, seed: int = 0) -> None:
         if shutil.which("nsenter") is None:
             raise NoNamespacesError("nsenter is not installed")
-        # Short: the path of a Unix socket has room for a hundred characters.
+        # The folder is short, because the path of a Unix socket has room for about a hundred characters.
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         self._process = Process(
             [sys.executable, "-m", "tests.chaos.emulator", str(self.folder), str(seed)], self.folder / "emulator.log"
@@ -63,11 +63,11 @@ class Network:
 
     @property
     def pid(self) -> int:
-        """The emulator's own, for who wants to know what it uses."""
+        """The process id of the emulator, whose resources a test may measure."""
         return self._process.popen.pid
 
     def within(self, side: str) -> list[str]:
-        """What a command begins with to run on one side, `engine` or `control`."""
+        """Return the prefix of a command that runs it on one side, `engine` or `control`."""
         at = f"/proc/{self.pid}"
         enter = ["nsenter", "--preserve-credentials", f"--user={at}/ns/user"]
         return [*enter, f"--net={at}/fd/{self._namespaces[side]}"]
@@ -78,16 +78,16 @@ class Network:
         self._ask(do="conditions", of=chosen)
 
     def mend(self) -> None:
-        """Back to a network without faults."""
+        """Return to a network without faults."""
         self.set(FINE, FINE)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Packets by direction and what came of them."""
+        """Return the number of packets by direction and fate."""
         counts: dict[str, dict[str, int]] = self._ask(do="counts")
         return counts
 
     def relay(self, port: int) -> str:
-        """A gRPC target that reaches a port of the control plane's side from outside, past the emulated network."""
+        """Return a gRPC target that reaches a port of the control plane's namespace past the emulated network."""
         path = self.folder / f"{port}.sock"
         self._ask(do="relay", path=str(path), port=port)
         return f"unix:{path}"
@@ -97,7 +97,7 @@ class Network:
         return json.loads(self._answers.readline())
 
     def stop(self) -> None:
-        """End the emulator. Programs that still run on either side find a network without the other."""
+        """End the emulator. Programs that still run on either side lose the network to the other side."""
         self._process.kill()
         if "_socket" in self.__dict__:
             self._answers.close()

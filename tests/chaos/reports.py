@@ -1,4 +1,4 @@
-"""What an engine under test tells its driver."""
+"""Messages that an engine under test sends to its driver."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Done:
 
 @dataclass
 class Report:
-    """What happened since the last report. Times are of the monotonic clock, which all processes share.
+    """Events since the last report. Times are of the monotonic clock, which all processes share.
 
-    busy_s: the time it was let run. longest_s: from one step's tokens to the next one's. states: when the agent was
-    seen in which state, and whether decisions of the stream it is on were in force. ring, inbox: the most that was seen
-    waiting. live: requests that the agent knows of. cpu_s: processor time of the engine's processes since they started,
-    where a metered engine counts it, without what they spend waiting for each other. fork_held_s: for how long what
-    runs before a fork held the last one up.
+    busy_s: time in steps. longest_s: longest time from one step's tokens to the next one's. states: times at which the
+    agent's state changed, with the state and whether decisions of its current stream were in force. ring, inbox: the
+    largest queue lengths seen. live: requests that the agent tracks. cpu_s: processor time of a metered engine's
+    processes since their start, without the time they spend waiting for each other. fork_held_s: how long the handlers
+    before a fork delayed the last fork.
     """
 
     busy_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The emulated network with a control plane on its far side, and the faults of both: how each begins and ends."""
+"""The emulated network with a control plane on its far side, and the faults of both, which have a begin and an end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from tests.processes import Process
 
-# In a network namespace of its own nobody else has a port.
+# The control plane has a network namespace of its own, so no other program uses these ports.
 PORT, METRICS_PORT = 7000, 9464
 TARGET = f"{CONTROL_ADDRESS}:{PORT}"
 
 
 class FarControl(Control):
-    """A `meridian-control` in the control plane's namespace. This process reaches it whatever the network does."""
+    """A `meridian-control` in the control plane's namespace, which this process reaches whatever the network does."""
 
     def __init__(self, network: Network, folder: Path, cores: Sequence[int] = ()) -> None:
         self.folder, self.port, self.cores = folder, PORT, set(cores) or None
@@ -35,7 +35,7 @@ class FarControl(Control):
         self._metrics = network.relay(METRICS_PORT).removeprefix("unix:")
 
     def metrics(self) -> dict[str, float]:
-        """Every sample, by its name with labels as Prometheus writes it."""
+        """Return every sample by its name with labels, as Prometheus writes it."""
         with httpx.Client(transport=httpx.HTTPTransport(uds=self._metrics)) as client:
             text = client.get("http://control/metrics").raise_for_status().text
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
@@ -43,7 +43,7 @@ class FarControl(Control):
 
 
 class Scene:
-    """What faults act on. `control` is not started yet."""
+    """The objects that faults act on. `control` is not started yet."""
 
     def __init__(self, folder: Path, seed: int, cores: Sequence[int] = ()) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Scene:
         self.control.process.kill()
 
     def answer_as(self, kind: str) -> None:
-        """Another program takes the control plane's address."""
+        """Let another program of this kind take the control plane's address."""
         self.kill()
         command = [sys.executable, "-m", "tests.chaos.foreign", kind, f"0.0.0.0:{PORT}"]
         log = self.folder / f"foreign-{kind}-{time.monotonic_ns()}.log"
@@ -64,7 +64,7 @@ class Scene:
         wait_for(lambda: "ready" in foreign.output(), 20, f"{kind} to answer")
 
     def give_back(self) -> None:
-        """The control plane has its address again."""
+        """Give its address back to the control plane."""
         if self._foreign is not None:
             self._foreign.kill()
             self._foreign = None
@@ -74,7 +74,7 @@ class Scene:
         if self._foreign is not None:
             self._foreign.kill()
         if "process" in self.control.__dict__:
-            # It may stand still.
+            # The process may be stopped by SIGSTOP.
             self.control.process.signal(signal.SIGCONT)
             self.control.process.stop()
         self.network.stop()
@@ -82,8 +82,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. says: what the engine's log says meanwhile. loses: whether nothing is heard of a control plane while
-    it lasts, so that the leases end."""
+    """One fault.
+
+    says: texts that the engine logs during the fault. loses: whether the agent hears nothing of a control plane during
+    the fault, so that the leases end.
+    """
 
     name: str
     begin: Callable[[Scene], None]
@@ -118,13 +121,13 @@ def _go_on(scene: Scene) -> None:
 
 
 def _slow(name: str, delay_ms: float, loses: bool = False) -> Fault:
-    """Every answer comes so late. Later than the leases, it is as if none came."""
+    """Return a fault that delays every answer; with a delay longer than the leases, the agent is as good as cut off."""
     late = Conditions(delay_ms=delay_ms)
     says = UNHEARD if loses else ()
     return Fault(name, lambda s: s.network.set(FINE, late), lambda s: s.network.mend(), says, loses=loses)
 
 
-# `mute` accepts and never says anything, `noise` says random bytes, `unknown` is gRPC without the service.
+# `mute` accepts and never says anything, `noise` sends random bytes, `unknown` is gRPC without the service.
 FAULTS = (
     _both("partition", CUT),
     _network("half-open-up", CUT, FINE),

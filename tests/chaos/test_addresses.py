@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from tests.chaos.network import Network
 
-# On this network nobody has it, and nobody says so.
+# Address without a host on this network; packets to it get no reply, not even an error.
 NOWHERE = "10.99.0.9"
 NAME = "control.test"
-# Prints how many seconds it took to be connected.
+# Program that prints the seconds until the agent was connected.
 CONNECT = """
 import asyncio, json, sys, time
 from meridian_agent.link import control_stream as link
@@ -54,13 +54,13 @@ def connect(network: Network, *targets: str, before: Sequence[str] = ()) -> floa
 
 @pytest.mark.usefixtures("control")
 def test_the_next_of_several_addresses(network: Network) -> None:
-    """After the patience for the first, not after gRPC's own twenty seconds."""
+    """The agent tries the next address after its own patience for the first one, not after gRPC's twenty seconds."""
     assert 1.0 <= connect(network, f"{NOWHERE}:7000", TARGET) < 20.0
 
 
 @pytest.mark.usefixtures("control")
 def test_a_name_with_several_addresses(network: Network, tmp_path: Path) -> None:
-    """gRPC tries them side by side; the patience is for all of them together."""
+    """gRPC tries the addresses of a name side by side; the agent's patience is for all of them together."""
     hosts = tmp_path / "hosts"
     lines = [f"{address} {NAME}" for address in (NOWHERE, TARGET.partition(":")[0], "10.99.0.8")]
     hosts.write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")

@@ -1,8 +1,8 @@
-"""Faults of the control plane and of the network on a real engine that serves all along.
+"""Faults of the control plane and of the network on a real engine that goes on serving.
 
-One engine meets every fault in turn. It is governed by a cap that is an experiment's: `scheduler.lease_ms` ends it soon
-after the stream. So the tokens of each request say what held: capped is a decision that was applied, equal to stock is
-none.
+One engine has every fault in turn. A cap governs it as a decision, which `scheduler.lease_ms` ends soon after the
+stream. So the tokens of each request show what governed it: capped tokens mean that a decision was applied, and tokens
+equal to stock's mean that none was.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ CAPPED: dict[str, Any] = {
     "fallback": {"lease_ms": int(LEASE_S * 2000)},
     "entropy": {"shadow": True},
 }
-# Requests that are awaited during a fault; those of them that began after the leases were over count.
+# Number of requests awaited during a fault; for a fault that ends leases, only requests that began after the leases'
+# end count.
 DURING = 6
-# Between two steps: the engine shares its core with other tests.
+# Seconds between two steps, because the engine shares its core with other tests.
 PAUSE_S = 0.01
-# A fault that ends no lease for good goes on for so long.
+# A fault that does not end the leases lasts this long.
 LASTS_S = 2.5
-# Against hanging. A fault lasts until requests were served under it, so a step that waits for its end waits for ever.
-# That no step waits at all is shown in `tests/engine/test_never_waits.py`, without a clock.
+# Limit against hanging. A fault lasts until requests were served under it, so a step that waited for the fault's end
+# would wait for ever. `tests/engine/test_never_waits.py` shows without a clock that no step waits at all.
 STANDSTILL_S = 30.0
-# Of a second that gRPC by itself holds a fork up.
+# gRPC by itself may hold a fork up for a second; this is the allowed part of it.
 HELD_UP_S = 0.5
-# Of a process that has been warm before.
+# Allowed growth of a process that has already been warm.
 GROWTH_MB = 30.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -49,7 +50,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 @dataclass
 class World:
-    """The engine, what is around it, and what each case's tokens are: of stock, and under the cap."""
+    """The engine, its control plane and network, and each case's tokens: those of stock, and those under the cap."""
 
     scene: Scene
     engine: Engine
@@ -58,18 +59,19 @@ class World:
 
     @property
     def end(self) -> int:
-        """The token that ends thinking."""
+        """Return the token that ends thinking."""
         case = next(case for case, tokens in self.capped.items() if tokens != self.stock[case])
         return self.capped[case][_common(self.capped[case], self.stock[case])]
 
     def explained(self, done: Done) -> bool:
-        """Whether a request says what stock says, up to where a cap ended its thinking."""
+        """Return whether a request's tokens are stock's, or stock's up to the token at which a cap ended its
+        thinking."""
         stock = self.stock[done.case]
         common = _common(done.tokens, stock)
         return done.tokens == stock or (common >= CAP and done.tokens[common] == self.end)
 
     def collect(self, enough: Callable[[list[Report]], Any], timeout_s: float, what: str) -> list[Report]:
-        """Reports until there are enough, while the engine goes on. All of them must show a healthy engine."""
+        """Collect reports until there are enough, while the engine runs. Every report must show a healthy engine."""
         reports: list[Report] = []
 
         def more() -> Any:
@@ -81,7 +83,7 @@ class World:
         return reports
 
     def governed(self) -> list[Report]:
-        """Until decisions are applied again: of requests that begin from now on, each case was capped."""
+        """Wait until decisions are applied again: each case of the requests that begin from now on was capped."""
         since_s = time.monotonic()
 
         def capped(reports: list[Report]) -> bool:
@@ -100,7 +102,7 @@ def finished(reports: list[Report]) -> list[Done]:
 
 
 def healthy(reports: list[Report]) -> None:
-    """No request failed, the engine never stood still, nothing piled up, the agent is on."""
+    """Assert that no request failed, the engine never stood still, no queue was too long, and the agent is on."""
     assert {done.reason for done in finished(reports)} <= {"stop", "length"}
     assert max(report.longest_s for report in reports) < STANDSTILL_S
     assert not any(report.fault for report in reports)
@@ -110,7 +112,7 @@ def healthy(reports: list[Report]) -> None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> Iterator[World]:
-    """An engine that serves, and a control plane that does not exist yet."""
+    """Yield an engine that serves, and a control plane that is not started yet."""
     folder = tmp_path_factory.mktemp("chaos")
     try:
         scene = Scene(folder, seed=5)
@@ -128,7 +130,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> I
 
 
 def test_absent_at_start(world: World) -> None:
-    """Stock vLLM until there is one, and governed from then on."""
+    """The engine is stock vLLM until there is a control plane, and governed from then on."""
     reports = world.collect(lambda r: len(finished(r)) >= 24, 60, "requests without a control plane")
     assert all(done.tokens == world.stock[done.case] for done in finished(reports))
     world.scene.control.start()
@@ -136,7 +138,7 @@ def test_absent_at_start(world: World) -> None:
     since_s = time.monotonic()
 
     def differing(reports: list[Report]) -> dict[int, set[tuple[int, ...]]]:
-        """What each case said since then; besides what stock says, for a cap's lease may end on a busy machine."""
+        """Return each case's tokens since then that differ from stock's; on a busy machine a cap's lease may end."""
         said: dict[int, set[tuple[int, ...]]] = {case: set() for case in range(len(world.stock))}
         for done in finished(reports):
             if done.began_s > since_s:
@@ -148,7 +150,7 @@ def test_absent_at_start(world: World) -> None:
 
     reports = world.collect(enough, 60, "capped requests")
     for case, tokens in differing(reports).items():
-        assert len(tokens) <= 1, "said in two ways"
+        assert len(tokens) <= 1, "a case had two different outputs"
         world.capped[case] = next(iter(tokens), world.stock[case])
     assert set(world.capped) == set(range(len(world.stock)))
     world.governed()
@@ -175,28 +177,30 @@ def test_a_fault(world: World, fault: Fault) -> None:
 
 
 def test_forks_with_grpcs_fork_support(world: World) -> None:
-    """gRPC stops its threads before each, for which it takes a second by itself in two of three: here it does not, the
-    child ends, and the stream goes on."""
+    """gRPC's fork support does not hold forks up, the child ends, and the stream goes on.
+
+    gRPC stops its threads before each fork; by itself it takes a second for that in two forks of three.
+    """
     world.governed()
     said = len(world.engine.log())
     held_up = [held_up_s(world) for _ in range(12)]
-    # How long the fork itself takes is the machine's affair.
+    # The duration of the fork itself depends on the machine, so some forks may exceed the limit.
     assert sorted(held_up)[-5] < HELD_UP_S, held_up
     ended = [line for line in world.engine.log()[said:].splitlines() if " ended: " in line]
-    # The leases are short, and a machine that does nothing else for so long is heard nothing of.
+    # The leases are short, so a long pause of the machine may end the stream for silence.
     assert [line for line in ended if "nothing heard for" not in line] == []
     world.governed()
 
 
 def held_up_s(world: World) -> float:
-    """How long a fork of the engine core is held up, between two steps."""
+    """Return for how long a fork of the engine core, between two steps, is held up."""
     held_s = world.engine.fork().fork_held_s
     wait_for(lambda: world.engine.run().steps > 0, 20, "a step")
     return held_s
 
 
 def shown_well(world: World) -> bool:
-    """Whether operators see that all is well, and what was lost meanwhile."""
+    """Return whether the control plane shows a healthy engine and the number of reports dropped during the fault."""
     metrics, engine = world.scene.control.metrics(), world.scene.control.engine()
     dropped = world.engine.run().dropped
     return (
@@ -207,14 +211,14 @@ def shown_well(world: World) -> bool:
 
 
 def over(fault: Fault, reports: list[Report], began_s: float) -> bool:
-    """Whether a fault has lasted long enough to be seen in what requests say."""
+    """Return whether a fault has lasted long enough to show in the requests' tokens."""
     if fault.loses:
         return len(ungoverned(reports, began_s)) >= DURING
     return len(finished(reports)) >= 2 * DURING and time.monotonic() - began_s > LASTS_S
 
 
 def ungoverned(reports: list[Report], began_s: float) -> list[Done]:
-    """The requests of a fault that began when all leases were over."""
+    """Return the requests that began during a fault after the end of all leases."""
     states = [seen for report in reports for seen in report.states]
     since_s = next((at_s for at_s, state, _ in states if at_s > began_s and state == "DEGRADED"), float("inf"))
     return [done for done in finished(reports) if done.began_s > since_s]

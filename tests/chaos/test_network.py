@@ -1,4 +1,4 @@
-"""The emulated network does what it is told, to a model of packets and to the kernel's own UDP and TCP."""
+"""Tests of the emulated network: on a model of packets, and with the kernel's own UDP and TCP."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PACKETS = 2000
-# For datagrams that all come back, whatever else the machine does, and where what has not come is lost.
+# Seconds to wait for datagrams that all come back, however busy the machine is, and seconds after which a missing
+# datagram is lost.
 PATIENT_S, LOST_S = 60.0, 3.0
 
 
 def arrivals(conditions: Conditions, seed: int = 0, every_s: float = 0.001, size: int = 2) -> list[tuple[float, int]]:
-    """When which packet arrives, of PACKETS sent one after the other."""
+    """Return the number and the arrival time of each of PACKETS packets, sent one after the other."""
     way = Way(random.Random(seed), conditions)
     found, numbers = [], iter(range(PACKETS))
     sent_s, number = 0.0, next(numbers)
@@ -73,7 +74,7 @@ def test_duplicates() -> None:
 
 
 def test_a_line_takes_its_time_and_drops_what_waits_too_long() -> None:
-    """1000 bytes each millisecond, onto a line of a tenth of that."""
+    """1000 bytes are sent each millisecond onto a line with a tenth of that rate."""
     found = arrivals(Conditions(bytes_per_s=100_000), size=1000)
     times = [at for at, _ in found]
     assert all(later - earlier >= 0.00999 for earlier, later in pairwise(times))
@@ -110,8 +111,8 @@ print("ready", flush=True)
 while True:
     udp.sendto(*udp.recvfrom(2048))
 """
-# Sends numbered datagrams, prints [number, seconds to its return] in the order of return: of all, or of those that came
-# until nothing did for as long as told.
+# Program that sends numbered datagrams and prints [number, seconds to its return] in the order of return, until all are
+# back or none came for the given time.
 DATAGRAMS = """
 import json, socket, sys, time
 udp = socket.socket(type=socket.SOCK_DGRAM)
@@ -129,7 +130,7 @@ except TimeoutError:
     pass
 print(json.dumps(found))
 """
-# Sends so many bytes through a connection, prints whether they came back the same.
+# Program that sends a given number of bytes through a connection and prints whether the same bytes came back.
 STREAM = """
 import os, socket, sys, threading
 data = os.urandom(int(sys.argv[2]))
@@ -187,7 +188,7 @@ def test_a_partition_one_way(network: Network, way: str) -> None:
 
 @pytest.mark.usefixtures("echo")
 def test_tcp_gets_through_all_of_it(network: Network) -> None:
-    """The kernel's own TCP mends what the network breaks."""
+    """The kernel's own TCP repairs all losses of the network."""
     bad = Conditions(delay_ms=2, jitter_ms=3, loss=0.02, reorder=0.05, duplicate=0.02)
     network.set(bad, bad)
     before = network.counts()

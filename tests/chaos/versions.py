@@ -1,6 +1,6 @@
-"""Protocol messages as an older or a newer version of the other side has them: what travels between two that differ.
+"""Change protocol messages to those of an older or a newer version of the sender.
 
-Pure: each function takes a message, ConnectRequest or ConnectResponse, and changes it.
+Each function is pure but for the message, ConnectRequest or ConnectResponse, which it changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-# The highest field number that the first version had, by message; those that are not here have not grown since.
+# The highest field number of each message in the first version; messages that are not listed have not grown since.
 FIRST_FIELDS = {
     "ConnectRequest": 4,
     "ConnectResponse": 4,
@@ -32,13 +32,13 @@ UNKNOWN = 77
 
 
 def older(message: Message) -> None:
-    """Leave only what the first version had; a message of another kind is empty then."""
+    """Keep only the fields of the first version; a message of a later kind becomes empty."""
     _name_versions(message, FIRST_VERSION)
     _strip(message)
 
 
 def newer(message: Message) -> None:
-    """Add fields that nobody knows to every message in it, and values that nobody knows to its enums."""
+    """Add unknown fields to every message in it, and unknown values to its enums."""
     _name_versions(message, NEXT_VERSION)
     _grow(message)
     if isinstance(message, agent_pb2.ConnectRequest):
@@ -55,7 +55,7 @@ def _name_versions(message: Message, version: str) -> None:
 
 
 def _parts(message: Message) -> list[Message]:
-    """The messages in a message, one level down; those in maps are none of ours."""
+    """Return the messages in a message, one level down, except those in maps."""
     found: list[Message] = []
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
@@ -79,7 +79,7 @@ def _grow(message: Message) -> None:
 
 
 def _unknown_reports(message: agent_pb2.ConnectRequest) -> None:
-    """States, phases, reasons and outcomes that came with the next version."""
+    """Set states, phases, reasons and outcomes to a value that only a newer version has."""
     if message.HasField("hello"):
         message.hello.state = UNKNOWN  # type: ignore[assignment]
     if not message.HasField("step"):

@@ -1,4 +1,4 @@
-"""What a network does to packets, as a pure model: one Way for each direction. Time and randomness are passed in."""
+"""A pure model of the network's effect on packets: one Way for each direction. Time and randomness are passed in."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-# What waits for a slow line is dropped beyond this, as a router's queue does.
+# A packet that would wait longer than this for a slow line is dropped, as from a router's full queue.
 QUEUE_S = 0.5
-# A packet held back to be overtaken waits this much longer than the others, and at least so long.
+# A packet that is held back to be overtaken waits this multiple of its delay longer than others, and at least
+# HELD_BACK_S.
 HELD_BACK, HELD_BACK_S = 1.0, 0.01
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of one direction. loss, reorder and duplicate are probabilities of each packet; jitter_ms is the most that is
-    added to the delay, and changes no order; bytes_per_s is 0 for no limit; cut lets nothing through."""
+    """Conditions of one direction.
+
+    loss, reorder and duplicate are probabilities of each packet. jitter_ms is the most that is added to the delay; it
+    changes no order. bytes_per_s is 0 for no limit. cut lets no packet through.
+    """
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
@@ -34,16 +38,16 @@ FINE = Conditions()
 
 
 class Way:
-    """One direction: packets go in as they are sent, and come out when they arrive."""
+    """One direction of the network: takes packets when they are sent, and releases them when they arrive."""
 
     def __init__(self, rng: random.Random, conditions: Conditions = FINE) -> None:
         self.conditions = conditions
         self.counts: Counter[str] = Counter()
         self._rng = rng
-        # Packets under way, by arrival and then by number.
+        # Packets under way, ordered by arrival time and then by number.
         self._under_way: list[tuple[float, int, bytes]] = []
         self._number = 0
-        # When the line is free again, and when the newest packet in order arrives.
+        # Time at which the line is free again, and arrival time of the newest packet that keeps its order.
         self._free_at = self._newest_at = 0.0
 
     def send(self, now_s: float, packet: bytes) -> None:
@@ -68,7 +72,7 @@ class Way:
             self._arrives(self._newest_at, packet)
 
     def _through_the_line(self, now_s: float, size: int) -> float | None:
-        """When the last byte has left; None when too much waits for that already."""
+        """Return when the packet's last byte has left, or None if the queue for the line is too long."""
         if not self.conditions.bytes_per_s:
             return now_s
         began_s = max(now_s, self._free_at)
@@ -82,14 +86,14 @@ class Way:
         heapq.heappush(self._under_way, (at_s, self._number, packet))
 
     def change(self, conditions: Conditions, now_s: float) -> None:
-        """New conditions for what is sent from now on. A cut takes what is under way, too."""
+        """Apply new conditions to packets sent from now on. A cut also drops the packets under way."""
         if conditions.cut:
             self.counts["cut"] += len(self._under_way)
             self._under_way.clear()
         self.conditions, self._free_at, self._newest_at = conditions, now_s, now_s
 
     def arrived(self, now_s: float) -> list[bytes]:
-        """The packets that have arrived since this was asked last, in order of arrival."""
+        """Return the packets that have arrived since the last call, in order of arrival."""
         found = []
         while self._under_way and self._under_way[0][0] <= now_s:
             found.append(heapq.heappop(self._under_way)[2])

@@ -1,5 +1,5 @@
-"""The CUDA source on the host: built with a C++ compiler behind `host.cpp`, and launched like a kernel on torch tensors
-in the CPU's memory."""
+"""Build the CUDA source with a C++ compiler behind `host.cpp`, and launch it like a kernel on torch tensors in CPU
+memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-# Hidden: else two builds in one process would share the statics of their templates.
+# Symbols are hidden, because two builds in one process would otherwise share the statics of their templates.
 FLAGS = ["-fvisibility=hidden", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
 FLAGS += ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
 
 
 class HostKernels:
-    """One build. `blocks`: how many the GPU is said to hold at once."""
+    """One build of the kernels. `blocks`: number of blocks that the imitated GPU holds at once."""
 
     def __init__(self, folder: Path, *, threads: int, vectors: int, stages: int) -> None:
         assert COMPILER is not None
@@ -45,8 +45,7 @@ class HostKernels:
         self._tickets = np.zeros(4096, np.uint32)
 
     def set_exp2_error(self, error: float, turn: float) -> None:
-        """From now on powers of two are off by this much, relative: too large for exponents above `turn`, else too
-        small."""
+        """Give powers of two this relative error: too large for exponents above `turn`, too small for all others."""
         self._library.set_exp2_error(ctypes.c_float(error), ctypes.c_float(turn))
 
     def measure(
@@ -58,8 +57,10 @@ class HostKernels:
         blocks: int,
         seed: int | None = None,
     ) -> RowSignals:
-        """Launch over rows of `logits`, blocks in a random order, and check what was read: each entry of the rows asked
-        for exactly once, nothing else. Raises AssertionError."""
+        """Launch over rows of `logits` with the blocks in a random order, and check the reads.
+
+        Each entry of the requested rows must be read exactly once, and no other memory. Raises AssertionError.
+        """
         dtype = str(logits.dtype).removeprefix("torch.")
         size = KERNELS[dtype][1]
         count, vocab = logits.shape
@@ -90,7 +91,7 @@ class HostKernels:
             _pointer(reads),
         )
         assert complaint is None, complaint.decode()
-        assert not self._tickets.any(), "tickets must be as they were"
+        assert not self._tickets.any(), "the kernel must reset its tickets"
         expected = np.zeros(len(reads), np.uint8)
         for row in rows:
             expected[row * stride * size : (row * stride + vocab) * size] += 1

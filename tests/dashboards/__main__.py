@@ -1,7 +1,8 @@
-"""`python -m tests.dashboards`: some five minutes; needs Debian's `prometheus`, or another one by --prometheus.
+"""Run `python -m tests.dashboards` (about five minutes); it needs Debian's `prometheus`, or another one by
+--prometheus.
 
-Prints how many series each panel of each dashboard has; what Prometheus answered is written to panels.json. Exit status
-1 for a query that fails or has no value, whose panel is then empty.
+It prints the number of series of each panel of each dashboard, and writes Prometheus's answers to panels.json. The exit
+status is 1 if a query fails or has no value, because its panel would be empty.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEP_S, RATE_S = 2, 15
 
 
 def asked(prometheus: str, expression: str, began: float, ended: float) -> list[dict[str, Any]]:
-    """The series of a query, as Grafana asks for them. Raises HTTPError."""
+    """Return the series of a query with the parameters that Grafana would send. Raises HTTPError."""
     for name, value in (("$__rate_interval", f"{RATE_S}s"), ("$engine", ".*")):
         expression = expression.replace(name, value)
     query = urllib.parse.urlencode({"query": expression, "start": began, "end": ended, "step": STEP_S})
@@ -33,7 +34,7 @@ def asked(prometheus: str, expression: str, began: float, ended: float) -> list[
 
 
 def panels(prometheus: str, began: float, ended: float) -> list[dict[str, Any]]:
-    """Dashboard, panel and, for each of its queries, what Prometheus answered."""
+    """Return each dashboard's panels with Prometheus's answer to each of their queries."""
     return [
         {
             "dashboard": name,
@@ -67,7 +68,7 @@ async def run(folder: Path, prometheus: str, stretch_s: float) -> int:
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m tests.dashboards", description=__doc__)
     p.add_argument("--prometheus", default="prometheus", help="its program")
-    p.add_argument("--stretch", type=float, default=40.0, help="seconds between two things that happen")
+    p.add_argument("--stretch", type=float, default=40.0, help="seconds between two events")
     p.add_argument("--output", type=Path, default=Path("build/dashboards"), help="folder for logs and panels.json")
     args = p.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

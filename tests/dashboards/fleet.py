@@ -1,7 +1,7 @@
-"""A small fleet with something to see: two vLLM servers short of memory, a control plane, and a Prometheus.
+"""A small fleet with events to show: two vLLM servers short of memory, a control plane, and a Prometheus.
 
-Owns what is started and what happens to it, in order: rules in shadow, rules enforced, a rollout that succeeds, one
-that is taken back, a freeze, an engine that goes. Knows nothing of dashboards. One event loop.
+The module owns the processes and the events, in order: rules in shadow, rules enforced, a rollout that succeeds, a
+rollout that is taken back, a freeze, an engine that ends. It knows nothing of dashboards. It has one event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "tests/demo"
 ENGINES = {"vllm-0": "canary", "vllm-1": "main"}
 CONCURRENCY, STEP_MS = 12, 15
-# Fewer than the load would use, so that requests are preempted.
+# Fewer KV blocks than the load would use, so that requests are preempted.
 BLOCKS = 56
 START_S, POLL_S = 300.0, 0.5
 PLAN = """
@@ -45,7 +45,7 @@ scrape_configs:
 
 
 class Fleet:
-    """Logs and stores go to `folder`; `prometheus` is its program. `children` is to be stopped by the caller."""
+    """The fleet. Logs and stores go to `folder`; `prometheus` is its program; the caller stops `children`."""
 
     def __init__(self, folder: Path, prometheus: str, children: Children) -> None:
         self._folder, self._program, self._children = folder, prometheus, children
@@ -61,7 +61,7 @@ class Fleet:
         return f"http://{HOST}:{self._prometheus}"
 
     async def start(self) -> None:
-        """Everything is up on return. Raises ChildDiedError, TimeoutError."""
+        """Start everything and return when all of it is up. Raises ChildDiedError, TimeoutError."""
         listen = ["--listen", self.control, "--metrics-listen", f"{HOST}:{self._metrics}", "--page-listen", ""]
         store = ["--policy", str(DEMO / "before.toml"), "--store", str(self._folder / "store.db")]
         self._children.start("control", [sys.executable, "-m", "meridian_control", *listen, *store], {})
@@ -108,7 +108,7 @@ class Fleet:
                 await asyncio.sleep(POLL_S)
 
     async def live(self, stretch_s: float) -> tuple[float, float]:
-        """Let things happen under load, each for so long; returns when it began and ended, Unix time."""
+        """Run the events under load, `stretch_s` seconds each; return the begin and the end in Unix time."""
         began = time.time()
         loads = [Load(f"http://{HOST}:{port}/v1", maze.prompts(20, port)) for port in self._http.values()]
         async with asyncio.TaskGroup() as running:
