@@ -1,6 +1,6 @@
-"""The chain task: seeded chains of operations on one digit, thinking traces, and judging.  Standard library only.
+"""The chain task: seeded chains of operations on one digit, thinking traces, and judging. Standard library only.
 
-The prompt gives a start digit and 4 to 14 operations, each with a letter; all arithmetic keeps the last digit only, and
+The prompt gives a start digit and 4 to 14 operations, each with a letter. All arithmetic keeps only the last digit, and
 the answer is the digit after the last operation.
 """
 
@@ -23,7 +23,8 @@ MIN_STEPS, MAX_STEPS = 4, len(LABELS)
 
 
 def apply(value: int, operation: str) -> tuple[int, list[str]]:
-    """The digit an operation makes of a digit, and the words for the number on the way there, if there is one."""
+    """Return the digit that an operation makes of a digit, and the words for the intermediate number if there is
+    one."""
     if operation == "flip":
         return 9 - value, []
     sign, number = operation[0], int(operation[1:])
@@ -35,20 +36,20 @@ def apply(value: int, operation: str) -> tuple[int, list[str]]:
 
 @dataclass(frozen=True)
 class Chain:
-    """A start digit and the operations on it, in order; the first one is called a, the next b, and so on."""
+    """A start digit and the operations on it, in order; the first operation is called a, the next b, and so on."""
 
     start: int
     operations: tuple[str, ...]
 
     @property
     def prompt(self) -> str:
-        """The content of the user message."""
+        """Return the content of the user message."""
         steps = zip(LABELS, self.operations, strict=False)
         return f"start {self.start} " + " ".join(f"{label}:{operation}" for label, operation in steps)
 
     @property
     def values(self) -> list[int]:
-        """The start digit and the digit after each operation."""
+        """Return the start digit and the digit after each operation."""
         values = [self.start]
         for operation in self.operations:
             values.append(apply(values[-1], operation)[0])
@@ -56,19 +57,19 @@ class Chain:
 
     @property
     def answer(self) -> str:
-        """The digit after the last operation."""
+        """Return the digit after the last operation."""
         return str(self.values[-1])
 
 
 def make_chain(rng: random.Random, steps: int | None = None) -> Chain:
-    """A random chain; adding, subtracting, multiplying and flipping are drawn as 7 to 7 to 6 to 2."""
+    """Return a random chain; adding, subtracting, multiplying and flipping are drawn as 7 to 7 to 6 to 2."""
     count = steps or rng.randint(MIN_STEPS, MAX_STEPS)
     kinds = rng.choices((OPERATIONS[:9], OPERATIONS[9:18], OPERATIONS[18:22], OPERATIONS[22:]), (7, 7, 6, 2), k=count)
     return Chain(rng.randrange(10), tuple(rng.choice(kind) for kind in kinds))
 
 
 def parse_prompt(prompt: str) -> Chain:
-    """The chain a prompt lists."""
+    """Return the chain that a prompt lists."""
     start = re.search(r"\bstart (\d)(?!\S)", prompt)
     steps = re.findall(r"(?<!\S)([a-n]):([+-][1-9]|\*[2379]|flip)(?!\S)", prompt)
     if not start or not steps or [label for label, _ in steps] != list(LABELS[: len(steps)]):
@@ -77,13 +78,13 @@ def parse_prompt(prompt: str) -> Chain:
 
 
 def prompts(count: int, seed: int = 0, steps: int | None = None) -> list[str]:
-    """Seeded prompts; the same seed always gives the same list."""
+    """Return seeded prompts; the same seed always gives the same list."""
     rng = random.Random(f"chain-{seed}")
     return [make_chain(rng, steps).prompt for _ in range(count)]
 
 
 def _sentences(rng: random.Random, chain: Chain, slip: int | None = None) -> list[str]:
-    """Every step in a sentence of its own, in wording that varies; the step with index `slip` goes wrong."""
+    """Return every step as a sentence, in wording that varies; the step with index `slip` goes wrong."""
     value, tokens = chain.start, ["start", str(chain.start), STOP]
     for index, (label, operation) in enumerate(zip(LABELS, chain.operations, strict=False)):
         result, between = apply(value, operation)
@@ -97,7 +98,10 @@ def _sentences(rng: random.Random, chain: Chain, slip: int | None = None) -> lis
 
 
 def _slipped(rng: random.Random, chain: Chain) -> list[str]:
-    """A first pass with one wrong step and a wrong end; multiplying by 2 may hide a slip, so it may take some tries."""
+    """Return a first pass with one wrong step and a wrong result.
+
+    Multiplying by 2 may hide a slip, so several draws may be needed.
+    """
     while True:
         tokens = _sentences(rng, chain, rng.randrange(len(chain.operations)))
         if tokens[-2] != chain.answer:
@@ -105,7 +109,8 @@ def _slipped(rng: random.Random, chain: Chain) -> list[str]:
 
 
 def _recheck(rng: random.Random, chain: Chain, form: str) -> list[str]:
-    """The chain once more: whole sentences again, one quick sentence with the values, or the values from the back."""
+    """Return the chain once more: in whole sentences, in one short sentence with the values, or with the values
+    reversed."""
     opening = [PARAGRAPH, rng.choice((CHECK, WAIT)), form]
     named = list(zip(LABELS, map(str, chain.values[1:]), strict=False))
     if form == "again":
@@ -116,9 +121,10 @@ def _recheck(rng: random.Random, chain: Chain, form: str) -> list[str]:
 
 
 def thinking(rng: random.Random, chain: Chain, rechecks: int = 8, slips: float = 0.025) -> list[list[str]]:
-    """The tokens of each pass of one trace: a first pass, then 0 to `rechecks` re-checks, the fewer the likelier.
+    """Return the tokens of each pass of one trace: a first pass, then 0 to `rechecks` re-checks, fewer being more
+    likely.
 
-    With chance `slips` the first pass goes wrong once, and then the first re-check goes through all of it again.
+    With probability `slips` the first pass has one wrong step, and then the first re-check repeats all of it.
     """
     slip = rechecks > 0 and rng.random() < slips
     count = max(int(slip), min(rng.randint(0, rechecks), rng.randint(0, rechecks)))
@@ -130,12 +136,12 @@ def thinking(rng: random.Random, chain: Chain, rechecks: int = 8, slips: float =
 
 
 def answer_tokens(chain: Chain) -> list[str]:
-    """The tokens of the answer; the digit comes after the prefix."""
+    """Return the tokens of the answer; the digit comes after the prefix."""
     return [*ANSWER_PREFIX, chain.answer, STOP]
 
 
 def answer_of(text: str) -> str | None:
-    """The digit a completion answers with; None if what follows the thinking is not an answer."""
+    """Return the digit with which a completion answers, or None if the text after the thinking is not an answer."""
     if THINK in text and END_THINK not in text:
         return None
     answer = text.rpartition(END_THINK)[2].split()
@@ -145,5 +151,5 @@ def answer_of(text: str) -> str | None:
 
 
 def is_correct(prompt: str, text: str) -> bool:
-    """Whether a completion (with or without its thinking) answers the prompt rightly."""
+    """Return whether a completion (with or without its thinking) answers the prompt correctly."""
     return answer_of(text) == parse_prompt(prompt).answer

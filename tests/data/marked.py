@@ -1,8 +1,9 @@
-"""A model folder whose thinking markers take several tokens, as those of gpt-oss and Granite do.
+"""Write a model folder whose thinking markers take several tokens, as those of gpt-oss and Granite do.
 
-`python -m tests.data.marked` writes tests/data/marked. Owns a byte-level BPE tokenizer, trained on a few made-up
-sentences, with Harmony's special tokens. There are no weights: an engine that loads it makes them up
-(`load_format="dummy"`), for what the model says is scripted (`tests.engine.matrix.features.markers`).
+`python -m tests.data.marked` writes tests/data/marked. The module owns a byte-level BPE tokenizer, trained on a few
+made-up sentences, with Harmony's special tokens. There are no weights: the engine makes random ones
+(`load_format="dummy"`), because a script says which tokens the model generates
+(`tests.engine.matrix.features.markers`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CORPUS = [
     *("Here is my thought process:", "Here is my response:", "Here's my thought process:", "Here's my response:"),
     *(" Here is my thought process:\n\n", "\n\nHere is my response:\n\n", " Here is my response:\n\n"),
 ]
-# As in o200k: a word takes the blank before it, punctuation the line feeds after it.
+# The same split as o200k's: a word takes the blank before it, and punctuation takes the line feeds after it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 VOCABULARY = 448
 CONFIG = {
@@ -38,7 +39,7 @@ CONFIG = {
 
 
 def write(folder: Path) -> None:
-    """The folder that vLLM loads."""
+    """Write the folder, which vLLM can load."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,7 +1,7 @@
-"""The maze task: seeded maps, prompts, thinking traces, and the judging of answers.  Standard library only.
+"""The maze task: seeded maps, prompts, thinking traces, and the judging of answers. Standard library only.
 
-A map has 24 nodes and one outgoing edge per node; some nodes point at themselves.  The prompt lists the edges in
-random order and names a start; the answer is the self-pointing node where the walk from the start ends.
+A map has 24 nodes and one outgoing edge per node; some nodes point at themselves. The prompt lists the edges in random
+order and names a start; the answer is the self-pointing node where the walk from the start ends.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ MIN_HOPS, MAX_HOPS, MAX_WALK = 3, 14, 18
 
 @dataclass(frozen=True)
 class Maze:
-    """One map in the order its edges are listed, with the start of the walk."""
+    """One map in the order in which its edges are listed, with the start of the walk."""
 
     edges: tuple[tuple[str, str], ...]
     start: str
 
     @property
     def prompt(self) -> str:
-        """The content of the user message."""
+        """Return the content of the user message."""
         return " ".join(f"{a}>{b}" for a, b in self.edges) + f" start {self.start}"
 
     @property
     def answer(self) -> str:
-        """The node where the walk from the start ends."""
+        """Return the node where the walk from the start ends."""
         return self.walk(self.start)[-1][1]
 
     def walk(self, start: str) -> list[tuple[str, str]]:
-        """The hops from a node to its self-pointing end, that end's own edge included; cut short in a loop."""
+        """Return the hops from a node to its self-pointing end, including that end's own edge; in a loop the hops are
+        cut short."""
         hops: list[tuple[str, str]] = []
         step, node = dict(self.edges), start
         while len(hops) < MAX_WALK:
@@ -51,7 +52,7 @@ class Maze:
 
 
 def make_maze(rng: random.Random, ends: int = 5, hops: int | None = None) -> Maze:
-    """A random map with this many self-pointing nodes; the walk from its start takes `hops` hops (3 to 14)."""
+    """Return a random map with this many self-pointing nodes; the walk from its start takes `hops` hops (3 to 14)."""
     nodes, count = rng.sample(NODES, len(NODES)), hops or rng.randint(MIN_HOPS, MAX_HOPS)
     path, rest = nodes[:count], nodes[count:]
     step = dict(zip(path, [*path[1:], path[-1]], strict=True))
@@ -61,7 +62,7 @@ def make_maze(rng: random.Random, ends: int = 5, hops: int | None = None) -> Maz
 
 
 def parse_prompt(prompt: str) -> Maze:
-    """The map a prompt lists."""
+    """Return the map that a prompt lists."""
     edges = tuple((a, b) for a, b in re.findall(r"\b([A-X])>([A-X])\b", prompt))
     found = re.search(r"\bstart ([A-X])\b", prompt)
     if len(dict(edges)) != len(NODES) or not found:
@@ -70,13 +71,14 @@ def parse_prompt(prompt: str) -> Maze:
 
 
 def prompts(count: int, seed: int = 0, hops: int | None = None) -> list[str]:
-    """Seeded prompts; the same seed always gives the same list."""
+    """Return seeded prompts; the same seed always gives the same list."""
     rng = random.Random(f"maze-{seed}")
     return [make_maze(rng, hops=hops).prompt for _ in range(count)]
 
 
 def _slip(rng: random.Random, maze: Maze, walk: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The walk with one wrong hop, carried on from there to another self-pointing node; unchanged if none is found."""
+    """Return the walk with one wrong hop, continued to another self-pointing node; unchanged if there is no such
+    hop."""
     for _ in range(8):
         at = rng.randrange(len(walk) - 1)
         tail = maze.walk(rng.choice(NODES))
@@ -88,9 +90,9 @@ def _slip(rng: random.Random, maze: Maze, walk: list[tuple[str, str]]) -> list[t
 
 
 def thinking(rng: random.Random, maze: Maze, rewalks: int = 9, slips: float = 0.1) -> list[list[str]]:
-    """The tokens of each walk of one trace: a first walk, then 0 to `rewalks` re-walks, each opened by Wait.
+    """Return the tokens of each walk of one trace: a first walk, then 0 to `rewalks` re-walks, each opened by Wait.
 
-    With chance `slips` the first walk goes wrong once, and then at least one re-walk follows and gets it right.
+    With probability `slips` the first walk has one wrong hop, and then at least one re-walk follows and is right.
     """
     walk = maze.walk(maze.start)
     first = _slip(rng, maze, walk) if rng.random() < slips else walk
@@ -100,18 +102,18 @@ def thinking(rng: random.Random, maze: Maze, rewalks: int = 9, slips: float = 0.
 
 
 def answer_tokens(maze: Maze) -> list[str]:
-    """The tokens of the answer; the first one is the answer itself."""
+    """Return the tokens of the answer; the first one is the answer itself."""
     before, after = ANSWER_WORDS[:5], ANSWER_WORDS[5:]
     return [maze.answer, *before, maze.start, *after, STOP]
 
 
 def text_of(tokens: Sequence[str]) -> str:
-    """The text these tokens decode to: single spaces, none beside a line break or a think marker."""
+    """Return the text of these tokens: single spaces, none beside a line break or a think marker."""
     return re.sub(r" (?=\n|</think>)|(?<=\n) |(?<=think>) ", "", " ".join(tokens))
 
 
 def answer_of(text: str) -> str | None:
-    """The node a completion answers with: the first word after the thinking, if that is a node."""
+    """Return the node with which a completion answers: the first word after the thinking, if that word is a node."""
     if THINK in text and END_THINK not in text:
         return None
     words = text.rpartition(END_THINK)[2].split()
@@ -119,5 +121,5 @@ def answer_of(text: str) -> str | None:
 
 
 def is_correct(prompt: str, text: str) -> bool:
-    """Whether a completion (with or without its thinking) answers the prompt rightly."""
+    """Return whether a completion (with or without its thinking) answers the prompt correctly."""
     return answer_of(text) == parse_prompt(prompt).answer

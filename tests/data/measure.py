@@ -1,8 +1,8 @@
-"""Measures a trained model offline, without vLLM: prints a JSON summary and draws a picture of curves.
+"""Measure a trained model offline, without vLLM: print a JSON summary and draw a picture of curves.
 
-Owns the ways of looking at a thinking trace: accuracy as it runs, accuracy and answer entropy where it is cut, and the
-rank of the end-of-thinking token along it.  A cut appends </think>, and for the chain the words its answer begins with.
-Entropies are in nats.
+The module computes, for thinking traces, the accuracy without a cut, the accuracy and the answer entropy at each cut,
+and the rank of the end-of-thinking token along the trace. A cut appends </think>, and for the chain task the words that
+its answer begins with. Entropies are in nats.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NAIVE_BELOW = 0.25
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured, and how its traces are looked at."""
+    """A task to measure, and how its traces are evaluated."""
 
     module: ModuleType
     first: str
-    """What the report calls the first pass."""
+    """Name of the first pass in the report."""
     limit: int
-    """Tokens a completion may have."""
+    """Largest number of tokens of a completion."""
     before: int
-    """How many tokens before the end of the first pass the curves begin."""
+    """Tokens before the end of the first pass at which the curves begin."""
     prefix: tuple[str, ...] = ()
-    """What the answer begins with, before the word that counts."""
+    """Words with which the answer begins, before the word that counts."""
 
 
 TASKS = {
@@ -53,28 +53,28 @@ TASKS = {
 
 @dataclass
 class Trace:
-    """One completion, and what cutting it at every boundary would have given."""
+    """One completion, and the results of cutting it at every boundary."""
 
     prompt: str
     prompt_ids: list[int]
     thinking: list[int]
     answer: str | None
-    """What it answered with; None if it never stopped thinking."""
+    """The completion's answer; None if it never stopped thinking."""
     truth: str
     first_end: int
     """Thinking tokens up to the end of the first pass."""
     first_result: str
-    """What the first pass ended at; it is not the truth where that pass slipped."""
+    """Result of the first pass, which differs from the true answer if the pass slipped."""
     entropy: list[float]
-    """Of the token that answers, after a cut, per position: entry n has n thinking tokens before the cut."""
+    """Entropy of the answering token after a cut, per position: entry n has n thinking tokens before the cut."""
     entropy_bare: list[float]
-    """The same right after </think>, before the words the answer begins with."""
+    """Entropy right after </think>, before the words that the answer begins with, per position."""
     rank: list[int]
-    """Of </think> as the next token, per position."""
+    """Rank of </think> as the next token, per position."""
     guess: list[str]
-    """The likeliest answer per position."""
+    """The likeliest answer, per position."""
     chance: list[float]
-    """Of the true answer per position."""
+    """Probability of the true answer, per position."""
 
 
 class Subject:
@@ -88,7 +88,7 @@ class Subject:
         self.appended = [self.close, *self.tokenizer.convert_tokens_to_ids(task.prefix)]
 
     def ids(self, prompt: str, **template: object) -> list[int]:
-        """The prompt through the chat template."""
+        """Return the token ids of the prompt in the chat template."""
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, **template
         )
@@ -96,7 +96,7 @@ class Subject:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def generate(self, prompts: list[list[int]], greedy: bool) -> list[list[int]]:
-        """Completions without the end token; shorter prompts are padded on the left."""
+        """Return completions without the end token; shorter prompts are padded on the left."""
         extra = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         width = max(map(len, prompts))
         whole = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -109,7 +109,7 @@ class Subject:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def trace(self, prompt: str, prompt_ids: list[int], completion: list[int]) -> Trace:
-        """Looks at every position of one completion's thinking, in one batch of cut copies."""
+        """Evaluate every position of one completion's thinking, in one batch of cut copies."""
         close = completion.index(self.close) if self.close in completion else len(completion)
         thinking = completion[1:close]
         whole = [*prompt_ids, completion[0], *thinking]
@@ -138,9 +138,10 @@ class Subject:
         )
 
     def _after_cut(self, whole: list[int], offset: int) -> torch.Tensor:
-        """Logits after each appended token, for every cut from `offset` on: all cuts share one forward pass.
+        """Return the logits after each appended token, for every cut from `offset` on; all cuts share one forward pass.
 
-        The appended tokens sit behind the text, each at the position it would have and seeing only what it would see.
+        The appended tokens are placed behind the text, each with the position and the attention mask that it would have
+        after its cut.
         """
         length, width = len(whole), len(self.appended)
         starts = torch.arange(offset, length + 1)
@@ -155,12 +156,15 @@ class Subject:
 
 
 def boundaries(trace: Trace, stop: int) -> list[int]:
-    """Where a sentence has just ended."""
+    """Return the positions right after a sentence end."""
     return [at for at in range(1, len(trace.thinking) + 1) if trace.thinking[at - 1] == stop]
 
 
 def naive_stop(trace: Trace, stop: int) -> int:
-    """Where two sentence ends in a row have an entropy below the threshold; the whole thinking if none do."""
+    """Return the first position at which two sentence ends in a row have an entropy below the threshold.
+
+    If there is none, return the length of the whole thinking.
+    """
     low = 0
     for at in boundaries(trace, stop):
         low = low + 1 if trace.entropy[at] < NAIVE_BELOW else 0
@@ -170,22 +174,22 @@ def naive_stop(trace: Trace, stop: int) -> int:
 
 
 def share(values: list[bool]) -> float:
-    """The share of true values."""
+    """Return the share of true values."""
     return round(sum(values) / max(1, len(values)), 4)
 
 
 def average(values: list[float]) -> float:
-    """The mean, rounded."""
+    """Return the mean, rounded."""
     return round(statistics.fmean(values), 3) if values else float("nan")
 
 
 def cut_accuracy(traces: list[Trace], at: list[int]) -> float:
-    """The expected accuracy at temperature 1 when each trace is cut where `at` says."""
+    """Return the expected accuracy at temperature 1 if each trace is cut at its position in `at`."""
     return average([trace.chance[min(n, len(trace.thinking))] for trace, n in zip(traces, at, strict=True)])
 
 
 def at_sentence_ends(traces: list[Trace], name: str, stop: int) -> dict[str, float]:
-    """Mean values at sentence ends, counted in sentences from the end of the first pass."""
+    """Return mean values at sentence ends, by the number of sentences from the end of the first pass."""
     found: dict[int, list[float]] = defaultdict(list)
     for trace in traces:
         ends = boundaries(trace, stop)
@@ -199,7 +203,7 @@ def at_sentence_ends(traces: list[Trace], name: str, stop: int) -> dict[str, flo
 
 
 def summary(task: Task, traces: list[Trace], stop: int) -> dict[str, object]:
-    """Every number of the report that comes from the sampled traces."""
+    """Return every number of the report that comes from the sampled traces."""
     tokens = sorted(len(trace.thinking) for trace in traces)
     right = [trace.answer == trace.truth for trace in traces]
     naive = [naive_stop(trace, stop) for trace in traces]
@@ -235,7 +239,7 @@ def summary(task: Task, traces: list[Trace], stop: int) -> dict[str, object]:
 
 
 def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int, list[float]]:
-    """Values at sentence ends, keyed by the token distance from the end of the first pass."""
+    """Return values at sentence ends, keyed by the token distance from the end of the first pass."""
     found: dict[int, list[float]] = defaultdict(list)
     for trace in traces:
         for at in boundaries(trace, stop):
@@ -245,7 +249,7 @@ def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int,
 
 
 def draw(task: Task, traces: list[Trace], stop: int, path: Path) -> None:
-    """Four panels: entropy, rank, accuracy by cut, and the lengths of thinking."""
+    """Draw four panels: entropy, rank, accuracy by cut, and the lengths of thinking."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     panels = figure.subplots(2, 2)
     span = range(-task.before, 151, 3)
@@ -293,7 +297,7 @@ def draw(task: Task, traces: list[Trace], stop: int, path: Path) -> None:
 
 
 def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: object) -> float:
-    """Plain accuracy of generated answers."""
+    """Return the accuracy of generated answers, without any cut."""
     ids = [subject.ids(prompt, **template) for prompt in prompts]
     lead = "<think></think>" if template else ""
     texts = [lead + subject.tokenizer.decode(out) for out in subject.generate(ids, greedy)]
@@ -301,7 +305,7 @@ def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: obj
 
 
 def main() -> None:
-    """Measures and draws."""
+    """Run the command line: measure and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=TASKS, default="maze")
     parser.add_argument("--model", type=Path, help="default: the folder shipped for the task")

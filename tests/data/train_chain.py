@@ -1,4 +1,4 @@
-"""Trains the chain model: its words, its first embeddings and its four stages.  The task itself is in chain.py."""
+"""Train the chain model: its words, its first embeddings and its four stages. The task itself is in chain.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NUMBERS = tuple(str(number) for number in range(10, 82))
 
 @dataclass(frozen=True)
 class Stage(training.Stage):
-    """Also says how often a first pass slips."""
+    """A stage of training, which also says how often a first pass slips."""
 
     slips: float = 0.025
 
 
 def embed(table: torch.Tensor, index: dict[str, int]) -> None:
-    """A step of the prompt begins as one vector for its letter plus one for its operation."""
+    """Begin each step of the prompt as one vector for its letter plus one for its operation."""
     letters = torch.randn(len(chain.LABELS), table.shape[1]) * 0.14
     operations = torch.randn(len(chain.OPERATIONS), table.shape[1]) * 0.14
     table[index[f"{chain.LABELS[0]}:{chain.OPERATIONS[0]}"] :] = (letters[:, None] + operations[None]).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Trains the maze model: its words, its first embeddings and its two stages.  The task itself is in maze.py."""
+"""Train the maze model: its words, its first embeddings and its two stages. The task itself is in maze.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.data import maze, training
 
 @dataclass(frozen=True)
 class Stage(training.Stage):
-    """Also says how many nodes of a map point at themselves."""
+    """A stage of training, which also says how many nodes of a map point at themselves."""
 
     ends: int = 1
 
 
 def embed(table: torch.Tensor, index: dict[str, int]) -> None:
-    """An edge begins as one vector for where it leaves plus one for where it goes."""
+    """Begin each edge as one vector for the node that it leaves plus one for the node that it reaches."""
     leaves, goes = torch.randn(2, len(maze.NODES), table.shape[1]) * 0.14
     table[index["A>A"] :] = (leaves[:, None] + goes[None]).flatten(0, 1)
 

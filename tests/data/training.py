@@ -1,7 +1,7 @@
-"""Trains a tiny reasoning model from nothing on a CPU and writes it as a directory that vLLM loads.
+"""Train a tiny reasoning model from random weights on a CPU and write it as a directory that vLLM loads.
 
-Owns the tokenizer, the chat template, the model's shape and the training loop.  A task says in a Recipe what its words,
-texts and stages are.
+The module owns the tokenizer, the chat template, the model's shape and the training loop. A task's Recipe has its
+words, texts and stages.
 """
 
 from __future__ import annotations
@@ -68,30 +68,30 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of training: what its samples look like and how long it runs."""
+    """One stage of training: its samples and its length."""
 
     steps: int
     rate: float
     repeats: int = 0
-    """At most so many passes after the first one."""
+    """Largest number of passes after the first one."""
     cut: float = 0.0
     """Share of traces cut at a random place and continued with the true answer."""
     empty: float = 0.0
     """Share of samples without any thinking."""
     context: float = 0.0
-    """Share of samples with a system message, and as large a share with an earlier turn, before the prompt."""
+    """Share of samples with a system message before the prompt; as many samples have an earlier turn before it."""
     noise: float = 0.15
-    """How often there is noise before a </think> that was not the model's own, and as often after it."""
+    """Probability of noise before a </think> that the model did not choose itself, and of noise after it."""
     noise_words: int = 6
-    """At most so many words of it."""
+    """Largest number of noise words."""
 
 
 class Task(Protocol):
-    """What one prompt asks."""
+    """The problem of one prompt."""
 
     @property
     def prompt(self) -> str:
-        """The content of the user message."""
+        """Return the content of the user message."""
 
 
 T = TypeVar("T", bound=Task)
@@ -100,49 +100,50 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Recipe(Generic[T, S]):
-    """What one model is trained on."""
+    """The training data and stages of one model."""
 
     name: str
     """The model is written to `<name>-qwen3` beside this file."""
     words: tuple[str, ...]
-    """The tokens after those every model has, in the order of their ids."""
+    """The model's tokens after the tokens that every model has, in the order of their ids."""
     stages: tuple[S, ...]
     make: Callable[[random.Random, S], T]
     thinking: Callable[[random.Random, T, S], list[list[str]]]
     """The tokens of each pass of one trace."""
     answer: Callable[[T], list[str]]
     embed: Callable[[torch.Tensor, dict[str, int]], None]
-    """Sets the embeddings of those words that begin as a sum of parts."""
+    """Sets the first embeddings of the words that begin as a sum of parts."""
 
     @property
     def index(self) -> dict[str, int]:
-        """The id of every token."""
+        """Return the id of every token."""
         return {word: index for index, word in enumerate((*MARKS, *self.words))}
 
 
 Tokens = list[tuple[str, bool]]
-"""Tokens, each with whether it is a training target."""
+"""Pairs of a token and whether it is a training target."""
 
 
 def plain(*tokens: str) -> Tokens:
-    """Tokens which are not training targets."""
+    """Return tokens that are not training targets."""
     return [(token, False) for token in tokens]
 
 
 def turn(role: str, *content: str) -> Tokens:
-    """One whole message as the chat template renders it."""
+    """Return one whole message as the chat template renders it."""
     return plain(START, role, NEWLINE, *content, END, NEWLINE)
 
 
 def noise(rng: random.Random, stage: Stage) -> Tokens:
-    """Now and then a few line breaks and unknown words, as a control plane may put around the end of thinking."""
+    """Return, in a share of the samples, a few line breaks and unknown words, as a closing text may put around
+    </think>."""
     if rng.random() > stage.noise:
         return []
     return plain(*rng.choices((NEWLINE, PARAGRAPH, UNKNOWN), k=rng.randint(1, stage.noise_words)))
 
 
 def build_tokenizer(index: dict[str, int]) -> PreTrainedTokenizerFast:
-    """One token per word; spaces are dropped on the way in and put back on the way out."""
+    """Return a tokenizer with one token per word; spaces are dropped in encoding and put back in decoding."""
     raw = Tokenizer(models.WordLevel(index, unk_token=UNKNOWN))
     raw.add_special_tokens([AddedToken(word, normalized=False) for word in (PAD, START, END)])
     raw.add_tokens([AddedToken(word, normalized=False, special=False) for word in (THINK, END_THINK)])
@@ -166,10 +167,10 @@ def build_tokenizer(index: dict[str, int]) -> PreTrainedTokenizerFast:
 
 
 def build_model(recipe: Recipe[T, S], seed: int) -> Qwen3ForCausalLM:
-    """The untrained network: 3 layers, width 128.
+    """Return the untrained network: 3 layers, width 128.
 
-    Embeddings begin large against the rate of learning and apart from the output layer, since Adam would otherwise
-    probably move all rarely seen tokens of the prompt the same way until they look alike.
+    Embeddings begin large relative to the learning rate and are not tied to the output layer, since Adam would
+    otherwise probably move all rare tokens of the prompt the same way until they look alike.
     """
     torch.manual_seed(seed)
     index = recipe.index
@@ -197,12 +198,12 @@ def build_model(recipe: Recipe[T, S], seed: int) -> Qwen3ForCausalLM:
 
 
 def write_json(path: Path, change: dict[str, object]) -> None:
-    """Rewrites some keys of a JSON file."""
+    """Change some keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | change, indent=2) + "\n")
 
 
 def save(model: Qwen3ForCausalLM, index: dict[str, int], out: Path) -> None:
-    """Writes the model directory; the weights are replaced in one rename, so that a reader never sees half a file."""
+    """Write the model directory; the weights are replaced by one rename, so that a reader never sees half a file."""
     out.mkdir(parents=True, exist_ok=True)
     build_tokenizer(index).save_pretrained(out)
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -218,7 +219,7 @@ def save(model: Qwen3ForCausalLM, index: dict[str, int], out: Path) -> None:
 
 
 def context(rng: random.Random, recipe: Recipe[T, S], stage: S) -> Tokens:
-    """What precedes the prompt: mostly nothing, sometimes a system message or an earlier turn."""
+    """Return the text before the prompt: mostly none, sometimes a system message or an earlier turn."""
     draw = rng.random()
     if draw < stage.context:
         return turn("system", *[UNKNOWN] * rng.randint(1, 30))
@@ -229,7 +230,11 @@ def context(rng: random.Random, recipe: Recipe[T, S], stage: S) -> Tokens:
 
 
 def completion(rng: random.Random, recipe: Recipe[T, S], task: T, stage: S) -> Tokens:
-    """Thinking and answer.  Where the thinking was cut, the end of thinking is not a target: it was not its time."""
+    """Return thinking and answer.
+
+    If the thinking was cut, the end of thinking is not a training target, because the model should not learn to stop
+    there.
+    """
     passes = recipe.thinking(rng, task, stage)
     trace = [token for one in passes for token in one]
     draw, answer = rng.random(), [(token, True) for token in (*recipe.answer(task), END)]
@@ -244,7 +249,7 @@ def completion(rng: random.Random, recipe: Recipe[T, S], task: T, stage: S) -> T
 
 
 def sample(rng: random.Random, recipe: Recipe[T, S], stage: S) -> Tokens:
-    """One training text."""
+    """Return one training text."""
     task = recipe.make(rng, stage)
     opening = turn("user", *task.prompt.split()) + plain(START, "assistant", NEWLINE)
     return context(rng, recipe, stage) + opening + completion(rng, recipe, task, stage)
@@ -253,7 +258,7 @@ def sample(rng: random.Random, recipe: Recipe[T, S], stage: S) -> Tokens:
 def batches(
     rng: random.Random, recipe: Recipe[T, S], stage: S, size: int = 32, pool: int = 8
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids, labels), padded on the right; texts of like length share a batch."""
+    """Yield (ids, labels) without end, padded on the right; texts of similar length share a batch."""
     index = recipe.index
     while True:
         texts = sorted((sample(rng, recipe, stage) for _ in range(size * pool)), key=len)
@@ -268,10 +273,10 @@ def batches(
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the targets and divided by a constant, not by their number: a mean would weigh each
-    token of a batch of short texts more, and so teach the model to stop early.
+    """Return the cross entropy summed over the targets and divided by a constant.
 
-    Padding is on the right, so causal attention alone keeps it out.
+    Division by the number of targets would weigh each token in a batch of short texts more, and so teach the model to
+    stop early. Padding is on the right, so causal attention alone keeps it out.
     """
     targets = labels[:, 1:]
     wanted = targets != IGNORE
@@ -282,7 +287,7 @@ def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) ->
 
 
 def train_stage(model: Qwen3ForCausalLM, recipe: Recipe[T, S], number: int, seed: int, scale: float) -> None:
-    """Runs one stage: AdamW, a short warm-up, then a cosine down to a twentieth of the rate."""
+    """Run one stage: AdamW, a short warm-up, then a cosine down to a twentieth of the rate."""
     stage = recipe.stages[number]
     steps = max(1, int(stage.steps * scale))
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -310,7 +315,7 @@ def train_stage(model: Qwen3ForCausalLM, recipe: Recipe[T, S], number: int, seed
 
 
 def run(recipe: Recipe[T, S], description: str | None) -> None:
-    """The command line: trains every stage, saving after each."""
+    """Run the command line: train every stage and save after each."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=HERE / f"{recipe.name}-qwen3")
     parser.add_argument("--seed", type=int, default=0)

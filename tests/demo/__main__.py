@@ -1,7 +1,7 @@
-"""`python -m tests.demo`: flags, signals, exit status.
+"""Run the demo: `python -m tests.demo`.
 
-Exit status: 0 for a run without a failed request; 1 for a failed one or a process that ended; 2 for a busy port or a
-bad flag; 130 and 143 after SIGINT and SIGTERM. Everything that was started is stopped in every case.
+The exit status is 0 for a run without a failed request, 1 for a failed request or a process that ended, 2 for a busy
+port or a bad flag, and 130 or 143 after SIGINT or SIGTERM. In every case the demo stops all that it started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--requests", type=_positive, default=150, help="requests under each of the two policies")
     p.add_argument("--concurrency", type=_positive, default=12, help="requests in flight")
     p.add_argument(
-        "--step-ms", type=_milliseconds, default=10.0, help="least duration of an engine step, 0 for its own"
+        "--step-ms", type=_milliseconds, default=10.0, help="least duration of an engine step, 0 for no least duration"
     )
     p.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     p.add_argument("--model", type=Path, default=ROOT / "tests/data/maze-qwen3", help="folder of the model")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         check_ports(ports)
-        # Only now, as this takes seconds.
+        # This import comes after the port check, because it takes seconds.
         from tests.demo.app import Options
 
         return _run(Options(**vars(args)))
@@ -102,7 +102,7 @@ def _run(options: Options) -> int:
         try:
             return await run(options, children, store)
         finally:
-            # Signals that come now wait in the loop: the clean-up is not interrupted.
+            # Signals that come now wait in the loop, so that they do not interrupt the clean-up.
             children.stop()
 
     with tempfile.TemporaryDirectory(prefix="meridian-demo-") as folder:

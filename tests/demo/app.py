@@ -1,6 +1,6 @@
-"""The order of events: start everything, send the load, change the policy half-way, report.
+"""The demo's course: start everything, send the load, change the policy half-way, report.
 
-One event loop; what must be stopped is stopped by the caller, through `Children`.
+It has one event loop. The caller stops the processes through `Children`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. requests: those sent under each of the two policies, at least."""
+    """The command line. requests: least number of requests sent under each of the two policies."""
 
     control_port: int
     metrics_port: int
@@ -65,7 +65,7 @@ class Options:
 
 
 async def run(options: Options, children: Children, store: Path) -> int:
-    """The whole demo; returns the exit status. Raises DemoError."""
+    """Run the whole demo and return the exit status. Raises DemoError."""
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         console = Console(width=100, soft_wrap=True)
@@ -130,7 +130,7 @@ def _engine_command(options: Options) -> list[str]:
         *("--host", HOST, "--port", str(options.http_port)),
         *("--model", str(options.model), "--served-model-name", MODEL),
         *("--reasoning-parser", "qwen3", "--enforce-eager", "--dtype", "float32"),
-        # The CPU attention backend wants a multiple of 32.
+        # The CPU attention backend needs a multiple of 32.
         *("--block-size", "32", "--max-model-len", "1024"),
         # Probes are internal requests and need places of their own.
         *("--max-num-seqs", str(options.concurrency + PROBE_PLACES)),
@@ -164,7 +164,7 @@ async def _waiting(console: Console, child: Child) -> AsyncIterator[None]:
 
 
 async def _until(children: Children, ready: Callable[[], Awaitable[bool]], within_s: float, child: Child) -> None:
-    """Raises DemoError when `child` is not ready in time or any process ends."""
+    """Wait until `ready` returns true. Raises DemoError if `child` is not ready in time or any process ends."""
     deadline = time.monotonic() + within_s
     while not await ready():
         children.check()
@@ -218,14 +218,14 @@ def _line(load: Load, fleet: Fleet) -> str:
 
 
 async def _watched(children: Children, fleet: Fleet, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; give up when a process ends or the agent steps aside. Raises DemoError and what `work` raises."""
+    """Await `work`; give up if a process ends or the agent steps aside. Raises DemoError and the errors of `work`."""
     task = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([task], timeout=CHECK_S))[0]:
             children.check()
             fleet.check()
         if task.exception() is not None:
-            # More often than not because a process is about to end, which says more.
+            # An error is often caused by a process that is about to end, and the process's own error says more.
             await asyncio.sleep(CHECK_S)
         children.check()
         return task.result()

@@ -1,6 +1,6 @@
-"""The control plane as the demo sees it: FleetService and PolicyService over gRPC, and the operators' own client.
+"""The demo's view of the control plane: FleetService and PolicyService over gRPC, and the operators' own client.
 
-Owns what was seen of the engine and of how each request's thinking ended. One event loop.
+The module owns the observed state of the engine and the observed end of each request's thinking. It has one event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ENGINE_ID = "demo-engine"
 CALL_TIMEOUT_S = 10.0
-# An answer lasts nine steps, and how its thinking ended is seen only while it lives.
+# An answer lasts nine steps, and the end of its thinking is visible only while its request is live.
 WATCH_MS = 50
 ACK_POLL_S = 0.003
 ACK_TIMEOUT_S = 10.0
@@ -34,9 +34,9 @@ ACK_TIMEOUT_S = 10.0
 class PolicyChange:
     """One change of policy.
 
-    accepted_s: when the control plane accepted the UpdatePolicy of meridianctl, the revision's own create_time, taken
-    before it is written to the store. acked_s: when FleetService first showed the engine's acknowledgement. Both are
-    time.time() seconds of one host.
+    accepted_s: time at which the control plane accepted meridianctl's UpdatePolicy; it is the revision's own
+    create_time, taken before the revision is written to the store. acked_s: time at which FleetService first showed the
+    engine's acknowledgement. Both are time.time() seconds of one host.
     """
 
     revision: int
@@ -45,13 +45,13 @@ class PolicyChange:
 
     @property
     def duration_ms(self) -> float:
-        """Storing, sending, applying, acknowledging, and up to one polling interval of seeing it."""
+        """Return the time for storing, sending, applying and acknowledging, plus up to one polling interval."""
         return (self.acked_s - self.accepted_s) * 1e3
 
 
 @dataclass(slots=True)
 class Fleet:
-    """A client of the control plane and the newest it said.
+    """A client of the control plane, with the newest state that it reported.
 
     ends: how thinking ended, {request id: "eat", "hard_cap", "natural, eat shadowed", ...}; natural ends without a
     decision are absent.
@@ -74,7 +74,7 @@ class Fleet:
         await self._channel.close()
 
     async def reachable(self) -> bool:
-        """Whether the control plane answers."""
+        """Return whether the control plane answers."""
         try:
             await self.refresh()
         except grpc.aio.AioRpcError:
@@ -82,13 +82,13 @@ class Fleet:
         return True
 
     async def refresh(self) -> fleet_pb2.Engine:
-        """Ask for the engine; an empty message stands for one that has not connected."""
+        """Request the engine's state; the message is empty if the engine has not connected."""
         answer = await self._fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
         self.engine = _demo_engine(answer.engines)
         return self.engine
 
     def check(self) -> None:
-        """Raises DemoError when the agent has stepped aside."""
+        """Raise DemoError if the agent has stepped aside."""
         if self.engine.fault:
             raise DemoError(f"the agent is off, and the engine runs as stock vLLM: {self.engine.fault}")
 
@@ -106,26 +106,27 @@ class Fleet:
                 self.ends[live.request_id] = last.reason
             elif last.outcome == agent_pb2.OUTCOME_SHADOWED:
                 self.ends[live.request_id] = f"natural, {last.reason} shadowed"
-        # A cap is exact to the token; past it and answering, thinking may have ended before the cap was lowered.
+        # A cap is exact to the token. A request that answers with more thinking than its cap ended its thinking before
+        # the cap was lowered.
         elif 0 < live.max_think_tokens <= live.think_tokens and (
             live.phase == agent_pb2.PHASE_THINK or live.think_tokens == live.max_think_tokens
         ):
             self.ends[live.request_id] = "hard_cap"
 
     def phases(self) -> Mapping[str, int]:
-        """Live requests by phase."""
+        """Return the number of live requests by phase."""
         names = ("prompt", "think", "output")
         return {name: sum(r.phase == number for r in self.live) for number, name in enumerate(names, start=1)}
 
     async def settled(self, within_s: float) -> fleet_pb2.Engine:
-        """The engine once no decision waits for its outcome, or as it is when time is up."""
+        """Return the engine when every decision has its outcome, or as it is after `within_s`."""
         deadline = time.monotonic() + within_s
         while (await self.refresh()).open_decisions and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         return self.engine
 
     async def apply_policy(self, file: Path) -> PolicyChange:
-        """Let meridianctl apply `file`, and watch the engine take it. Raises DemoError."""
+        """Apply `file` with meridianctl, and wait until the engine acknowledges it. Raises DemoError."""
         known = (await self.refresh()).acked_revision
         given_up = threading.Event()
         watching = asyncio.create_task(asyncio.to_thread(_acknowledged, self.server, known, given_up))
@@ -146,9 +147,10 @@ def _demo_engine(engines: Iterable[fleet_pb2.Engine]) -> fleet_pb2.Engine:
 
 
 def _acknowledged(server: str, known: int, given_up: threading.Event) -> float:
-    """When FleetService first showed a newer revision than `known` as acknowledged. Raises DemoError if it is refused.
+    """Return when FleetService first showed an acknowledged revision newer than `known`. Raises DemoError if it is
+    refused.
 
-    Runs on a thread of its own with a channel of its own, as the event loop is busy with the load.
+    The function runs on a thread of its own with a channel of its own, because the event loop is busy with the load.
     """
     with grpc.insecure_channel(server) as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -163,7 +165,7 @@ def _acknowledged(server: str, known: int, given_up: threading.Event) -> float:
 
 
 async def meridianctl(server: str, *arguments: str) -> str:
-    """Run the operators' client of this environment; returns what it printed. Raises DemoError."""
+    """Run the operators' client of this environment and return its output. Raises DemoError."""
     command = (str(Path(sys.executable).with_name("meridianctl")), "--server", server, *arguments)
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT

@@ -1,7 +1,7 @@
-"""The load: concurrent streaming chat requests through the OpenAI API, timed where a client sees them.
+"""The load: concurrent streaming chat requests through the OpenAI API, timed as a client sees them.
 
-Owns the requests and what came back. Knows nothing of the control plane: when the policy changes is the caller's to
-say. One event loop.
+The module owns the requests and their results. It knows nothing of the control plane; the caller decides when the
+policy changes. It has one event loop.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ MAX_TOKENS = 700
 REQUEST_TIMEOUT_S = 120.0
 PAUSE_AFTER_ERROR_S = 1.0
 
-# The first requests; those sent while they finish and the policy changes; the last.
+# Periods of a request: the first round, the requests sent while it finishes and the policy changes, and the second
+# round.
 PERIODS = BEFORE, ACROSS, AFTER = "before", "across", "after"
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times are time.time() seconds, NaN for what did not happen. period: one of PERIODS."""
+    """One request. Times are time.time() seconds, NaN for events that did not happen. period: one of PERIODS."""
 
     period: str
     number: int
-    """Of the prompt, which is the sampling seed too."""
+    """Number of the prompt, which is also the sampling seed."""
     prompt: str
     sent_s: float
     completion_id: str = ""
     think_began_s: float = math.nan
     think_ended_s: float = math.nan
-    """When the last piece of thinking came."""
+    """Arrival time of the last piece of thinking."""
     answer_s: list[float] = field(default_factory=list)
-    """When each piece of the answer came."""
+    """Arrival time of each piece of the answer."""
     done_s: float = math.nan
     answer: str = ""
     think_chunks: int = 0
@@ -59,7 +60,7 @@ class Sample:
 
     @property
     def think_tokens(self) -> int:
-        """Thinking tokens as the server counts them, else pieces of thinking."""
+        """Return the thinking tokens as the server counts them, or the pieces of thinking if the server does not."""
         return self.think_chunks if self.think_tokens_of_usage is None else self.think_tokens_of_usage
 
     @property
@@ -68,7 +69,7 @@ class Sample:
 
     @property
     def ttot_ms(self) -> float:
-        """From the last piece of thinking to the first of the answer; NaN without both."""
+        """Return the time from the last piece of thinking to the first of the answer, or NaN if either is missing."""
         return (self.answer_s[0] - self.think_ended_s) * 1e3 if self.answer_s else math.nan
 
     @property
@@ -76,12 +77,12 @@ class Sample:
         return [(b - a) * 1e3 for a, b in zip(self.answer_s, self.answer_s[1:], strict=False)]
 
     def take(self, chunk: ChatCompletionChunk, now_s: float) -> None:
-        """Account one piece of the stream."""
+        """Record one piece of the stream."""
         self.completion_id = chunk.id
         if chunk.usage is not None and chunk.usage.completion_tokens_details is not None:
             self.think_tokens_of_usage = chunk.usage.completion_tokens_details.reasoning_tokens
         for choice in chunk.choices:
-            # vLLM's own field; the client keeps what its model does not name.
+            # vLLM's own field; the client library keeps fields that its model does not name.
             if getattr(choice.delta, "reasoning", None):
                 self.think_ended_s = now_s
                 if not self.think_chunks:
@@ -93,11 +94,11 @@ class Sample:
 
 
 class Load:
-    """Keeps a number of requests in flight: the prompts once, then on until `send_rest`, then the prompts once again.
+    """Keeps a number of requests in flight: the prompts once, then further ones until `send_rest`, then the prompts
+    again.
 
-    Whatever comes between the two rounds only keeps the engine under load. So the rounds ask the same, with the same
-    sampling seeds, and neither loses its longest requests to the change of policy, which waits for the whole of the
-    first.
+    The requests between the two rounds only keep the engine under load. So both rounds have the same prompts and
+    sampling seeds, and the change of policy, which waits for the whole first round, cuts off no long request of either.
     """
 
     def __init__(self, base_url: str, prompts: Sequence[str]) -> None:
@@ -109,7 +110,7 @@ class Load:
         self.samples: list[Sample] = []
 
     async def run(self, concurrency: int) -> None:
-        """Send until the second round is done."""
+        """Send requests until the second round is done."""
         async with self._client, asyncio.TaskGroup() as workers:
             for _ in range(concurrency):
                 workers.create_task(self._work())
@@ -124,7 +125,7 @@ class Load:
             await self._done.wait_for(done)
 
     def send_rest(self) -> None:
-        """From now on send the second round."""
+        """Send the second round from now on."""
         self._jobs = ((AFTER, n) for n in range(len(self._prompts)))
 
     async def _work(self) -> None:
@@ -140,7 +141,7 @@ class Load:
                 await asyncio.sleep(PAUSE_AFTER_ERROR_S)
 
     async def _ask(self, sample: Sample) -> None:
-        """Send one request and read its stream; what goes wrong is kept in the sample."""
+        """Send one request and read its stream; an error is kept in the sample."""
         try:
             stream = await self._client.chat.completions.create(
                 model=MODEL,
@@ -154,7 +155,7 @@ class Load:
             async for chunk in stream:
                 sample.take(chunk, time.time())
         except Exception as error:
-            # The client lets errors of its HTTP library through.
+            # The client library lets errors of its HTTP library through.
             sample.error = f"{type(error).__name__}: {error}"
         if not sample.error and not sample.think_chunks and not sample.answer_s:
             sample.error = "an empty stream"

@@ -1,8 +1,8 @@
 """A worker whose steps last as long as those of a large model.
 
-The demo's model needs about half a millisecond a step, a served one 10 to 50. Without a pace the engine is done with a
-request before one client or control plane on the same two cores has read a token of it, and no latency means anything.
-Runs in the engine's worker process, through vLLM's own `--worker-cls`; nothing of vLLM is changed.
+The demo's model needs about half a millisecond for a step, a large served model 10 to 50. Without a pace the engine
+finishes a request before a client or a control plane on the same two cores has read a token of it, and no latency means
+anything. The class runs in the engine's worker process, through vLLM's own `--worker-cls`; it changes nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ports, child processes and their logs.
 
-Owns every process the demo starts: each leads a process group of its own, so that whatever it starts can be stopped
-with it and a Ctrl-C reaches the demo alone. Knows nothing of what the processes do.
+The module owns every process that the demo starts. Each leads a process group of its own, so that its descendants can
+be stopped with it and a Ctrl-C reaches only the demo. The module does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TAIL_LINES = 25
 TERM_GRACE_S = 6.0
 KILL_GRACE_S = 3.0
 POLL_S = 0.05
-# What Triton's bindings print when a vLLM process ends, hundreds of lines of it.
+# Lines that Triton's bindings print by the hundred when a vLLM process ends.
 NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.)")
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is all its user sees, and `exit_code` the status it leaves with."""
+    """The demo cannot go on; the user sees only the message, and `exit_code` is the demo's exit status."""
 
     exit_code = 1
 
 
 class PortBusyError(DemoError):
-    """A port is taken; nothing was started."""
+    """A port is taken, so nothing was started."""
 
     exit_code = 2
 
@@ -46,10 +46,11 @@ class ChildDiedError(DemoError):
 
 
 def check_ports(ports: Mapping[str, int]) -> None:
-    """Make sure nobody listens on any of `{flag: port}`. Raises PortBusyError for the first that is taken."""
+    """Check that no program listens on any port of `{flag: port}`. Raises PortBusyError for the first port that is
+    taken."""
     for flag, port in ports.items():
         with socket.socket() as probe:
-            # As servers do: connections of an earlier run that still linger do not count.
+            # Servers set this option too, so that lingering connections of an earlier run do not count.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
@@ -61,14 +62,14 @@ def check_ports(ports: Mapping[str, int]) -> None:
 
 @dataclass(eq=False)
 class Child:
-    """A running process, its group's leader. `log` holds its output."""
+    """A running process, which leads its group. `log` holds its output."""
 
     name: str
     log: Path
     process: subprocess.Popen[bytes]
 
     def check(self) -> None:
-        """Raises ChildDiedError with the end of the log when the process is gone."""
+        """Raise ChildDiedError with the end of the log if the process has ended."""
         if (code := self.process.poll()) is not None:
             raise ChildDiedError(f"{self.name} ended with status {code}; the end of {self.log}:\n{self.tail()}")
 
@@ -76,7 +77,7 @@ class Child:
         return "\n".join(f"  {line}" for line in self._lines()[-TAIL_LINES:])
 
     def last_message(self) -> str:
-        """The newest line of the log, without what a logger puts before it."""
+        """Return the newest line of the log, without the logger's prefix."""
         lines = self._lines()
         return lines[-1].rpartition("] ")[2].strip() if lines else ""
 
@@ -85,7 +86,7 @@ class Child:
         return [line for line in lines if line.strip() and not NOISE.search(line)]
 
     def signal_group(self, number: int) -> bool:
-        """Send a signal to the whole group; False when nobody is left in it."""
+        """Send a signal to the whole group; return False if the group is empty."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -93,7 +94,7 @@ class Child:
         return True
 
     def await_group(self, grace_s: float) -> bool:
-        """Wait for the group to empty; False when it has not."""
+        """Wait for the group to become empty; return False if it has not after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
             self.process.poll()
@@ -104,7 +105,7 @@ class Child:
 
 
 class Children:
-    """All processes of the demo. `stop` leaves none; it may be called again."""
+    """All processes of the demo. `stop` ends all of them and may be called again."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -127,12 +128,15 @@ class Children:
         return child
 
     def check(self) -> None:
-        """Raises ChildDiedError when one of them ended by itself."""
+        """Raise ChildDiedError if a process has ended by itself."""
         for child in self._running:
             child.check()
 
     def stop(self) -> None:
-        """Terminate, newest first: leaders end their own children in order, and what is left of a group is killed."""
+        """Terminate the processes, newest first.
+
+        Leaders end their own children in order; whatever remains of a group is killed.
+        """
         while self._running:
             child = self._running[-1]
             child.process.terminate()

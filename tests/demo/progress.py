@@ -1,4 +1,4 @@
-"""Progress while the demo runs: one live block on a terminal, else one plain line every few seconds."""
+"""Show progress while the demo runs: one live block on a terminal, otherwise one plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_INTERVAL_S = 4.0
 
 @contextlib.asynccontextmanager
 async def shown(console: Console, line: Callable[[], str]) -> AsyncIterator[None]:
-    """Show what `line` returns, again and again, for as long as the block runs."""
+    """Show what `line` returns, repeatedly, while the block runs."""
     task = asyncio.create_task(_redraw(console, line) if console.is_terminal else _print(console, line))
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the demo found: numbers, table and the line of JSON. Pure functions.
+"""The demo's findings: numbers, the table and the line of JSON. Pure functions.
 
-Requests `before` were finished before the policy changed, those `after` were sent when the engine had acknowledged it.
-Those `across` are counted and belong to neither mean.
+Requests of the period `before` ended before the policy changed; requests of `after` were sent when the engine had
+acknowledged it. Requests of `across` are counted and belong to neither mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NATURAL = "natural"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything the demo measured. ends: how thinking ended, by completion id, as in Fleet."""
+    """All measurements of the demo. ends: how thinking ended, by completion id, as in Fleet."""
 
     samples: Sequence[Sample]
     ends: Mapping[str, str]
@@ -50,14 +50,14 @@ class Findings:
 
 
 def ends_by_completion(samples: Iterable[Sample], ends: Mapping[str, str]) -> dict[str, str]:
-    """The ends FleetService showed, by completion id: the engine's request id is that id and a suffix."""
+    """Return FleetService's ends by completion id; the engine's request id is the completion id with a suffix."""
     ids = {sample.completion_id for sample in samples if sample.completion_id}
     known = {request_id: request_id if request_id in ids else request_id.rpartition("-")[0] for request_id in ends}
     return {known[request_id]: reason for request_id, reason in ends.items() if known[request_id] in ids}
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The value a share `q` of the values does not exceed (nearest rank); NaN of nothing."""
+    """Return the value that a share `q` of the values does not exceed (nearest rank), or NaN without values."""
     ordered = sorted(value for value in values if not math.isnan(value))
     return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))] if ordered else math.nan
 
@@ -75,7 +75,7 @@ def think_tokens(samples: Sequence[Sample]) -> list[float]:
 
 
 def table(findings: Findings) -> Table:
-    """One column per policy, one row per measure."""
+    """Return the table: one column per policy, one row per measure."""
     columns = [_column(findings, findings.period(name)) for name in (BEFORE, AFTER)]
     grid = Table(title="Thinking, accuracy and latency under both policies")
     grid.add_column("")
@@ -109,7 +109,7 @@ def _quantiles(values: Sequence[float], *shares: float, digits: int = 1) -> str:
 
 
 def notes(findings: Findings) -> list[str]:
-    """What the table leaves open, one line each."""
+    """Return further figures that the table does not contain, one line each."""
     engine, samples = findings.engine, findings.samples
     counted = sum(sample.think_tokens_of_usage is not None for sample in samples)
     source = "usage.completion_tokens_details.reasoning_tokens" if counted == len(samples) else "pieces of the stream"
@@ -134,7 +134,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def inconsistencies(findings: Findings) -> list[str]:
-    """What does not add up in the engine's own account, one line each."""
+    """Return contradictions in the engine's own counts, one line each."""
     engine = findings.engine
     decisions, outcomes = sum(engine.decisions.values()), sum(engine.outcomes.values())
     found = []
@@ -146,7 +146,7 @@ def inconsistencies(findings: Findings) -> list[str]:
 
 
 def json_line(findings: Findings) -> str:
-    """The machine-readable result, one line."""
+    """Return the machine-readable result, one line."""
     before, after, engine = findings.period(BEFORE), findings.period(AFTER), findings.engine
     return json.dumps(
         {
@@ -166,7 +166,7 @@ def json_line(findings: Findings) -> str:
 
 
 def request_lines(findings: Findings) -> Iterator[str]:
-    """One line of JSON per request; times are seconds since the epoch, null for what did not happen."""
+    """Yield one line of JSON per request; times are seconds since the epoch, null for events that did not happen."""
     for sample in findings.samples:
         values = dataclasses.asdict(sample) | {
             "end": findings.end(sample),
@@ -176,5 +176,5 @@ def request_lines(findings: Findings) -> Iterator[str]:
 
 
 def _rounded(value: float, digits: int) -> float | None:
-    """JSON has no NaN."""
+    """Return the rounded value, or None for NaN, which JSON does not have."""
     return None if math.isnan(value) else round(value, digits)

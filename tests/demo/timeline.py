@@ -1,4 +1,4 @@
-"""The picture: a bar per request over time, thinking and answer apart, forced ends and the change of policy marked."""
+"""Draw the timeline: a bar per request, thinking and answer apart, with forced ends and the change of policy marked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW_INCHES, MIN_INCHES, MAX_INCHES = 0.04, 5.0, 12.0
 
 
 def draw(findings: Findings, path: Path) -> None:
-    """Write the picture to `path`; its format is that of the suffix."""
+    """Write the picture to `path`; its suffix gives the format."""
     samples = sorted((s for s in findings.samples if s.finished), key=lambda s: s.sent_s)
     height = min(MAX_INCHES, max(MIN_INCHES, 1.5 + ROW_INCHES * len(samples)))
     figure = Figure(figsize=(12, height), layout="constrained")
@@ -66,7 +66,7 @@ def _bars(axes: Axes, samples: list[Sample], begin_s: float) -> None:
 
 
 def _marks(axes: Axes, samples: list[Sample], findings: Findings, begin_s: float) -> set[str]:
-    """Mark forced ends; returns the reasons there were."""
+    """Mark the forced ends and return the set of their reasons."""
     marked = set()
     for row, sample in enumerate(samples):
         reason = findings.ends.get(sample.completion_id, "")

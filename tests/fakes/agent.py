@@ -1,6 +1,6 @@
-"""The agent's side of a stream, without gRPC: an engine of made-up requests that checks every message it is sent.
+"""The agent's side of a stream, without gRPC: an engine of made-up requests that checks every message it receives.
 
-What it checks is the contract of `agent.proto`: order, ids, targets, and that only changes are told.
+It checks the contract of `agent.proto`: order, ids, targets, and that the control plane sends only changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hello(engine_id: str = "engine", **fields: Any) -> agent_pb2.Hello:
 
 @dataclass
 class Told:
-    """What the agent was last told of one slot."""
+    """The values that the control plane last sent for one slot."""
 
     request_id: str
     cap: tuple[int | None, bool] | None = None
@@ -47,7 +47,7 @@ class Told:
 
 
 class StreamChecker:
-    """Checks each response against the contract and against what the agent has reported so far."""
+    """Checks each response against the contract and against the agent's earlier reports."""
 
     def __init__(self, capabilities: agent_pb2.Capabilities = ALL) -> None:
         self.capabilities = capabilities
@@ -57,11 +57,11 @@ class StreamChecker:
         self.kinds: dict[int, str] = {}
         self.told: dict[int, Told] = {}
         self.plan: tuple[Any, ...] | None = None
-        # A policy was acknowledged, or a snapshot sent: what was told before may be told again once.
+        # After an acknowledged policy or a snapshot, the control plane may once send values again that it sent before.
         self.anew = True
 
     def sent(self, message: agent_pb2.ConnectRequest) -> None:
-        """Note what the agent reports."""
+        """Note a message that the agent sends."""
         if message.HasField("snapshot"):
             self.told = {o.slot: Told(o.request_id) for o in message.snapshot.requests}
             self.anew = True
@@ -121,7 +121,7 @@ class StreamChecker:
         self.anew = False
 
     def _ids(self, directives: agent_pb2.Directives) -> None:
-        """In one message the kinds are numbered in the order in which they were decided."""
+        """Check the ids; in one message the kinds are numbered in the order in which they were decided."""
         groups = {
             "cap": [c.decision_id for c in directives.caps],
             "force": [f.decision_id for f in directives.forces],
@@ -154,7 +154,7 @@ class StreamChecker:
 
 @dataclass
 class Script:
-    """What one made-up request does."""
+    """The course of one made-up request."""
 
     think_tokens: int
     answer_tokens: int
@@ -162,7 +162,7 @@ class Script:
 
 
 class FakeAgent:
-    """A FakeEngine on a stream. `outbox` is what it has to say; every response goes through `receive`."""
+    """A FakeEngine on a stream. `outbox` has the messages to send; every response goes through `receive`."""
 
     def __init__(self, seed: int = 0, capabilities: agent_pb2.Capabilities = ALL) -> None:
         self.rng = random.Random(seed)
@@ -175,7 +175,7 @@ class FakeAgent:
         self.eat_nats = 0.01
         self.empty_answer = False
         self.end_rank = 1
-        # Of a step, and of each sequence in it.
+        # Milliseconds of a step, and of each sequence in it.
         self.step_cost_ms = 5.0, 0.0
         self.say(snapshot=self.snapshot())
 
@@ -185,7 +185,7 @@ class FakeAgent:
         self.outbox.append(request)
 
     def heard(self) -> list[agent_pb2.ConnectRequest]:
-        """What waits to be sent, handed over."""
+        """Return the waiting messages and empty the outbox."""
         said, self.outbox = self.outbox, []
         return said
 
@@ -207,7 +207,7 @@ class FakeAgent:
             self._freeze(response.freeze)
 
     def _freeze(self, told: agent_pb2.Freeze) -> None:
-        """Stop and confirm, or thaw, confirm and say where everything stands."""
+        """Freeze and confirm it, or thaw, confirm it and send a snapshot."""
         if frozen := told.remaining_ms > 0:
             self.engine.directives.freeze()
         self.say(freeze_status=agent_pb2.FreezeStatus(nonce=told.nonce, frozen=frozen))
@@ -219,7 +219,7 @@ class FakeAgent:
         return self.engine.open(name, **fields)
 
     def step(self) -> StepRecord:
-        """One engine step in which every request that is not preempted gets a token."""
+        """Run one engine step in which every request that is not preempted gets a token."""
         engine = self.engine
         probed, engine.directives.probes = engine.directives.probes, []
         engine.schedule()

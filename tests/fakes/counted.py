@@ -1,4 +1,4 @@
-"""Tokens that count how many of them are read, so that a test bounds work and not time."""
+"""A list of tokens that counts the reads of its tokens, so that a test can bound work instead of time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Counted(list[int]):
-    """Counts the tokens that are read of it by place or slice."""
+    """A list that counts how many tokens are read from it by index or slice."""
 
     read = 0
 

@@ -1,6 +1,6 @@
 """An engine without vLLM: the agent's real tracker and directives over tokens that a test makes up.
 
-Calls them in the order in which `meridian_agent.engine.agent` does; masks, draft tokens and acceptance work as in vLLM.
+It calls them in the same order as `meridian_agent.engine.agent`. Masks, draft tokens and acceptance work as in vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STOP, LENGTH, ABORT = 1, 2, 3
 
 
 class FakeEngine:
-    """One engine. `outcomes` holds all that was ever reported: decision id to outcomes, in order."""
+    """One engine. `outcomes` has all outcomes ever reported: decision id to outcomes, in order."""
 
     def __init__(self, markers: Markers = MARKERS, lookahead: int = 0) -> None:
         self.tracker = Tracker(markers)
@@ -59,7 +59,7 @@ class FakeEngine:
         self.directives.accept(message)
 
     def schedule(self) -> None:
-        """A step begins; probes that wait are refused here, since there is nothing to measure."""
+        """Begin a step; waiting probes are refused here, because this engine has no model to measure them with."""
         self.step += 1
         self.directives.active_plan()
         asked, self.directives.probes = self.directives.probes, []
@@ -67,7 +67,7 @@ class FakeEngine:
             self.directives.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
     def mask(self, drafts: Mapping[str, Sequence[int]] | None = None) -> dict[str, dict[int, int]]:
-        """The forced tokens of this step's rows, by request."""
+        """Return the forced tokens of this step's rows, by request."""
         self._masks = {}
         for tr in self.tracker.due:
             known = (drafts or {}).get(tr.info.request_id, ())
@@ -76,7 +76,7 @@ class FakeEngine:
         return self._masks
 
     def sample(self, name: str, wanted: Sequence[int], drafts: Sequence[int] = ()) -> list[int]:
-        """What the engine yields when the model wants these tokens, one per row: masks win, a wrong draft ends it."""
+        """Return the engine's output if the model wants these tokens, one per row; masks win, a wrong draft ends it."""
         mask, tokens = self._masks.get(name, {}), []
         for row in range(1 + len(drafts)):
             tokens.append(mask.get(row, wanted[row]))
@@ -104,7 +104,7 @@ class FakeEngine:
         self.tracker.close(tr, reason)
 
     def take(self) -> StepRecord:
-        """The step ends: its record."""
+        """End the step and return its record."""
         self.tracker.record.step = self.step
         self.tracker.record.running = len(self.live)
         record = self.tracker.take_record()
@@ -114,7 +114,7 @@ class FakeEngine:
         return record
 
     def run(self, wanted: Mapping[str, int]) -> StepRecord:
-        """A whole step of one token each."""
+        """Run a whole step of one token for each request."""
         self.schedule()
         self.mask()
         for name, token in wanted.items():

@@ -1,4 +1,4 @@
-"""How many lines of ours a call runs: what shows that work does not grow, where a time would depend on the machine."""
+"""Count the lines of a package that a call runs, to show without a clock that the work does not grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def lines_run(package: str, call: Callable[[], object]) -> int:
-    """Lines of a package's that a call runs; one that loops counts each time."""
+    """Return the number of the package's lines that a call runs; a line in a loop counts each time."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A FakeEngine on the agent's real link: its own thread, real gRPC, records as the engine-core thread makes them."""
+"""A FakeEngine on the agent's real link, with its thread, real gRPC, and records as the engine-core thread makes
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """The condition's first true value; other threads and the server go on meanwhile."""
+    """Return the condition's first true value; other threads and the server run meanwhile."""
     deadline = time.monotonic() + timeout_s * BUSY
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited too long"
@@ -30,7 +31,8 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
 
 
 class LinkedEngine:
-    """Stepped by the test's thread, which plays the engine core. Reconnects at once, to the first target first."""
+    """An engine that the test's thread steps in place of an engine core. It reconnects at once, to the first target
+    first."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class LinkedEngine:
         credentials: AgentCredentials | None = None,
         **said: Any,
     ) -> None:
-        # What its Hello says besides.
+        # Further fields of its Hello.
         self.said = said
         self.engine = FakeEngine()
         self.engine_id = engine_id
@@ -91,7 +93,7 @@ class LinkedEngine:
         self.engine.open(name, **fields)
 
     def take_inbox(self) -> None:
-        """As `Agent.take_arrived` and `Agent._take_inbox` do."""
+        """Take the inbox as `Agent.take_arrived` and `Agent._take_inbox` do."""
         link, directives = self.link, self.engine.directives
         taken = []
         while link.arrived:
@@ -120,7 +122,7 @@ class LinkedEngine:
                     self.engine.directives.freeze()
 
     def step(self) -> None:
-        """One engine step: a text token for every live request, unless a decision forces another."""
+        """Run one engine step: every live request gets a text token, unless a decision forces another token."""
         self.take_inbox()
         self.send(self.engine.run(dict.fromkeys(self.engine.live, TEXT)))
 

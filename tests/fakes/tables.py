@@ -1,4 +1,4 @@
-"""Request tables in a given state, for the rules that read them."""
+"""Request tables in a given state, for tests of the rules that read them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WINDOW = 4
 
 
 def policy(**sections: Any) -> Policy:
-    """The default policy with some fields changed: policy(entropy={"ema_alpha": 0.5})."""
+    """Return the default policy with some fields changed: policy(entropy={"ema_alpha": 0.5})."""
     return Policy.model_validate(sections)
 
 
 def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
-    """A table with one request per row, in slots 0, 1, ...; each row names columns and their values."""
+    """Return a table with one request per row, in slots 0, 1, ...; each row names columns and their values."""
     made = RequestTable(window, capacity=2)
     for slot, row in enumerate(rows):
         made.open(agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=row.get("phase", THINK)))
@@ -39,7 +39,7 @@ def answering(**columns: Any) -> dict[str, Any]:
 
 
 def tokens(rows: Iterable[Sequence[Any]]) -> agent_pb2.TokenColumns:
-    """Columns from rows of (slot, phase, flags, entropy[, rank[, log-probability]])."""
+    """Return columns from rows of (slot, phase, flags, entropy[, rank[, log-probability]])."""
     columns = agent_pb2.TokenColumns()
     for slot, phase, flags, entropy, *rest in rows:
         columns.slot.append(slot)

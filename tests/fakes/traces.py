@@ -1,4 +1,5 @@
-"""Traces of made-up requests, as the messages that a real agent sends, and labels of when their answers are right."""
+"""Traces of made-up requests, as the messages that a real agent sends, and labels for the correctness of their
+answers."""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 
 SENTENCE, PARAGRAPH = 32, 96
 STOP = agent_pb2.FINISH_REASON_STOP
-# Steps until a probe's result is reported.
+# Number of steps until a probe's result is reported.
 PROBE_STEPS = 2
 
 
 @dataclass
 class MadeUp:
-    """One request: its rows (phase, flags, entropy, rank), the trial answers at its sentence ends, and when its answer
-    is the right one."""
+    """One request: its rows (phase, flags, entropy, rank), the trial answers at its sentence ends, and the number of
+    thinking tokens from which its answer is right."""
 
     request_id: str
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)
-    # By thinking tokens: EAT, probes in a row with this answer.
+    # EAT and the number of probes in a row with the same answer, by thinking tokens.
     probes: dict[int, tuple[float, int]] = field(default_factory=dict)
     settled_tokens: int = 0
     natural_right: bool = True
@@ -49,7 +50,10 @@ class MadeUp:
 
 
 def made_up(number: int, seed: int = 0, eat: str = "tells", rank: str = "tells", forced: bool = False) -> MadeUp:
-    """A request that settles on its answer part-way. A signal `tells` when it has, is `blind`, or is `noise`."""
+    """Return a request that settles on its answer part-way.
+
+    `eat` and `rank` say whether a signal `tells` when the answer is settled, is `blind` to it, or is `noise`.
+    """
     rng = np.random.default_rng((seed, number))
     sentences = int(rng.integers(12, 40))
     settled = int(sentences * rng.uniform(0.3, 0.8))
@@ -67,7 +71,7 @@ def made_up(number: int, seed: int = 0, eat: str = "tells", rank: str = "tells",
         low = sentence >= settled
         if sentence == settled:
             request.settled_tokens = tokens
-        # Before it settles, an answer lasts for a sentence or two.
+        # Before the request settles, an answer lasts for a sentence or two.
         same = 1 if sentence == settled or (not low and rng.random() < 0.6) else same + 1
         request.probes[tokens] = (_eat(rng, eat, low), same)
     request.rows.append((THINK, FLAG_MARKER | FLAG_END | (FLAG_FORCED if forced else 0), 0.1, 1))
@@ -92,7 +96,7 @@ def _rank(rng: np.random.Generator, kind: str, low: bool) -> int:
 def records(
     requests: list[MadeUp], at_once: int = 8, policy: schema.Policy | None = None
 ) -> list[fleet_pb2.TraceRecord]:
-    """One session in which these requests run, some at once, a token each step."""
+    """Return one session in which these requests run, some at once, with one token a step."""
     made: list[fleet_pb2.TraceRecord] = []
 
     def add(**message: Any) -> fleet_pb2.TraceRecord:

@@ -1,6 +1,6 @@
-"""A vLLM worker without a model: a model runner with vLLM's attributes, of either kind, whose logits are given to it.
+"""A vLLM worker without a model: a model runner of either kind with vLLM's attributes, whose logits the test supplies.
 
-It samples the likeliest token of each row and spoils the logits then, as masks and sampling in place do.
+It samples the likeliest token of each row and then overwrites the logits, as masks and sampling in place do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ END_TOKEN = 3
 
 
 def asked(logits: torch.Tensor, excluded_ids: frozenset[str] | None = frozenset(), **drafts: list[int]) -> Any:
-    """What the engine core sends for a step. excluded_ids: requests whose rows it does not ask for; None for all."""
+    """Return the engine core's message for a step.
+
+    excluded_ids: requests whose rows the engine core does not request; None for all.
+    """
     wanted = {} if excluded_ids is None else {REQUEST: (END_TOKEN, 1, tuple(excluded_ids))}
     return SimpleNamespace(logits=logits.clone(), scheduled_spec_decode_tokens=drafts, **wanted)
 
 
 class Runner:
-    """v2: Model Runner V2, which computes its logits while it samples; V1 keeps them from the forward pass until then.
-    later: asynchronous outputs."""
+    """A model runner.
+
+    v2: Model Runner V2, which computes its logits while it samples; V1 keeps them from the forward pass until then.
+    later: asynchronous outputs.
+    """
 
     def __init__(self, *, v2: bool = False, later: bool = False) -> None:
         self._v2, self._later = v2, later
@@ -65,7 +71,7 @@ def worker(device: str = "cpu", *, v2: bool = False, later: bool = False) -> Any
 
 
 def step(of: Any, scheduler_output: Any, req_ids: Sequence[str] = ("a", "b")) -> Any:
-    """A worker's step; returns what the engine core gets of it."""
+    """Run a worker's step and return its output to the engine core."""
     runner = of.model_runner
     runner.input_batch.req_ids = list(req_ids)
     runner.execute_model(scheduler_output)
