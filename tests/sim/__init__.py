@@ -1,4 +1,5 @@
-"""A deterministic simulator: engines and control plane on one virtual clock, with faults, from one integer seed.
+"""A deterministic simulator: engines and a control plane on one virtual clock, with faults, all from one integer seed.
 
-Real: vLLM's scheduler, the agent with its link's protocol, Fleet and Session. Made up: the model, the network, time.
+Real are vLLM's scheduler, the agent with its link's protocol, Fleet and Session. The model, the network and the time
+are simulated.
 """

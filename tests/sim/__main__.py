@@ -1,6 +1,7 @@
-"""`python -m tests.sim --seeds 0:5000`: run seeds on all cores; a failing one is made smaller and shown with its trace.
+"""Run seeds of the simulator on all cores: `python -m tests.sim --seeds 0:5000`.
 
-The last line counts seeds, failures and seeds per minute. Exit code 1 when a seed failed.
+A failing seed is reduced to a smaller run, which is shown with its trace. The last line counts seeds, failures and
+seeds per minute. The exit status is 1 if a seed failed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHOWN_FAILURES, SHOWN_LINES = 3, 40
 
 
 def failing(seeds: range, at_most_s: float) -> tuple[int, list[int]]:
-    """How many seeds were run, and those that failed. Runs in a process of its own."""
+    """Return how many seeds were run, and the seeds that failed. Runs in a process of its own."""
     done, failed = 0, []
     for seed in seeds:
         if time.monotonic() > at_most_s:
@@ -49,7 +50,7 @@ def show(seed: int) -> None:
 
 
 def broken_batch(batch: list[lines.Case | worker.Case], at_most_s: float) -> tuple[int, list[str]]:
-    """How many cases were run, and what they broke. Runs in a process of its own."""
+    """Return how many cases were run, and what they violated. Runs in a process of its own."""
     done, found = 0, []
     for case in batch:
         if time.monotonic() > at_most_s:
@@ -61,7 +62,8 @@ def broken_batch(batch: list[lines.Case | worker.Case], at_most_s: float) -> tup
 
 
 def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
-    """Fail at every line of the agent's that the seeds or a worker reach, when it is first reached and later."""
+    """Raise a fault at every line of the agent that the seeds or a worker reach, at its first execution and at a later
+    one."""
     began = time.monotonic()
     found: list[lines.Case | worker.Case] = [*lines.cases(seeds, nth=(1, 2, 10)), *worker.cases()]
     batches = [found[at : at + BATCH] for at in range(0, len(found), BATCH)]
@@ -80,16 +82,18 @@ def fail_lines(seeds: range, jobs: int, at_most_s: float) -> int:
 
 
 def without(known: set[tuple[str, int]], hit: set[tuple[str, int]]) -> set[str]:
-    """Files of which no line is reached."""
+    """Return the files of which no line is reached."""
     return {file for file, _ in known} - {file for file, _ in hit}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", default="0:5000", help="a seed, or FIRST:END")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after this many seconds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--lines", action="store_true", help="fail at every line of the agent's that the seeds reach")
+    parser.add_argument(
+        "--lines", action="store_true", help="raise a fault at every line of the agent that the seeds reach"
+    )
     arguments = parser.parse_args()
     first, _, end = arguments.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)

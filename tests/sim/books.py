@@ -1,8 +1,8 @@
-"""The books of one engine, kept beside the agent's own: what holds, what was decided for whom.
+"""Records of one engine, kept independently of the agent's own: settings in force, and decisions for each request.
 
-Everything the agent takes in is watched, and what it does held against that, step by step; an `AssertionError` names
-what was broken. What a request's tokens must be like is in `watched`, what a step must be like in `steps`, what must
-hold when nothing is under way in `rest`.
+The records watch everything that the agent takes in, and check each step against it; an `AssertionError` names the
+violation. `watched` checks a request's tokens, `steps` checks each step, and `rest` checks the state when no message is
+under way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EngineBooks:
-    """One engine's, for one start of its process."""
+    """The records of one engine, for one start of its process."""
 
     def __init__(self, invariants: Invariants, clock: Callable[[], float]) -> None:
         self.invariants, self._clock = invariants, clock
@@ -40,7 +40,7 @@ class EngineBooks:
         self.revision = 0
         self.engine: Engine
         self.forced_tokens = 0
-        # Faults are injected.
+        # Whether faults are injected, so that the guard may report one.
         self.may_fail = False
         self._session = ""
 
@@ -61,7 +61,7 @@ class EngineBooks:
 
         def watched_again(steps_under_way: int) -> Any:
             agent = again(steps_under_way)
-            # It begins with what holds.
+            # The new agent begins with the settings that the link holds.
             self._obeyed = [lifecycle.link.held[0]] if lifecycle.link.held is not None else []
             self._watch(agent)
             return agent
@@ -101,7 +101,7 @@ class EngineBooks:
         self.requests[request_id] = Watched(request_id, own_cap, self._default_cap(), state, tracker.markers, known)
 
     def _default_cap(self) -> int | None:
-        """The cap of a request that nothing was decided about, by the settings that were put in force last."""
+        """Return the cap of a request without a decision, under the settings that were put in force last."""
         agent = self.engine.agent
         if agent is None or agent._lapsed & CAPS or not self._obeyed:
             return None
@@ -111,7 +111,7 @@ class EngineBooks:
     # ----------------------------------------------------------------------------------------------- what is decided
 
     def _in_force(self, arrived: Arrived) -> None:
-        """Settings are about to be acknowledged: they hold, or no request is live."""
+        """Check, before settings are acknowledged, that they are in force or that no request is live."""
         settings = arrived.settings
         agent = self.engine.agent
         if settings is not None and agent is not None and agent.tracker.by_id:
@@ -160,7 +160,7 @@ class EngineBooks:
     # ------------------------------------------------------------------------------------------------ what is sampled
 
     def before_masks(self) -> None:
-        """The step's masks are about to be made, with what the agent knows now."""
+        """Note what the agent knows now, because the step's masks are about to be made."""
         agent = self.engine.agent
         if agent is None:
             return
@@ -171,7 +171,7 @@ class EngineBooks:
             watched.masked(agent.tracker.markers)
 
     def _adopted(self, watched: Watched, tr: Any) -> None:
-        """An agent that has come back has read the request again, and knows of it what is known here."""
+        """Check a request that a returned agent has read again against these records."""
         watched.adopted(self._default_cap())
         ours, read = watched.state, tr.state
         if not watched.unsure and watched.markers == self.engine.agent.tracker.markers:
@@ -220,7 +220,7 @@ class EngineBooks:
             self._steps.after_step()
 
     def _after_lease(self, agent: Any) -> None:
-        """What a lease that is over ended is gone; caps only where the policy gave them a lease of their own."""
+        """Check that everything is gone that an expired lease ends; caps end only if the policy gave them a lease."""
         lapsed, plan = agent._lapsed, agent.directives.plan
         self._forget_forces(lapsed)
         if lapsed & CAPS:

@@ -1,6 +1,6 @@
-"""Virtual time: a monotonic clock that moves when told to, a wall clock that can jump, and the timers of an event loop.
+"""Virtual time: a monotonic clock that moves only on command, a wall clock that can jump, and an event loop's timers.
 
-Stands in for the running event loop while code of the control plane is called that asks for it; nothing ever waits.
+It replaces the running event loop while the control plane's code runs that needs one; nothing ever waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Timer:
 
 
 class Timeline:
-    """`now_s` is monotonic; `jump_s` is what the wall clock has been set forward or back by."""
+    """The virtual time. `now_s` is monotonic; `jump_s` is the offset by which the wall clock was set forward or
+    back."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -45,7 +46,7 @@ class Timeline:
     def time(self) -> float:
         return self.now_s
 
-    # What meridian_agent calls on the module `time`.
+    # Functions of the module `time` that meridian_agent calls.
     monotonic = perf_counter = time
 
     def utc_now(self) -> datetime:
@@ -60,7 +61,7 @@ class Timeline:
         return self.call_at(self.now_s + delay_s, call, *args)
 
     def advance(self, seconds: float) -> None:
-        """Move on; timers run at their own times, in order."""
+        """Move time on; timers run at their own times, in order."""
         until = self.now_s + seconds
         while self._timers and self._timers[0][0] <= until:
             when_s, _, timer = heapq.heappop(self._timers)
@@ -71,7 +72,7 @@ class Timeline:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be the running event loop."""
+        """Act as the running event loop inside the block."""
         asyncio._set_running_loop(self)  # type: ignore[arg-type]
         try:
             yield
@@ -80,5 +81,5 @@ class Timeline:
 
 
 def stored(revision: int, policy: Policy) -> StoredRevision:
-    """A policy as the store would hand it out."""
+    """Return a policy as the store would return it."""
     return StoredRevision(revision, f"etag-{revision}", policy, "test", "", EPOCH)

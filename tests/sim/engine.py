@@ -1,7 +1,7 @@
-"""An engine without a model: vLLM's own scheduler with the agent in front of it, and tokens that a hash makes up.
+"""An engine without a model: vLLM's own scheduler with the agent in front of it, and tokens drawn by a hash.
 
-What the model says depends on the request's seed and its tokens alone, so that a difference to it is a mask's doing.
-Steps run as in vLLM's engine core, with asynchronous scheduling as well.
+The tokens depend only on the request's seed and its earlier tokens, so any difference from them comes from a mask.
+Steps run as in vLLM's engine core, also with asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is built."""
+    """The configuration of an engine."""
 
     is_async: bool = False
     drafts: int = 0
-    # Only the worker knows the drafts, as under asynchronous scheduling and with Model Runner V2.
+    # Whether only the worker knows the drafts, as under asynchronous scheduling and with Model Runner V2.
     hidden: bool = False
     places: int = 4
     blocks: int = 32
@@ -59,7 +59,7 @@ class Shape:
 
     @staticmethod
     def draw(rng: random.Random) -> Shape:
-        # Drawn aside, so that seeds stay what they were.
+        # Drawn from a copy of the generator, so that existing seeds keep their runs.
         aside = random.Random(rng.getstate()[1][0])
         is_async = rng.random() < 0.3
         drafts = aside.random() < 0.3 if is_async else rng.random() < 0.3
@@ -68,7 +68,7 @@ class Shape:
             drafts=DRAFTS if drafts else 0,
             hidden=drafts and (is_async or aside.random() < 0.3),
             places=rng.choice((2, 4, 8, 64)),
-            # Room for the longest request, and often for little more.
+            # Enough blocks for the longest request, and often for little more.
             blocks=rng.choice((24, 30, 64, 200)),
             batch_tokens=rng.choice((32, 128, 512)),
             policy="priority" if rng.random() < 0.25 else "fcfs",
@@ -122,7 +122,7 @@ def boundaries() -> bytes:
 
 @functools.cache
 def words() -> tuple[int, int, int, tuple[int, ...]]:
-    """Token ids: think start and end, end of text, and words of which some end a sentence or a paragraph."""
+    """Return token ids: think start, think end, end of text, and words, of which some end a sentence or a paragraph."""
     vocabulary = tokenizer().get_vocab()
     ends = [i for text, i in sorted(vocabulary.items()) if text in (".", "?", "\n\n")]
     plain = [i for text, i in sorted(vocabulary.items()) if text.isalpha()][:6]
@@ -131,7 +131,7 @@ def words() -> tuple[int, int, int, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Script:
-    """What the model makes of one request. restless: it thinks anew, and writes markers where none belong."""
+    """The course of one request's output. restless: it thinks several times, and writes markers at wrong places."""
 
     seed: int
     think_mean: int
@@ -142,7 +142,7 @@ class Script:
 
 
 class Model:
-    """Samples for the requests of one engine; keeps their tokens as a model runner does."""
+    """Samples tokens for the requests of one engine, and keeps them as a model runner does."""
 
     def __init__(self) -> None:
         self.start, self.end, self.stop, self.text = words()
@@ -158,7 +158,7 @@ class Model:
         return next((t == self.start for t in reversed(tokens) if t in (self.start, self.end)), False)
 
     def wish(self, request_id: str) -> int:
-        """The next token if nothing masks it."""
+        """Return the next token if no mask changes it."""
         script, tokens = self.scripts[request_id], self.tokens[request_id]
         x = mix(script.seed, len(tokens), tokens[-1])
         chance, word = (x & 0xFFFF) / 65536, self.text[(x >> 16) % len(self.text)]
@@ -178,13 +178,13 @@ class Model:
             self._thinking[request_id] = token == self.start
 
     def drafts(self, request_id: str, count: int) -> list[int]:
-        """Some right, some wrong."""
+        """Return draft tokens, some of them right and some wrong."""
         x = mix(self.scripts[request_id].seed, len(self.tokens[request_id]), 7)
         return [self.wish(request_id) if x & 1 else self.text[x % 5], *([self.text[(x >> 8) % 5]] * (count - 1))]
 
 
 def mix(*numbers: int) -> int:
-    """A hash of integers, the same on every run."""
+    """Return a hash of integers that is the same in every run."""
     x = 0x9E3779B97F4A7C15
     for number in numbers:
         x = ((x ^ number) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
@@ -198,10 +198,10 @@ def _hasher() -> Any:
 
 
 class Engine:
-    """One start of an engine process. `on_token` hears of every sampled token: request, token, whether it was forced.
+    """One start of an engine process.
 
-    is_governed: False for stock vLLM. In a step `between` is called while the model runs, `sampling` once the masks are
-    made.
+    `on_token` is called with every sampled token: request, token, whether it was forced. is_governed: False for stock
+    vLLM. In a step `between` is called while the model runs, and `sampling` once the masks are made.
     """
 
     def __init__(self, shape: Shape, on_token: Callable[[str, int, bool], None], is_governed: bool = True) -> None:
@@ -216,9 +216,9 @@ class Engine:
         self.model = Model()
         self.asked = WorkerRequestDecoder()
         self.finished: dict[str, str] = {}
-        # What each step scheduled, probes left out.
+        # Tokens that each step scheduled by request, probes left out.
         self.schedule: list[dict[str, int]] = []
-        # Of the newest step: tokens, those of probes included, and its probes.
+        # Tokens of the newest step, those of probes included, and the step's probes.
         self.scheduled_tokens = 0
         self.probes: set[str] = set()
         self._queue: deque[tuple[Any, ModelRunnerOutput]] = deque()
@@ -236,12 +236,12 @@ class Engine:
 
     @property
     def agent(self) -> Any:
-        """None in stock vLLM, and while a fault has switched it off."""
+        """Return the agent; None in stock vLLM, and while a fault has switched it off."""
         scheduler = self.scheduler
         return None if not hasattr(scheduler, "_guard") or scheduler._guard.fault else scheduler._agent
 
     def limits(self) -> tuple[int, ...]:
-        """What the agent may lower for a step."""
+        """Return the scheduler's limits that the agent may lower for a step."""
         scheduler = self.scheduler
         threshold = scheduler.scheduler_config.long_prefill_token_threshold
         return (
@@ -276,7 +276,7 @@ class Engine:
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, made))
 
     def _step_async(self, between: Callable[[], None]) -> None:
-        """EngineCore.step_with_batch_queue with a queue of two."""
+        """Run a step like EngineCore.step_with_batch_queue with a queue of two."""
         deferred = None
         if self.scheduler.has_requests():
             output = self._schedule()
@@ -337,7 +337,7 @@ class Engine:
     def _probe(self, request_id: str, output: Any, computed: dict[str, int]) -> list[int]:
         request = self.scheduler.requests.get(request_id)
         if request is None:
-            # Aborted while it is under way: what comes of it is thrown away.
+            # The request is aborted during the step, so its output is thrown away.
             return [self.model.stop]
         if computed[request_id] + output.num_scheduled_tokens[request_id] < request.num_tokens:
             return []
@@ -351,7 +351,7 @@ class Engine:
         for row in range(1 + len(drafts)):
             token = mask.get(row, self.model.wish(request_id))
             request = self.scheduler.requests.get(request_id)
-            # What comes for a request that has ended meanwhile is thrown away.
+            # Output for a request that has ended meanwhile is thrown away.
             if request is not None:
                 self.on_token(request_id, token, row in mask)
             self.model.add(request_id, token)
@@ -377,7 +377,7 @@ class Engine:
 
 
 def forced(output: Any, grammar: Any) -> dict[str, dict[int, int]]:
-    """Tokens that a mask leaves no choice about, by request and row."""
+    """Return the tokens that a mask forces, by request and row."""
     if grammar is None:
         return {}
     found: dict[str, dict[int, int]] = {}

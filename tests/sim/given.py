@@ -1,7 +1,8 @@
-"""What each engine was given over all its streams, and what it may go by at a time.
+"""The policies that each engine was given over all its streams, and the ones that may be in force.
 
-A session knows its own stream only; an engine outlives streams and control planes, and goes on with what it has. Kept
-by what the control plane says and what agents answer; knows neither engines nor agents.
+A session knows only its own stream; an engine outlives streams and control planes, and goes on with its newest
+settings. The records come from the messages of the control plane and of agents; the module knows neither engines nor
+agents.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ if TYPE_CHECKING:
 
 
 class Given:
-    """One engine's, for as long as it is known by its id.
+    """The policies of one engine, for as long as its id is known.
 
-    `free` are requests whose thinking may have been ended by more than vLLM's end marker, at once and alone: they were
-    there while a policy with a closing text or markers of its own may have held, or a freeze.
+    `free` has the requests whose thinking may have ended in another way than at vLLM's end marker alone. They were live
+    during a freeze, or while a policy with a closing text or with its own markers may have been in force.
     """
 
     def __init__(self) -> None:
         self.free: set[str] = set()
-        # Everything it was ever given, by revision; by session and nonce what it has not answered.
+        # Every policy that the engine was ever given, by revision, and the policies without an answer, by session and
+        # nonce.
         self._known: dict[int, Policy] = {}
         self._under_way: dict[tuple[str, int], Policy] = {}
-        # By the same, what a later answer has come before: an engine that is no more may still be heard.
+        # Policies that a later answer has overtaken, by session and nonce: a message of an engine that is gone may
+        # still arrive.
         self._overtaken: dict[tuple[str, int], Policy] = {}
-        # What each session's agent has acknowledged last, and which revisions it was sent there.
+        # The policy that each session's agent acknowledged last, and the revisions sent on each session.
         self.acknowledged: dict[str, Policy] = {}
         self._sent: set[tuple[str, int]] = set()
-        # Sessions in which there was such a time; all that were sent settings, oldest first.
+        # Sessions with such a freeze or policy; all sessions on which settings were sent, oldest first.
         self._loose: set[str] = set()
         self._streams: list[str] = []
 
     def unanswered(self, session_id: str, revision: int, policy: Policy) -> None:
-        """It is sent a policy on a stream of which no more is known."""
+        """Note a policy that was sent on a stream of which nothing more is known."""
         self._note_stream(session_id)
         self._known[revision] = self._under_way[session_id, revision] = policy
 
@@ -48,7 +51,7 @@ class Given:
             self._streams.append(name)
 
     def give(self, session: Session, settings: agent_pb2.Settings) -> None:
-        """It is sent settings."""
+        """Note settings sent to the engine, and check that they are neither repeated nor known to be refused."""
         name, revision = session.session_id, settings.revision
         assert revision not in session.delivery.refused, f"revision {revision}, which the agent refuses, is sent again"
         assert (name, revision) not in self._sent, f"revision {revision} is sent twice"
@@ -58,17 +61,18 @@ class Given:
         self._known[revision] = self._under_way[name, settings.nonce] = session.delivery.pending[1]
 
     def answer(self, session: Session, status: agent_pb2.SettingsStatus) -> None:
-        """It answers settings. A refusal may come before the answer to what was sent earlier."""
+        """Note the engine's answer to settings. A refusal may come before the answer to settings sent earlier."""
         name = session.session_id
         given = self._under_way.get((name, status.nonce)) or self._overtaken.pop((name, status.nonce), None)
         if status.error:
-            # What a fault has refused may hold already.
+            # Settings that a fault has refused may be in force already.
             if "injected" not in status.error:
                 self._under_way.pop((name, status.nonce), None)
             return
         if given is None:
             return
-        # What was given before, on older streams too, has been replaced. An old one may be heard after a new has begun.
+        # The answer replaces everything that was sent before it, on older streams too. An old stream's answer may
+        # arrive after a new stream has begun.
         at, before = self._streams.index, self._under_way
         self._under_way = {
             (stream, nonce): policy
@@ -76,13 +80,15 @@ class Given:
             if (at(stream), nonce) > (at(name), status.nonce)
         }
         self._overtaken |= {key: before[key] for key in before.keys() - self._under_way.keys() if key[0] != name}
-        # Of several that were given only the newest counts.
+        # If several settings were sent, only the newest count.
         if session.delivery.pending is not None and session.delivery.nonce == status.nonce:
             self.acknowledged[name] = given
 
     def look(self, session: Session, message: agent_pb2.ConnectRequest | None = None) -> None:
-        """Note who is free: of the live requests, of those that a message tells of for the first time, and of those
-        that it tells anew, for since when these live is not known."""
+        """Note which requests are free: the live ones, and those that the message opens.
+
+        The requests of a later snapshot on such a stream are free, too, because it is not known since when they live.
+        """
         name, heard = session.session_id, message or agent_pb2.ConnectRequest()
         if session.frozen or self._is_loose(session):
             self._loose.add(name)

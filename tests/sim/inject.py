@@ -1,8 +1,8 @@
-"""Faults inside the agent: an exception at any line of it that a run reaches, as the line is about to run.
+"""Faults inside the agent: an exception at any of its lines that a run reaches, raised just before the line runs.
 
-Lines are counted where the guard runs them, on the engine's thread, and where the link's would run them. What is left
-out is the guard itself and what only passes vLLM's own call on (`GLUE`): an exception there is one of the
-interpreter's, or vLLM's.
+Lines are counted where the guard runs them, on the engine's thread, and where the link's thread would run them. Left
+out are the guard itself and code that only passes vLLM's own call on (`GLUE`), because an exception there would be the
+interpreter's or vLLM's.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ GLUE = {
     "plugin.py": ("register",),
 }
 ENGINE, LINK, WORKER = "engine", "link", "worker"
-# In what the control plane is told of such a fault.
+# Part of the text with which the control plane is told of such a fault.
 INJECTED_AT = f" at {__name__}:"
-# Whose thread runs it, the file and number of a line.
+# The thread that runs the line, the file, and the line's number.
 Line: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """line: where, None for nowhere; raised the `nth` time it is reached. early: number of a hook in the run that fails
-    in any case, so that what follows a fault is reached too; None for none. at_start: where the agent is built, and not
-    in its hooks."""
+    """A fault. It is raised when `line` is reached for the `nth` time; a line of None raises no fault.
+
+    early: number of a hook in the run that fails in any case, so that the code after a fault is reached too, or None.
+    at_start: raise the fault while the agent is built instead of in its hooks.
+    """
 
     line: Line | None = None
     nth: int = 1
@@ -71,13 +73,13 @@ class Fault:
 
 
 class Injected:
-    """One run's faults. `reached` says how often each line came, but outside the guard and the link's thread."""
+    """The faults of one run. `reached` counts how often each line ran in the guard or on the link's thread."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.reached: Counter[Line] = Counter()
         self.raised = False
-        # The hook that fails in any case has done so; not where the line's fault came first.
+        # Whether the hook that fails in any case has failed; it stays False if the line's fault came first.
         self.was_early = False
         self._hooks = 0
         self._side = ENGINE
@@ -98,14 +100,15 @@ class Injected:
         patch.setattr(Guard, "run", traced)
 
     def on_link(self, work: Callable[..., None], *args: Any) -> None:
-        """Do what the link's thread does at once."""
+        """Do the work of the link's thread at once."""
         if self.raised or self.fault.at_start:
             work(*args)
         else:
             self.traced(LINK, work, *args)
 
     def traced(self, side: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a call returns, its lines counted for this side, the fault among them raised."""
+        """Return the result of a call, with its lines counted for this side and the fault raised if its line is
+        reached."""
         outer, before = sys.gettrace(), self._side
         self._side = side
         sys.settrace(self._call)
@@ -136,7 +139,7 @@ class Injected:
 
 
 def all_lines() -> set[tuple[str, int]]:
-    """Every line within a function of the agent's, by file, but those that are left out."""
+    """Return every line within a function of the agent, by file, except the lines that are left out."""
     found: set[tuple[str, int]] = set()
 
     def add(code: CodeType, file: str) -> None:

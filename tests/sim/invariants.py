@@ -1,7 +1,7 @@
-"""What must hold of all that control plane and agents say to each other: design.md's rules as checks.
+"""Invariants of all messages between the control plane and the agents: design.md's rules as checks.
 
-Decisions and requests are known as they were told; what holds within an engine is in `books`, what it was given in
-`given`. An `AssertionError` names what was broken.
+The module knows decisions and requests from the messages. `books` checks the state inside an engine, and `given` knows
+the policies that the engine was given. An `AssertionError` names the violation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Made:
     kind: str
     request_id: str = ""
     shadow: bool = False
-    # Of a plan: whom each slot was taken for, and in which phase.
+    # For a plan: the request of each slot, and its phase, when the plan was made.
     slots: dict[int, str] = field(default_factory=dict)
     phases: dict[int, int] = field(default_factory=dict)
     settled: bool = False
@@ -41,16 +41,16 @@ class Made:
 class Invariants:
     """All checks of one run. Decisions are known by session and id.
 
-    hidden_drafts: by engine, tokens of the steps under way where only its workers know drafts. Thinking that begins in
-    them may go on for as many.
+    hidden_drafts: by engine, the tokens of the steps under way if only its workers know the drafts. Thinking that
+    begins in them may exceed its cap by as many tokens.
     """
 
     def __init__(self, hidden_drafts: dict[str, int] | None = None) -> None:
         self.hidden_drafts = hidden_drafts or {}
         self.made: dict[tuple[str, int], Made] = {}
-        # By engine, over all its streams.
+        # Policies by engine, over all its streams.
         self.given: defaultdict[str, Given] = defaultdict(Given)
-        # Thinking tokens by session and request.
+        # Thinking tokens at which a request was first seen, by session and request.
         self.first_seen: dict[tuple[str, str], int] = {}
         self.trace: list[str] | None = None
 
@@ -65,7 +65,7 @@ class Invariants:
     # ------------------------------------------------------------------------------------------------- control's side
 
     def said(self, session: Session, response: agent_pb2.ConnectResponse) -> None:
-        """The control plane says something, while its table is still as it was when it decided."""
+        """Check a message of the control plane, while its table is still as it was when it decided."""
         if response.HasField("settings"):
             self.given[session.hello.engine_id].give(session, response.settings)
         if not response.HasField("directives"):
@@ -96,7 +96,7 @@ class Invariants:
         self.made[key] = made
 
     def _policy_of(self, session: Session, slot: int) -> Policy:
-        """What the policy in force comes to for a request, found anew."""
+        """Return the policy in force for a request, computed independently of the session."""
         info, policy = session.table.info[slot], session.policy
         assert info is not None
         assert policy is not None
@@ -121,7 +121,10 @@ class Invariants:
             assert told in allowed, f"{info.request_id} is capped at {told} tokens; the policy says {sorted(allowed)}"
 
     def heard(self, session: Session | None, counters: dict[str, float], message: agent_pb2.ConnectRequest) -> None:
-        """The control plane is about to hear this. session: None for a Hello. counters: the stream's, so far."""
+        """Check a message that the control plane is about to receive.
+
+        session: None for a Hello. counters: the stream's counters so far.
+        """
         self.note_message("agent", message)
         if session is None:
             return
@@ -149,9 +152,9 @@ class Invariants:
                 counters[counter.name] = value
 
     def knows(self, session: Session) -> None:
-        """The control plane has heard something: nobody thinks on past the cap that a request came with.
+        """Check, after a message was received, that no request thinks past the cap that it came with.
 
-        Its first thinking is looked at, and only where what ends it is a marker alone.
+        Only the first thinking of a request is checked, and only if a marker alone ends it.
         """
         table, given = session.table, self.given[session.hello.engine_id]
         given.look(session)
@@ -160,7 +163,7 @@ class Invariants:
                 continue
             if info.HasField("max_think_tokens") and not table.ended[slot]:
                 thought, key = int(table.think_tokens[slot]), (session.session_id, info.request_id)
-                # What an engine thought while it was frozen, and nobody was told.
+                # The allowance covers thinking during a freeze, of which the control plane was not told.
                 late = 1 + self.hidden_drafts.get(session.hello.engine_id, 0)
                 limit = max(info.max_think_tokens, self.first_seen.setdefault(key, thought) + late)
                 assert thought <= limit, f"{info.request_id} thinks on at {thought} tokens, past its own cap"

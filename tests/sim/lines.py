@@ -1,4 +1,4 @@
-"""Every line of the agent's that some seeds reach, and a run for each in which it fails."""
+"""Find every line of the agent that some seeds reach, and make a run for each line in which it fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tests.sim.world import Failure, Options, run
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# An engine that is started anew forgets its faults. Most of a run goes into what is left when its faults are over.
+# Engine restarts are left out, because an engine that is started anew forgets its faults. A short run suffices, because
+# most of it is the part after the faults.
 OPTIONS = Options(ticks=40, without=frozenset({"fault_engine_restarts"}), longest=20)
-# Hooks before the one that fails in any case, in the runs that are to reach what comes after a fault.
+# Number of hooks before the one that fails in any case, in the runs that are to reach the code after a fault.
 EARLY = 25
 ERRORS = (RuntimeError, MemoryError)
 
 
 class Case(NamedTuple):
-    """A seed, and what fails in it."""
+    """A seed and the fault in it."""
 
     seed: int
     fault: Fault
@@ -30,8 +31,10 @@ class Case(NamedTuple):
 
 
 def cases(seeds: Iterable[int], nth: tuple[int, ...] = (1,)) -> list[Case]:
-    """One case for each line that is reached, in the shortest run that does, and each number of times it has to be; one
-    kind of error and the other in turn."""
+    """Return one case for each line that is reached and each count in `nth`, in the shortest run with it.
+
+    The kinds of error alternate.
+    """
     found: dict[tuple[Line, int], Case] = {}
     worlds = [run(seed, replace(OPTIONS, fault=Fault(early=early))) for seed in seeds for early in (None, EARLY)]
     for world in sorted(worlds, key=lambda one: sum(len(plant.engine.schedule) for plant in one.plants)):
@@ -46,7 +49,7 @@ def cases(seeds: Iterable[int], nth: tuple[int, ...] = (1,)) -> list[Case]:
 
 
 def broken(case: Case) -> str:
-    """What this case breaks; empty where nothing."""
+    """Return what this case violates, or an empty string."""
     try:
         world = run(case.seed, replace(OPTIONS, fault=case.fault))
     except Failure as failure:

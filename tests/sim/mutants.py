@@ -1,7 +1,8 @@
-"""What the product must not do, as patches of its source: each is a bug that the simulator has to notice.
+"""Mutations of the product as patches of its source; each is a bug that the simulator has to notice.
 
-Some are bugs that it once had. What cannot happen in the simulator is not here: that a tier's outcome is lost when its
-request is aborted, for one, takes a KV connector that keeps the blocks (`tests/unit/test_directives.py` has it).
+Some of these bugs were in the product once. Bugs that cannot happen in the simulator are not here. For example, the
+loss of a tier's outcome when its request is aborted takes a KV connector that keeps the blocks
+(`tests/unit/test_directives.py` has this case).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ INTAKE, DELIVERY = "meridian_control/session/report_intake.py", "meridian_contro
 
 
 class Mutant(NamedTuple):
-    """`old` is in `path` exactly once, and becomes `new`."""
+    """A mutation: `old`, which is in `path` exactly once, becomes `new`."""
 
     name: str
     path: str
@@ -40,7 +41,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    # Outcomes: one for each decision, on its own stream.
+    # Outcomes: each decision has one, on its own stream.
     Mutant(
         "outcomes of dropped reports lost",
         OUTBOX,
@@ -96,7 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if report := self.inbox.settle_if_idle(response.directives):",
         "if report := None:",
     ),
-    # Streams: what was told before is void, a hole is followed by a snapshot.
+    # Streams: a new stream voids the decisions of the old one, and a snapshot follows a hole in the reports.
     Mutant(
         "forces outlive their stream",
         DIRECTIVES,
@@ -163,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self.snapshot_due, self._streaming = False, True\n",
         "        self.snapshot_due, self._streaming, self.reports_dropped = False, True, 0\n",
     ),
-    # Decisions: for the request they were made for, and not once they are void.
+    # Decisions: they apply only to the request for which they were made, and only until they are void.
     Mutant(
         "decisions for the slot's next request",
         DIRECTIVES,

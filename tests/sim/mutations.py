@@ -1,8 +1,8 @@
-"""`python -m tests.sim.mutations`: breaks the product on purpose and says after how many seeds the simulator notices.
+"""Break the product on purpose, and count the seeds until the simulator notices: `python -m tests.sim.mutations`.
 
-Each mutation is a patch of one source file in a copy of the tree. `--write` puts what came out into the table of
-tests/sim/README.md. `--in NAME COMMAND…` runs a command in such a copy instead, for example a soak. Exit code 1 when a
-mutation survives, or no longer fits the source.
+Each mutation is a patch of one source file in a copy of the tree. `--write` puts the results into the table of
+tests/sim/README.md. `--in NAME COMMAND…` instead runs a command in such a copy, for example a soak. The exit status is
+1 if a mutation survives or no longer fits the source.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ SAID = 110
 
 @contextmanager
 def tree(mutant: Mutant) -> Iterator[Path]:
-    """A copy of the tree with the mutation in it; what cannot be mutated is linked. Raises ValueError if it does not
-    fit."""
+    """Yield a copy of the tree with the mutation; files and folders that no mutation changes are links.
+
+    Raises ValueError if the mutation does not fit the source.
+    """
     with tempfile.TemporaryDirectory(prefix="meridian-mutant-") as folder:
         for entry in ROOT.iterdir():
             if entry.name in COPIED:
@@ -53,9 +55,9 @@ def tree(mutant: Mutant) -> Iterator[Path]:
 
 
 def hunt(mutant: Mutant, seeds: range, seconds: float) -> tuple[int, str]:
-    """How many seeds were run, and what the last of them found; empty for a mutation that survives.
+    """Return how many seeds were run and what the last one found, or an empty text for a mutation that survives.
 
-    Runs in a process that has imported nothing of ours yet.
+    Runs in a process that has not imported any of the project's modules yet.
     """
     try:
         with tree(mutant) as folder:
@@ -76,8 +78,8 @@ def hunt(mutant: Mutant, seeds: range, seconds: float) -> tuple[int, str]:
 
 
 def hunts(mutants: list[Mutant], seeds: range, seconds: float, jobs: int) -> dict[str, tuple[int, str]]:
-    """Hunt them all, printing what comes out: by name as `hunt` returns it."""
-    # What takes long to import is not ours: each process has it from this one.
+    """Hunt all mutations and print each result; return the results of `hunt` by name."""
+    # This import takes long and does not depend on the mutation, so the processes inherit it from this one.
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.structured_output  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs  # noqa: F401
@@ -96,7 +98,7 @@ def verdict(done: int, reason: str) -> str:
 
 
 def write(found: dict[str, tuple[int, str]]) -> None:
-    """The table of the README, with new rows for these mutations; those of others stay."""
+    """Write the README's table with new rows for these mutations; the other rows stay."""
     before, _, rest = README.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in table.splitlines()[2:]}
@@ -110,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.mutations", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutations")
     parser.add_argument("--seeds", default="0:3000", help="FIRST:END")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each mutation, at most")
+    parser.add_argument("--seconds", type=float, default=600.0, help="longest time for each mutation, in seconds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", action="store_true", help="put it into the README's table")
     parser.add_argument("--in", dest="inside", nargs=argparse.REMAINDER, help="run COMMAND… in the tree of NAME")

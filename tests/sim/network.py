@@ -1,4 +1,4 @@
-"""The network and what it connects: the agent's real link without its thread, and the server's side with a real Fleet.
+"""The network and its two ends: the agent's real link without its thread, and the server's side with a real Fleet.
 
 Each stream is two queues with delays. Everything moves in `tick`s, at the virtual time.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tests.sim.clock import Timeline
     from tests.sim.invariants import Invariants
 
-# When a side that hears nothing gives the connection up.
+# Time after which a side that hears nothing gives up the connection.
 KEEPALIVE_S = 45.0
-# Responses in flight before the server's side waits.
+# Responses in flight at which the server's side waits.
 WINDOW = 32
 
 
@@ -42,19 +42,19 @@ class Stream:
         self.up: deque[tuple[float, agent_pb2.ConnectRequest]] = deque()
         self.down: deque[tuple[float, agent_pb2.ConnectResponse]] = deque()
         self.connection: Connection | None = None
-        # When each side learns that the stream is over; None while it is not.
+        # Time at which each side learns that the stream is over; None while the stream is open.
         self.agent_learns_s: float | None = None
         self.server_learns_s: float | None = None
-        # Nothing gets through any more, and nobody is told.
+        # Whether messages get lost without either side being told.
         self.dead = False
         self.counters: dict[str, float] = {}
 
     def cancel(self) -> None:
-        """The agent ends it: its own side at once."""
+        """End the stream from the agent's side, which knows it at once."""
         self.break_off(0.0, None)
 
     def break_off(self, agent_s: float | None, server_s: float | None) -> None:
-        """Each side learns of the end after so long; None for as long as a message takes."""
+        """End the stream; each side learns of it after its time, or after a message's delay if its time is None."""
         network, now = self._network, self._network.timeline.now_s
         latest = KEEPALIVE_S if self.dead else network.delay_s()
         for name, after_s in (("agent_learns_s", agent_s), ("server_learns_s", server_s)):
@@ -69,23 +69,23 @@ class Stream:
         way.append((max(due, way[-1][0]) if way else due, message))
 
     def arrived(self, way: deque[tuple[float, Any]]) -> Any:
-        """The next message that is due, or None."""
+        """Return the next message that is due, or None."""
         if self.dead or not way or way[0][0] > self._network.timeline.now_s:
             return None
         return way.popleft()[1]
 
 
 class SteppedRing(RecordQueue[Any]):
-    """The link's ring where nobody waits."""
+    """The link's ring in a simulation in which no thread waits."""
 
     def _sleep(self, seconds: float) -> None:
-        """Nobody waits."""
+        """Return at once, because no thread waits in the simulation."""
 
     empty = property(lambda self: not self._items)
 
 
 class SteppedLink(Link):
-    """The real link; `tick` does what its thread would."""
+    """The real link, whose `tick` does the work of its thread."""
 
     def __init__(self, network: Network, *args: Any, **named: Any) -> None:
         named |= {"clock": network.timeline.time, "jitter": network.rng.random}
@@ -100,10 +100,10 @@ class SteppedLink(Link):
         network.links.append(self)
 
     def start(self) -> None:
-        """No thread."""
+        """Start no thread."""
 
     def quiet(self) -> bool:
-        """Nothing waits to be sent."""
+        """Return whether no message waits to be sent."""
         stream = self.stream
         return (
             stream is not None
@@ -124,7 +124,7 @@ class SteppedLink(Link):
         except (RuntimeError, MemoryError) as error:
             if "injected" not in str(error):
                 raise
-            # As `_stream` and `_run` do, whatever has failed.
+            # `_stream` and `_run` also do this, whatever has failed.
             if self.stream is not None:
                 self.stream.cancel()
                 self._end()
@@ -132,7 +132,7 @@ class SteppedLink(Link):
         assert not self._is_held(), "the link's thread keeps the handover"
 
     def _is_held(self) -> bool:
-        """Both threads are one here, which may take it again."""
+        """Return False: both threads are the same thread here, which may take the lock again."""
         return bool(self.handover._is_owned())  # type: ignore[attr-defined]
 
     def _do(self, now: float) -> None:
@@ -153,7 +153,7 @@ class SteppedLink(Link):
         self._say(now)
 
     def _connect(self) -> None:
-        # As the beginning of `_stream`.
+        # As at the beginning of `_stream`.
         self.outbox.new_ring()
         ring: Any = SteppedRing()
         self.outbox.ring = ring
@@ -169,7 +169,7 @@ class SteppedLink(Link):
         self.stream.send(self.stream.up, next(self._messages))
 
     def _end(self) -> None:
-        """As the end of `_stream` and of a round of `_run`."""
+        """End the stream as `_stream` and a round of `_run` do."""
         self.stream = self._messages = None
         self._attempt = 0 if self._heard else self._attempt + 1
         low, high = link_module.BACKOFF_S
@@ -178,7 +178,7 @@ class SteppedLink(Link):
         self._lost()
 
     def _say(self, now: float) -> None:
-        """Records wait for others of their interval, but not for long."""
+        """Send the records that are due; a record waits for others of its interval, but not for long."""
         assert self.stream is not None
         if now < self.mute_until_s:
             return
@@ -196,7 +196,7 @@ class SteppedLink(Link):
 
 
 class Server:
-    """A control plane that can be gone, hung, and started again with nothing but its policy."""
+    """A control plane that can be gone, hang, and start again with nothing but its policy and its freezes."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -217,13 +217,13 @@ class Server:
         self.fleet.set_freezes(self.freezes)
 
     def _said(self, say: Callable[..., None], connection: Connection, responses: list[Any], now: datetime) -> None:
-        """Look at what the control plane says while its table is as it was when it decided."""
+        """Check the control plane's messages while its table is still as it was when it decided."""
         for response in responses:
             self._network.invariants.said(connection.session, response)
         say(connection, responses, now)
 
     def kill(self, tells_agents: bool) -> None:
-        """The process is gone with all it knew."""
+        """End the process with all its state."""
         for stream in self.streams:
             stream.dead = stream.dead or not tells_agents
             stream.break_off(None, 0.0)
@@ -286,14 +286,14 @@ class Server:
 
 
 class Network:
-    """Delays, and who can reach whom."""
+    """The network's delays, and the connections that it allows."""
 
     def __init__(self, timeline: Timeline, rng: random.Random, invariants: Invariants, records: bool) -> None:
         self.timeline, self.rng, self.invariants, self.records = timeline, rng, invariants, records
         self.links: list[SteppedLink] = []
         self.latency_ms = 1.0
         self.server = Server(self)
-        # Runs what each link's thread does.
+        # Runs the work of each link's thread.
         self.on_link: Callable[..., None] = lambda work, *args: work(*args)
 
     def delay_s(self) -> float:
@@ -302,7 +302,7 @@ class Network:
         return self.rng.expovariate(1 / self.latency_ms) / 1e3
 
     def connect(self) -> Stream | None:
-        """A new stream; None where nobody listens."""
+        """Return a new stream, or None if the control plane does not listen."""
         if self.server.fleet is None:
             return None
         stream = Stream(self)

@@ -1,6 +1,6 @@
-"""Random valid policies: every field of the schema, drawn from within its own limits.
+"""Random valid policies, with every field of the schema drawn from within its own limits.
 
-Near the defaults of a test's scale as a rule, at the limits now and then.
+Values are usually near those that matter at the scale of a test, and sometimes at the limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.schema import Section
 
 LARGEST = 1e308
-# Values at which something happens within a few hundred tokens.
+# Values that have an effect within a few hundred tokens.
 NEAR: dict[str, tuple[Any, ...]] = {
     "max_think_tokens": (1, 2, 5, 12, 30, 60, 32768),
     "min_think_tokens": (0, 0, 1, 4, 10, 25),
@@ -65,11 +65,11 @@ def _value(rng: random.Random, name: str, info: FieldInfo, extreme: float) -> An
 
 
 def _section(rng: random.Random, section: type[Section], extreme: float, only: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Some of a section's fields; each is left at its default as often as not."""
+    """Return some of a section's fields; each is left at its default in half of the draws."""
     drawn = {}
     for name, info in section.model_fields.items():
         if name == "lease_ms" and section is not FallbackPolicy:
-            # The books expect caps to hold for good.
+            # The books expect caps without a lease of their own.
             continue
         if (name in NEAR or info.annotation is bool or get_origin(info.annotation) is Literal) and (
             not only or name in only
@@ -92,7 +92,7 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
 
 
 def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
-    """A valid policy. extreme: how often a number is at the limits that the schema allows. sections: fixed values."""
+    """Return a valid policy. extreme: how often a number is at the schema's limits. sections: fixed values."""
     while True:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]

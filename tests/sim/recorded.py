@@ -1,6 +1,7 @@
-"""A recording run again: `Session` is given what was recorded, and must say the same, byte for byte.
+"""Replay a recording: a `Session` is given the recorded messages and must give the same answers, byte for byte.
 
-Shared by the simulator, which records in memory, and by `tests.soak`, which reads the files of `meridianctl record`.
+The simulator, which records in memory, and `tests.soak`, which reads the files of `meridianctl record`, share the
+module.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
     from tests.sim.invariants import Invariants
 
-# What a session says of its own accord when it is given a message; all else is said by the fleet.
+# Messages that a session itself sends in answer to a message; the fleet sends all others.
 SAID = ("settings", "directives")
 
 
 class Replayed:
-    """One recorded session, from its Hello on; what it hears and says goes through the invariants too.
+    """Replays one recorded session from its Hello on; its messages go through the invariants too.
 
-    Everything raises AssertionError for what is broken.
+    Every violation raises an AssertionError.
     """
 
     def __init__(self, hello: fleet_pb2.TraceRecord, invariants: Invariants) -> None:
@@ -38,7 +39,7 @@ class Replayed:
         self._now = _time(hello)
 
     def take(self, record: fleet_pb2.TraceRecord) -> None:
-        """The next record of this session."""
+        """Take the next record of this session."""
         self._now = _time(record)
         if record.HasField("policy"):
             self._say(self._policy(record.policy))
@@ -54,8 +55,10 @@ class Replayed:
             assert said == self._expected.popleft(), "a replay says something else than what was recorded"
 
     def end(self, cut_off: bool = False) -> int:
-        """The recording has ended; returns the decisions whose outcome was not heard. cut_off: amid the session's
-        answers, perhaps."""
+        """End the replay and return the number of decisions whose outcome was not recorded.
+
+        cut_off: the recording may have ended in the middle of the session's answers.
+        """
         assert cut_off or not self._expected, "a replay says more than what was recorded"
         left = len(self.session.open_decisions)
         self.session.close(self._now)
@@ -64,7 +67,7 @@ class Replayed:
 
     def _policy(self, given: fleet_pb2.TracedPolicy) -> list[agent_pb2.ConnectResponse]:
         policy = forms.from_proto(given.policy)
-        # An older one than what was given before is what the agent has in force, where it refuses the newest.
+        # A policy older than the one before is the policy that the agent has in force because it refuses the newest.
         give = self.session.on_last_good if given.revision < self.session.revision else self.session.on_policy
         return give(given.revision, policy)
 

@@ -1,6 +1,7 @@
-"""What must hold of an engine and its control plane wherever nothing is under way between them, and in the end.
+"""Invariants of an engine and its control plane when no message is under way between them, and at the end of a run.
 
-Looks at the agent, the scheduler and the session's table; keeps nothing. An `AssertionError` names what was broken.
+The module looks at the agent, the scheduler and the session's table, and keeps no state. An `AssertionError` names the
+violation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
-    """Nothing is under way: the control plane's table is the agent's, and so are the decisions that wait."""
+    """Check that the control plane's table and open decisions equal the agent's; no message may be under way."""
     tracker, table = engine.agent.tracker, session.table
     if tracker.record != StepRecord():
         return
@@ -47,7 +48,7 @@ def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
 
 
 def _kept_decisions(agent: Any) -> set[int]:
-    """Those that still owe their outcome."""
+    """Return the decisions that still owe their outcome."""
     plan, placed = agent.directives.plan, agent.probing.placed.values()
     kept = {p.decision_id for p in placed} | {decision_id for decision_id, *_ in agent.directives.probes}
     if plan is not None and not plan.reported:
@@ -59,13 +60,15 @@ def _kept_decisions(agent: Any) -> set[int]:
             kept.add(tr.ending.decision_id)
         if tr.tier is not None:
             kept.add(tr.tier[0])
-    # What the agent does on its own account, or for a stream that is no more.
+    # Decision id 0 stands for the agent's own actions and for decisions of a stream that has ended.
     return kept - {0}
 
 
 def nothing_left(engine: Engine, opened: Iterable[str], limits: tuple[int, ...]) -> None:
-    """All requests are done: neither the agent nor the scheduler keeps anything of them. opened: all that there were.
-    limits: the scheduler's own, as it began."""
+    """Check, after all requests have ended, that neither the agent nor the scheduler keeps anything of them.
+
+    opened: all requests of the run. limits: the scheduler's own limits at its beginning.
+    """
     agent, scheduler = engine.agent, engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are lost"

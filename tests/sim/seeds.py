@@ -1,7 +1,8 @@
-"""Seeds that failed once, each with what it found. They are run by every `make test`.
+"""Seeds that failed once, each with the bug that it found. Every `make test` runs them.
 
-What a seed does changes with the simulator: each bug is among `mutants` too, and when the simulator has changed, the
-seed here is the first that notices it there. What can be shown more directly has a test of its own beside them.
+The run of a seed changes with the simulator. So each bug is among `mutants` too, and after a change of the simulator,
+the seed here becomes the first one that notices the mutant. Bugs that can be shown more directly also have a test of
+their own.
 """
 
 REGRESSIONS = {

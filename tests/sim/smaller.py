@@ -1,4 +1,4 @@
-"""A failing run made smaller: cut off after the tick that fails, and without the faults it does not need."""
+"""Make a failing run smaller: cut it off after the tick that fails, and leave out the faults that it does not need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _fails(seed: int, options: Options) -> Failure | None:
 
 
 def smaller(seed: int) -> tuple[Options, Failure]:
-    """The options of the smallest failing run found, and its failure with its trace. The seed must fail."""
+    """Return the options of the smallest failing run found, and its failure with its trace. The seed must fail."""
     options = Options(trace=True)
     failure = _fails(seed, options)
     assert failure is not None, f"seed {seed} does not fail"

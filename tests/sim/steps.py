@@ -1,6 +1,6 @@
-"""What a step must be like under the plan in force: order, share, prompts, admission, probes, blocks.
+"""Invariants of a step under the plan in force: order, share, prompts, admission, probes, blocks.
 
-Looks at the scheduler itself, right after the agent has prepared a step and once vLLM has made it.
+The module looks at the scheduler itself, right after the agent has prepared a step and again after vLLM has made it.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ LONGEST_HOLD_S = max(NEAR["eat_hold_ms"]) / 1e3
 
 @dataclass
 class Prepared:
-    """What the coming step may do at most."""
+    """Bounds of the coming step."""
 
     running: set[str]
     # Probes that have just been placed.
     probes: set[str] = field(default_factory=set)
-    # Sequences of the phase that is left out, and how many of them may join.
+    # Sequences of the phase that is left out, and the number of them that may join.
     shared: set[str] = field(default_factory=set)
     may_join: int = 0
-    # Tokens of the whole step, where prompts are held back.
+    # Largest number of tokens of the whole step, if prompts are held back; otherwise None.
     tokens: int | None = None
-    # Who may come in while admission is held, and whether they are first in the queue.
+    # Requests that may be admitted while admission is held, and whether they are first in the queue.
     admitted: set[str] | None = None
     are_first: bool = True
 
 
 class Steps:
-    """One agent's. clock: the monotonic time that it goes by, seconds."""
+    """The steps of one agent. clock: returns the agent's monotonic time in seconds."""
 
     def __init__(self, engine: Engine, agent: Any, clock: Callable[[], float]) -> None:
         self._engine, self._clock = engine, clock
         self._scheduler, self._agent = engine.scheduler, agent
         self._prepared: Prepared | None = None
         self._held: dict[Any, tuple[float, float]] = {}
-        # The running list is in an order of the plan's.
+        # Whether the running list has an order that a plan gave it.
         self._is_ordered = False
         self._before, self._evict = self._agent.before_schedule, self._scheduler.kv_cache_manager.evict_blocks
         self._agent.before_schedule = self._watched_before
@@ -77,7 +77,7 @@ class Steps:
         if plan.hold_admission and answering:
             waiting = {live.info.request_id for live in agent.tracker.preempted if live.state.phase is Phase.OUTPUT}
             prepared.admitted = waiting | prepared.running
-            # In vLLM's own order, in shadow or under its priority policy somebody before an answer takes its place.
+            # In vLLM's own order, in shadow and under its priority policy another request may be ahead of an answer.
             prepared.are_first = self._engine.shape.policy == "fcfs" and not (plan.shadow or plan.stock)
         if plan.shadow or plan.stock:
             return
@@ -95,7 +95,7 @@ class Steps:
     def _share(
         self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared, skipped: dict[str, int]
     ) -> None:
-        """skipped: how often in a row each had been left out before this step."""
+        """Note the sequences of a phase and how many may join. skipped: how often in a row each was left out before."""
         by_id = self._agent.tracker.by_id
         running = [by_id.get(r.request_id) for r in self._scheduler.running if not r.is_prefill_chunk]
         sequences = [live for live in running if live is not None and live.state.phase is phase]
@@ -103,13 +103,14 @@ class Steps:
         prepared.may_join = per_step + sum(skipped.get(name, 0) >= max_skip_steps for name in prepared.shared)
 
     def _running(self) -> list[str]:
-        """Requests that run, in vLLM's order, without probes."""
+        """Return the running requests in vLLM's order, without probes."""
         return [r.request_id for r in self._scheduler.running if not r.request_id.startswith(PREFIX)]
 
     def _check_disorder(self, before: list[str]) -> None:
-        """Where no order is in force, the list is as vLLM has left it; once one ends, as the requests came.
+        """Check that the list is in vLLM's order if no plan orders it, and in order of arrival right after such a plan
+        ends.
 
-        A plan that leaves the order to vLLM from now on does not put back what an older one has done.
+        A plan that leaves the order to vLLM does not undo the order of an older plan.
         """
         agent = self._agent
         plan, after = agent.directives.plan, self._running()
@@ -118,14 +119,18 @@ class Steps:
             wanted, self._is_ordered = came if self._is_ordered else before, False
             assert after == wanted, f"{after} run in this order without one in force, not {wanted}"
         elif plan is None or plan.shadow or plan.stock:
-            # A freeze that is over before a step sees it ends an order too.
+            # A freeze that is over before a step sees it ends an order, too.
             ended = self._is_ordered and after == came
             assert after == before or ended, f"{before} are put into the order {after} by nobody"
         else:
             self._is_ordered = True
 
     def _check_order(self) -> None:
-        """Under asynchronous scheduling a prompt is done a step before its first token says so."""
+        """Check the order of the ranks.
+
+        Under asynchronous scheduling a prompt is done a step before its first token shows it, so the check does not
+        apply.
+        """
         if self._agent.is_async:
             return
         by_id, ranks = self._agent.tracker.by_id, []
@@ -136,7 +141,7 @@ class Steps:
         assert ranks == sorted(ranks), f"a step goes by the order {ranks}"
 
     def _check_held(self) -> None:
-        """Nobody waits for an answer about a probe for longer than the policy says."""
+        """Check that no request waits for an answer about a probe for longer than the policy allows."""
         held, now = self._agent.probing.held, self._clock()
         self._held = {live: since for live, since in self._held.items() if live in held}
         for live in held:
@@ -153,7 +158,10 @@ class Steps:
         assert not newly_placed or left > 0, "a probe takes the last place"
 
     def _check_boundaries(self, newly_placed: set[str], asked: dict[int, int]) -> None:
-        """A probe's newest token is such as it was asked for. Decisions that come in this step are not known yet."""
+        """Check that each probe begins after a token of the requested kind.
+
+        A probe whose decision arrives in this step is not known yet, so it is not checked.
+        """
         for placed in map(self._agent.probing.placed.__getitem__, newly_placed):
             flags, newest = asked.get(placed.decision_id, 0), placed.parent.ref.all_token_ids[placed.shared_tokens]
             assert not placed.decision_id or boundaries()[newest] & flags == flags, (
@@ -161,7 +169,10 @@ class Steps:
             )
 
     def _check_probes(self, prepared: Prepared) -> None:
-        """A request sits out for its probe, so that has to be in the step; in one that preempts nothing new is."""
+        """Check that each placed probe is in the step, because its request sits out for it.
+
+        In a step that preempts a request, nothing new is scheduled.
+        """
         preempted = any(r.request_id in prepared.running for r in self._scheduler.waiting)
         late = prepared.probes - self._engine.probes
         assert not late or preempted, f"{sorted(late)} were placed in a step without room for them"
@@ -173,7 +184,7 @@ class Steps:
         return self._evict(block_ids)
 
     def after_step(self) -> None:
-        """vLLM has made the step."""
+        """Check the step that vLLM has made."""
         prepared, self._prepared = self._prepared, None
         agent, scheduler = self._agent, self._scheduler
         for request in [*scheduler.waiting, *(scheduler.running if agent.frozen else ())]:

@@ -1,4 +1,4 @@
-"""How long a probed request waits, on the virtual clock: exactly what the policy says, and nobody waits with it."""
+"""How long a probed request waits, on the virtual clock: exactly as the policy says, while other requests go on."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from tests.sim.test_sim import EVERYWHERE, NEVER, started
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEP_MS = 1.0
-# On average; so the answer is not there in the step of its probe.
+# Mean latency, which is too long for the answer to arrive in the step of its probe.
 LATENCY_MS = 2.0
-# Of a clock that is a sum of steps.
+# Rounding error of a clock that adds up steps.
 ROUNDING_MS = 1e-6
 
 
 def probed(**entropy: Any) -> Policy:
-    """Probes everywhere, and no rule ends thinking; how long they are waited for is the default."""
+    """Return a policy with probes everywhere and no rule that ends thinking; holds have their default."""
     probes = {name: value for name, value in EVERYWHERE.items() if name != "eat_hold_ms"}
     rules = {**probes, **NEVER, "shadow": False, "rpdi_threshold": 0.0, **entropy}
     return Policy.model_validate({"entropy": rules, "scheduler": {"min_think_tokens": 0}})
 
 
 def waited_ms(policy: Policy, is_async: bool, answered: bool) -> float:
-    """From the step that a probe is in until its request is in a step again. Another request answers meanwhile, and is
-    in every step. answered: otherwise the control plane falls silent as the probe is placed."""
+    """Return the time from the step of a probe until its request is in a step again.
+
+    Another request answers meanwhile and is in every step. answered: False if the control plane falls silent when the
+    probe is placed.
+    """
     start, end, *_ = words()
     with started(Shape(is_async=is_async, places=8, blocks=200), policy) as world:
         (plant,) = world.plants
@@ -65,7 +68,7 @@ def waited_ms(policy: Policy, is_async: bool, answered: bool) -> float:
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("hold_ms", [7, 200])
 def test_a_request_waits_for_exactly_its_hold(hold_ms: int, is_async: bool) -> None:
-    """It is in the first step once that is over, and in none before."""
+    """The request is in the first step after its hold is over, and in none before."""
     assert hold_ms < waited_ms(probed(eat_hold_ms=hold_ms), is_async, answered=False) <= hold_ms + STEP_MS + ROUNDING_MS
 
 

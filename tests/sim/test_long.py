@@ -1,4 +1,4 @@
-"""A request of a million tokens in vLLM's own scheduler, with the agent in front of it and no model behind."""
+"""A request of a million tokens in vLLM's own scheduler, with the agent in front of it and without a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Prompt(Counted):
-    """Counts, too, what the agent reads of it from first to last."""
+    """A prompt that also counts the agent's reads of the whole list."""
 
     def __iter__(self) -> Any:
         if "/meridian_agent/" in sys._getframe(1).f_code.co_filename:
@@ -32,7 +32,7 @@ class Prompt(Counted):
 
 
 def calls_in(engine: Engine) -> int:
-    """Calls that the agent makes in a step."""
+    """Return the number of calls that the agent makes in a step."""
     calls = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -49,8 +49,11 @@ def calls_in(engine: Engine) -> int:
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_million_tokens(opens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """The agent reads a bounded part of the prompt in a step, does as much in a late step as in an early one, knows the
-    request by the time its prompt is computed, and keeps nothing of it."""
+    """The agent's work and memory for a long request do not grow.
+
+    The agent reads a bounded part of the prompt in a step, makes as many calls in a late step as in an early one, knows
+    the request's phase by the time its prompt is computed, and keeps nothing of the request.
+    """
     monkeypatch.setenv("MERIDIAN_CONTROL", "127.0.0.1:9")
     monkeypatch.setenv("MERIDIAN_STATE_DIR", str(tmp_path))
     engine = Engine(is_governed=True, tokens=MILLION + NEW)
@@ -86,5 +89,5 @@ def test_a_million_tokens(opens: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
     prompts.clear()
     del live
     gc.collect()
-    # The name here, and the argument.
-    assert sys.getrefcount(prompt) == 2, "somebody keeps the request"
+    # The two references are the name here and the argument of getrefcount.
+    assert sys.getrefcount(prompt) == 2, "an object still refers to the request"

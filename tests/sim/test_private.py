@@ -1,4 +1,4 @@
-"""Nothing that an engine sends depends on the words of its requests: other words, and it sends the same bytes."""
+"""An engine's messages do not depend on the words of its requests: with other words it sends the same bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from collections import deque
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Hooks that fail in a run, counted from its beginning; None for no fault.
+# Number of the hook in a run that fails; None for no fault.
 EARLY = (None, 40)
 SEEDS = range(24)
 
 
 def renamed() -> dict[int, int]:
-    """Other words for the plain ones: none that ends a sentence, and none that the simulator's policies write."""
+    """Return other words for the plain ones: none that ends a sentence, and none that the simulator's policies
+    write."""
     *_, text = words()
     plain = list(dict.fromkeys(text))[:6]
     vocabulary = tokenizer().get_vocab()
@@ -36,7 +37,7 @@ def renamed() -> dict[int, int]:
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, seed: int, names: dict[int, int], early: int | None) -> list[bytes]:
-    """All that the engines of a run say, with other words in place of these."""
+    """Return all messages of a run's engines, with the words of their requests replaced."""
     start, end, stop, text = words()
     known_as, said, quoted = {new: old for old, new in names.items()}, list[bytes](), list[list[int]]()
 
@@ -72,7 +73,10 @@ def sent(monkeypatch: pytest.MonkeyPatch, seed: int, names: dict[int, int], earl
 
 @pytest.mark.parametrize("early", EARLY, ids=["no fault", "a fault that quotes every request"])
 def test_other_words_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch, early: int | None) -> None:
-    """Whatever a seed brings: rules, probes, caps, refusals, preemption, broken streams, drafts, other markers."""
+    """The bytes stay the same for whatever a seed brings.
+
+    Seeds bring rules, probes, caps, refusals, preemption, broken streams, drafts and other markers.
+    """
     count = 0
     for seed in SEEDS:
         own, other = (sent(monkeypatch, seed, names, early) for names in ({}, renamed()))

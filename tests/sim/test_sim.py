@@ -1,4 +1,4 @@
-"""Two hundred seeds of the simulator, those that failed once, and what they found, shown as directly as can be."""
+"""Two hundred seeds of the simulator, the seeds that failed once, and direct tests of the bugs that they found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = 40
-# Every so many lines one is taken.
+# One line in this many is tested.
 SAMPLED = 23
 CAP = "meridian_max_think_tokens"
 
@@ -48,7 +48,8 @@ def test_seeds_that_failed_once(seed: int) -> None:
 
 
 def test_mutations_fit_the_source() -> None:
-    """Each changes one place that is there; whether the simulator notices takes `python -m tests.sim.mutations`."""
+    """Each mutation changes exactly one place; `python -m tests.sim.mutations` checks that the simulator notices
+    them."""
     places = {mutant.name: (ROOT / mutant.path).read_text().count(mutant.old) for mutant in MUTANTS}
     assert places == dict.fromkeys(places, 1)
 
@@ -76,7 +77,8 @@ def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkey
 
 @contextmanager
 def started(shape: Shape, policy: Policy | None = None) -> Iterator[World]:
-    """A world without faults; when the block is left its requests run to their ends. policy: None for the default."""
+    """Yield a world without faults; at the end of the block its requests run to their ends. policy: None for the
+    default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "policy", lambda *_: policy or Policy())
         world = World(1, Options(ticks=0, shape=shape, trace=True), patch)
@@ -86,7 +88,7 @@ def started(shape: Shape, policy: Policy | None = None) -> Iterator[World]:
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
 def test_a_cap_in_the_first_step_of_an_idle_engine_that_schedules_ahead(cap: int) -> None:
-    """No step is under way that vLLM could wait for."""
+    """An idle engine that schedules ahead has no step under way for which vLLM could wait."""
     start, end, *_ = words()
     with started(Shape(is_async=True)) as world:
         (plant,) = world.plants
@@ -114,7 +116,7 @@ def test_a_token_that_comes_after_the_preemption_is_no_resumption() -> None:
 
 
 def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
-    """Its phase is known from its prompt, so its first token changes nothing."""
+    """The agent knows the request's phase from its prompt, so its first token changes nothing."""
     start, end, _, text = words()
     with started(Shape(places=8, blocks=200, batch_tokens=32)) as world:
         (plant,) = world.plants
@@ -127,7 +129,7 @@ def test_an_answer_whose_prompt_came_in_pieces_goes_before_thinking() -> None:
 
 
 def test_a_freeze_that_is_over_before_a_step_sees_it() -> None:
-    """The control plane waits for a snapshot before it decides anything again."""
+    """The control plane waits for a snapshot before it decides again, so the agent has to send one."""
     start, *_ = words()
     with started(Shape(places=8, blocks=200)) as world:
         (plant,) = world.plants
@@ -152,7 +154,8 @@ def test_a_freeze_that_is_over_before_a_step_sees_it() -> None:
 
 
 def test_an_answer_that_is_resumed_in_pieces_leaves_no_place_for_a_stranger() -> None:
-    """While admission is held it counts once, as waiting or as running: its next token is steps away."""
+    """A resumed answer counts once while admission is held, as waiting or as running, until its next token steps
+    later."""
     start, end, _, text = words()
     with started(Shape(places=8, blocks=200, batch_tokens=32)) as world:
         (plant,) = world.plants
@@ -186,8 +189,10 @@ PROBED = Policy.model_validate({"entropy": {**EVERYWHERE, **NEVER}, "scheduler":
 
 
 def crowded(shape: Shape, thinking: int) -> tuple[list[int], str]:
-    """Requests that think and are probed, beside one prompt in pieces after the other. Returns the tokens of each step
-    with a probe and such a prompt, and all that was said."""
+    """Run requests that think and are probed beside a sequence of prompts that come in pieces.
+
+    Returns the tokens of each step with a probe and such a prompt, and the generated tokens as a text.
+    """
     start, _, _, text = words()
     shared = []
     with started(shape, PROBED) as world:
@@ -209,7 +214,7 @@ def crowded(shape: Shape, thinking: int) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_probes_share_steps_with_prompts_in_pieces(drafts: int) -> None:
-    """Each prompt would take what its step has left: a request would be held for a probe that finds no room, or never
+    """Each prompt would take what its step has left, so a request would be held for a probe without room, or never
     probed."""
     shared, said = crowded(Shape(places=8, blocks=200, batch_tokens=32, drafts=drafts), thinking=1)
     assert len(shared) > 4
@@ -225,8 +230,11 @@ def test_a_probe_waits_where_a_step_has_nothing_to_spare() -> None:
 
 
 def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
-    """Nothing comes after the report that was dropped: the outcomes in it and the ends of requests were never told.
-    The stream begins anew, and on that they are void."""
+    """An engine falls idle while its ring is full, so no report follows the dropped one.
+
+    The outcomes in the dropped report and the ends of its requests would never be told. So the stream begins anew,
+    which makes them void.
+    """
     start, *_ = words()
     with started(Shape(places=8, blocks=200)) as world:
         (plant,) = world.plants
@@ -251,7 +259,7 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
 
 
 def test_a_fault_at_any_line_leaves_stock_vllm_and_an_agent_that_comes_back() -> None:
-    """A sample of the lines that these seeds reach; `python -m tests.sim --lines` takes all."""
+    """The test takes a sample of the lines that these seeds reach; `python -m tests.sim --lines` takes all of them."""
     found = cases(range(6))
     assert len(found) > 700, "lines are not reached any more"
     assert [said for case in found[::SAMPLED] if (said := broken(case))] == []

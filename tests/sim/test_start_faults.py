@@ -1,5 +1,5 @@
-"""An exception at any line that the agent runs as an engine starts: vLLM starts all the same, and does what it does
-without the agent."""
+"""An exception at any line that the agent runs at an engine's start: vLLM starts and serves as it does without the
+agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Every so many lines one is taken.
+# One line in this many is tested.
 SAMPLED = 4
 
 
@@ -37,7 +37,10 @@ def _quiet() -> Iterator[None]:
 
 
 def served(patch: pytest.MonkeyPatch, injected: Injected | None) -> tuple[Any, list[str]]:
-    """What an engine says to three requests, with an agent that meets this or without one; and why it is without."""
+    """Return an engine's output for three requests, and the reasons why it runs without an agent.
+
+    `injected` is the agent's fault; None for an engine without an agent.
+    """
     absent: list[str] = []
     World(1, Options(ticks=0), patch, is_stock=True)
     patch.setattr(scheduler_module, "say_absent", absent.append)
@@ -59,7 +62,7 @@ def with_fault(line: Line | None) -> tuple[Injected, Any, list[str]]:
 
 
 def test_an_agent_that_cannot_be_built() -> None:
-    """It is off until the engine is started again, and the control plane is told why."""
+    """The agent is off until the engine is started again, and the control plane is told the reason."""
     with pytest.MonkeyPatch.context() as patch:
         stock, _ = served(patch, None)
     reached, whole, absent = with_fault(None)
@@ -70,12 +73,12 @@ def test_an_agent_that_cannot_be_built() -> None:
         injected, said, why = with_fault(line)
         assert said == stock, line
         assert injected.raised, line
-        # Some faults are expected where they fall, such as in a tokenizer, and cost less than the whole agent.
+        # The agent expects some faults, for example in a tokenizer, so that they cost less than the whole agent.
         assert why in ([], ["begin: RuntimeError: injected"]), line
 
 
 def installed(line: Line | None) -> Injected:
-    """The plugin is loaded with a fault in it; vLLM then chooses its scheduler."""
+    """Load the plugin with a fault in it, and let vLLM choose its scheduler."""
     injected = Injected(Fault(line))
     config, wrapper = vllm_scheduler.SchedulerConfig, vllm_worker.WorkerWrapperBase
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +101,7 @@ def _chosen(config: Any, stock: Callable[[Any], type]) -> type:
 
 
 def test_a_plugin_that_cannot_be_loaded() -> None:
-    """vLLM has a scheduler of its own all the same, governed or not."""
+    """vLLM still gets a scheduler of its own, governed or not."""
     whole = installed(None)
     lines = sorted(whole.reached)
     assert len(lines) > 15, "lines are not reached any more"

@@ -1,5 +1,7 @@
-"""An exception at any line that the agent runs in a worker: the worker samples what it samples without the agent, says
-what failed, and measures again after its rest."""
+"""An exception at any line that the agent runs in a worker: the worker samples the same tokens as without the agent.
+
+It also logs the fault, and measures again after its rest.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.sim.worker import broken, cases
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# Every so many faults one is taken; `python -m tests.sim --lines` takes all.
+# One fault in this many is tested; `python -m tests.sim --lines` takes all of them.
 SAMPLED = 7
 
 

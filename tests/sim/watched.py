@@ -1,7 +1,7 @@
-"""One request by books of the simulator's own: its phase, its limits, what it is to be forced to.
+"""The simulator's own record of one request: its phase, its limits, and the decisions that may force its end.
 
-Each token that is sampled is held against them; an `AssertionError` names what was broken. Knows no engine but its
-shape, and nothing of the agent's but the phase machine. `books` says what was decided.
+Each sampled token is checked against the record; an `AssertionError` names the violation. The module knows an engine's
+shape, and of the agent only the phase machine. `books` passes the decisions on.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ class Watched:
     default_cap: int | None
     state: PhaseState
     markers: Markers
-    # The agent has it: not one that was off when it came, nor one that has not come so far since.
+    # Whether the agent tracks the request; False if the agent was off when the request came and has not read it since.
     known: bool = True
     cap: tuple[int | None, bool] | None = None
-    # The part of a force that was accepted and has not begun.
+    # The part of the policy (ORDER or RULES) of an accepted force that has not begun, or 0.
     force: int = 0
     ending_left: int = 0
-    # Limits when the last masks were made, newest last.
+    # Limits when the last two sets of masks were made, newest last.
     limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
-    # Markers changed while it lived: its counts are not ours to know.
+    # Whether markers changed during the request, so that its counts cannot be checked.
     unsure: bool = False
-    # The step of its newest token; whether a phase of thinking began in it, and in the one before.
+    # The step of the newest token, whether a phase of thinking began in it, and whether one began in the step before.
     step: int = 0
     began: bool = False
     began_before: bool = False
-    # Steps in a row that it was left out of, and the most that a plan has allowed meanwhile.
+    # Steps in a row that left the request out, and the most that a plan has allowed meanwhile.
     skipped: int = 0
     may_skip: int = 0
 
     def forget(self) -> None:
-        """The agent is off: whatever it was told of this is void."""
+        """Note that the agent is off, which voids its decisions for this request."""
         self.known, self.cap, self.default_cap, self.force, self.ending_left = False, None, None, 0, 0
         self.joins()
 
     def adopted(self, default_cap: int | None) -> None:
-        """An agent that has come back has read it again."""
+        """Note that an agent that has come back has read the request again."""
         self.known, self.default_cap, self.limits = True, default_cap, (NO_LIMIT, NO_LIMIT)
 
     def limit(self) -> int:
@@ -56,23 +56,24 @@ class Watched:
         return min(cap if cap is not None else NO_LIMIT for cap in (policy, self.own_cap))
 
     def joins(self) -> None:
-        """It is in a step, or has a reason of its own not to be."""
+        """Note that the request is in a step, or has a reason of its own not to be."""
         self.skipped = self.may_skip = 0
 
     def left_out(self, bound: int) -> None:
-        """A step goes without it. bound: how often in a row the plan in force allows that."""
+        """Note a step without the request. bound: how many steps in a row the plan in force allows."""
         self.skipped, self.may_skip = self.skipped + 1, max(bound, self.may_skip)
         assert self.skipped <= self.may_skip + 1, (
             f"{self.request_id} is left out {self.skipped} times in a row, {self.may_skip} are allowed"
         )
 
     def masked(self, markers: Markers) -> None:
-        """The step's masks are about to be made, by an agent that goes by these markers."""
+        """Note the limit, because the step's masks are about to be made by an agent with these markers."""
         self.unsure = self.unsure or self.markers != markers
         self.limits = self.limits[1], self.limit()
 
     def sampled(self, token: int, forced: bool, step: int, shape: Shape, frozen: bool) -> None:
-        """Its next token, in the engine's step of that number. forced: a mask left no other token."""
+        """Check the request's next token, sampled in the engine's step `step`. forced: whether a mask left no other
+        token."""
         if self.step != step:
             self.step, self.began_before, self.began = step, self.began, False
         at = self.state.think_tokens if self.state.phase is Phase.THINK else -1
@@ -84,12 +85,12 @@ class Watched:
             self.force = 0
 
     def _check(self, forced: bool, at: int, shape: Shape, frozen: bool) -> None:
-        """at: thinking tokens before this one; -1 while it does not think."""
-        # With asynchronous scheduling a mask is made a step ahead, and drafts that only workers know are.
+        """Check the token against the limits. at: thinking tokens before it; -1 if the request does not think."""
+        # Masks are made a step ahead with asynchronous scheduling, and also if only the workers know the drafts.
         now = self.limit()
         late = self.limits if shape.is_async or shape.hidden else (now,)
         if frozen:
-            # An ending that is half written is left as it is; caps hold again afterwards.
+            # An ending that is half written is left as it is; caps apply again after the freeze.
             assert not forced, f"{self.request_id} is forced while frozen"
             self.ending_left = self.force = 0
         elif self.ending_left:
@@ -103,7 +104,7 @@ class Watched:
             self.force = 0
         else:
             limit = max(now, *late)
-            # There a mask can also not know yet that thinking began in the step before, nor where only the worker knows
-            # the drafts that it begins among them.
+            # In these cases a mask cannot know yet that thinking began in the step before, or among drafts that only
+            # the worker knows.
             began = (shape.is_async and self.began_before) or (shape.hidden and self.began)
             assert at < limit or began, f"{self.request_id} thinks on at {at} tokens, past its cap of {limit}"

@@ -1,6 +1,7 @@
-"""The worker's side: the real observer over made-up model runners of each kind, and a fault at each line it runs.
+"""The real worker observer over simulated model runners of each kind, with a fault at each line that it runs.
 
-Logits are torch tensors, sampling is real; steps are with drafts and without, of some rows, of none, and not asked for.
+Logits are torch tensors and sampling is real. Steps have drafts or none, and signals are requested for all rows, for
+some, or for none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ VOCABULARY = 50
 # A step takes a second.
 REST_STEPS = 3
 ERRORS = (RuntimeError, MemoryError)
-# What is not asked for, the drafts and the requests of each step: all there is three times, then until a fault is over.
+# Excluded requests, drafts and requests of each step: all kinds of step three times, then plain steps until the rest
+# after a fault is over.
 PLAIN: tuple[frozenset[str] | None, dict[str, list[int]], tuple[str, ...]] = frozenset(), {}, ("a", "b")
 STEPS = (
     PLAIN,
@@ -47,7 +49,7 @@ STEPS = (
 
 
 class Kind(NamedTuple):
-    """Of a worker."""
+    """A kind of worker."""
 
     v2: bool = False
     later: bool = False
@@ -59,8 +61,11 @@ KINDS = (Kind(), Kind(later=True), Kind(v2=True), Kind(v2=True, later=True), Kin
 
 @dataclass
 class Served:
-    """What a worker sampled in each step, what the engine core was told in each, what its log says, how often its
-    observer met a fault. injected: None where there is no agent."""
+    """The results of a worker's steps: sampled tokens, messages to the engine core, log lines, and the observer's
+    faults.
+
+    injected: None if there is no agent.
+    """
 
     injected: Injected | None
     sampled: list[list[int]] = field(default_factory=list)
@@ -70,7 +75,7 @@ class Served:
 
 
 def served(kind: Kind, injected: Injected | None) -> Served:
-    """The steps on a worker of this kind, with an agent that meets this or without one."""
+    """Run the steps on a worker of this kind, with an agent that meets `injected`, or without one if it is None."""
     found, clock = Served(injected), [0.0]
 
     class Wrapper:
@@ -111,14 +116,14 @@ def _outputs(own: Any) -> Iterator[Any]:
 
 
 def _guards(own: Any) -> tuple[Any, ...]:
-    """Of the observer that holds on to this worker's runner, if there is one."""
+    """Return the guards of the observer of this worker's runner, if there is one."""
     cells = getattr(own.model_runner.sample_tokens, "__closure__", None) or ()
     observers = [c.cell_contents for c in cells if isinstance(c.cell_contents, Observer)]
     return tuple(guard for one in observers for guard in (one.guard, one.delivery))
 
 
 class _heard(logging.Handler):  # noqa: N801
-    """What is logged meanwhile, errors with their texts."""
+    """Collects the log lines inside the block, errors with their texts."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__(logging.DEBUG)
@@ -138,7 +143,7 @@ class _heard(logging.Handler):  # noqa: N801
 
 
 class Case(NamedTuple):
-    """A worker, and what fails in it."""
+    """A kind of worker and the fault in it."""
 
     kind: Kind
     fault: Fault
@@ -148,8 +153,11 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """One for each line that is reached, in each kind of worker that does, the first time and the third; one kind of
-    error and the other in turn."""
+    """Return cases for each line that is reached, in each kind of worker that reaches it, at the first and the third
+    time.
+
+    The kinds of error alternate.
+    """
     errors = itertools.cycle(ERRORS)
     found = []
     for kind in KINDS:
@@ -162,12 +170,12 @@ def cases() -> list[Case]:
 
 @functools.cache
 def _unharmed(kind: Kind) -> tuple[Served, Served]:
-    """Without an agent, and with one that meets nothing."""
+    """Return the results without an agent, and with an agent that meets no fault."""
     return served(kind, None), served(kind, Injected(Fault(None)))
 
 
 def broken(case: Case) -> str:
-    """What this case breaks; empty where nothing."""
+    """Return what this case violates, or an empty string."""
     stock, whole = _unharmed(case.kind)
     found = served(case.kind, Injected(case.fault))
     assert found.injected is not None
@@ -175,14 +183,14 @@ def broken(case: Case) -> str:
         "the line was not reached": found.injected.raised,
         "other tokens were sampled": found.sampled == stock.sampled,
         "signals are not those of their step": all(_same(*pair) for pair in zip(found.told, whole.told, strict=True)),
-        "nobody was told what failed": any("injected" in line for line in found.logged),
+        "the log does not name the fault": any("injected" in line for line in found.logged),
         **({} if _at_start(found) else _in_service(found, whole)),
     }
     return next((f"{case}: {text}" for text, holds in checks.items() if not holds), "")
 
 
 def _at_start(found: Served) -> bool:
-    """Whether the fault kept the worker from being observed at all, which its log alone says."""
+    """Return whether the fault kept the worker from being observed at all, which only its log shows."""
     return not found.faults
 
 
@@ -195,5 +203,5 @@ def _in_service(found: Served, whole: Served) -> dict[str, bool]:
 
 
 def _same(said: SignalBytes | str | None, whole: SignalBytes | str | None) -> bool:
-    """A step has its own signals or none."""
+    """Return whether a step has its own signals or none."""
     return said is None or isinstance(said, str) or said == whole

@@ -1,4 +1,5 @@
-"""One run: engines, a control plane, a workload and faults, all from one seed; then calm, and what must hold then."""
+"""One run: engines, a control plane, a workload and faults, all from one seed, then a calm phase with the final
+checks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-# Small enough that rings and queues fill up within a run.
+# Limits that are small enough for rings and queues to fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (
     (inbox_module, "INBOX_MESSAGES", 24),
     (outbox_module, "MERGE_RECORDS", 4),
@@ -49,27 +50,28 @@ LIMITS: tuple[tuple[Any, str, int], ...] = (
 )
 NOTHING = {"enabled": False}
 CALM_TICKS = 3000
-# Of an agent that meets faults: it is back within a run.
+# Rests of an agent that meets faults; they are short enough for it to come back within a run.
 RESTS_S = (0.1, 0.1, 0.1)
 
 
 @dataclass(frozen=True)
 class Options:
-    """A run may be cut short, and kinds of fault left out, so that a failure can be made smaller."""
+    """Options with which a run is cut short, or kinds of fault are left out, so that a failing run can be made
+    smaller."""
 
     ticks: int = 1 << 30
     without: frozenset[str] = frozenset()
     trace: bool = False
-    # How engines are built, where that is not drawn.
+    # How engines are built; None if the seed draws it.
     shape: Shape | None = None
-    # What the agent meets.
+    # The fault that the agent meets.
     fault: Fault | None = None
-    # Longest that a request may get, in tokens.
+    # Largest number of tokens of a request.
     longest: int = 100
 
 
 class Failure(AssertionError):  # noqa: N818 - it is one
-    """What was broken in which run."""
+    """A violation and the run in which it happened."""
 
     def __init__(self, seed: int, tick: int, reason: str, trace: list[str]) -> None:
         super().__init__(f"seed {seed}, tick {tick}: {reason}")
@@ -77,7 +79,7 @@ class Failure(AssertionError):  # noqa: N818 - it is one
 
 
 class NoFile:
-    """Keeps nothing: the simulator has no disk."""
+    """A state file that keeps nothing, because the simulator has no disk."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -90,7 +92,7 @@ class NoFile:
 
 
 class Plant:
-    """One engine with its books; restarts give it a new process."""
+    """One engine with its books; a restart gives it a new process."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -113,7 +115,7 @@ class Plant:
             assert not engine.scheduler._guard.fault, engine.scheduler._guard.text
 
     def restart(self) -> None:
-        """The process dies with its requests; nobody tells the control plane at once."""
+        """Kill the process with its requests; the control plane is not told at once."""
         assert self.link is not None
         self.link.stop()
         if self.link.stream is not None:
@@ -134,7 +136,7 @@ class Plant:
             self.books.after_step()
 
     def _between(self) -> None:
-        """The model runs; messages arrive."""
+        """Deliver messages while the model runs."""
         if self.world.governed:
             scheduled = self.engine.schedule[-1]
             self.world.timeline.advance(self.world.step_ms * (1 + 0.3 * len(scheduled)) / 1e3)
@@ -143,14 +145,14 @@ class Plant:
         self.books.before_masks()
 
     def _sampling(self) -> None:
-        """Messages arrive when the masks have been made."""
+        """Deliver messages after the masks have been made."""
         if self.world.governed and self.world.rng.random() < 0.2:
             self.world.timeline.advance(self.world.step_ms / 5e3)
             self.world.network.tick()
 
 
 class World:
-    """is_stock: the same workload on stock vLLM."""
+    """All parts of one run. is_stock: run the same workload on stock vLLM."""
 
     def __init__(self, seed: int, options: Options, patch: pytest.MonkeyPatch, is_stock: bool = False) -> None:
         self.seed, self.options, self.patch, self.governed = seed, options, patch, not is_stock
@@ -159,14 +161,14 @@ class World:
         self.invariants = Invariants()
         self.invariants.trace = [] if options.trace else None
         kinds = random.Random(f"kind {seed}")
-        # Policies that decide nothing or only in shadow: the engine must do what stock vLLM does.
+        # Whether policies decide nothing, or only in shadow, so that the engine must do what stock vLLM does.
         self.is_quiet = kinds.random() < 0.15
         self.network = Network(self.timeline, self.rng, self.invariants, records=kinds.random() < 0.25)
         self.network.latency_ms = kinds.choice((0.0, 1.0, 10.0, 60.0))
         self.harshness = kinds.choice((0.0, 0.05, 0.15, 0.4))
         self.step_ms = kinds.choice((1.0, 5.0, 30.0))
         self.ticks = min(kinds.choice((20, 40, 80)), options.ticks)
-        # The smallest are full before a report interval is over.
+        # The smallest rings are full before a report interval is over.
         self.ring_records = kinds.choice((2, 3, 12, 12))
         self.patches()
         self.tick = 0
@@ -184,7 +186,7 @@ class World:
         self.patch.setattr(lifecycle_module, "Link", partial(SteppedLink, self.network))
         self.patch.setattr(lifecycle_module, "StateFile", NoFile)
         self.patch.setattr(scheduler_module, "Guard", partial(Guard, clock=self.timeline.time))
-        # Read once for all engines: their model is the same.
+        # The tokenizer is read once for all engines, because they have the same model.
         known_tokenizer, known_boundaries = tokenizer(), boundaries()
         self.patch.setattr(tokenizer_module, "tokenizer_of", lambda _: known_tokenizer)
         self.patch.setattr(tokenizer_module, "boundaries", lambda _: known_boundaries)
@@ -217,14 +219,14 @@ class World:
             if self.options.fault is not None:
                 self.go_on("after")
                 self.go_on("later")
-                # The one before may have met the fault.
+                # The request before may have met the fault.
                 self.last = self.last or (self.injected is not None and self.injected.raised and not self.was_raised)
                 if self.last:
                     self.go_on("last")
                 self.check_recovery()
 
     def go_on(self, name: str) -> None:
-        """A request for each engine, to its end."""
+        """Run a request on each engine to its end."""
         self.was_raised = self.injected is not None and self.injected.raised
         for number, plant in enumerate(self.plants):
             plant.open(f"{name}-{number}", [words()[0]], Script(number, 5, 5, restless=False), {})
@@ -241,7 +243,7 @@ class World:
             self.compare()
 
     def compare(self) -> None:
-        """Wherever nothing is under way the two sides agree."""
+        """Compare the control plane's and the agent's state wherever no message is under way."""
         for plant in self.plants:
             link = plant.link
             if plant.engine.agent is None:
@@ -253,7 +255,7 @@ class World:
                 plant.books.sides_agree(link.stream.connection.session)
 
     def open(self) -> None:
-        """A request for some engine; what it is depends on the workload's seed only."""
+        """Open a request on some engine; it depends only on the workload's seed."""
         work, (start, end, _, text) = self.work, words()
         plant = work.choice(self.plants)
         self.opened += 1
@@ -291,13 +293,13 @@ class World:
             getattr(self, name)(rng)
 
     def put_policy(self, rng: random.Random | None = None) -> None:
-        """A new revision for everybody."""
+        """Put a new revision in force."""
         self.revision += 1
         self.server.put_in_force(stored(self.revision, self.policy(rng or self.rng)))
 
     def policy(self, rng: random.Random) -> Policy:
         if self.is_quiet:
-            # Whether an answer would be empty is measured in shadow too, by probes, and these take part in steps.
+            # Whether an answer would be empty is measured in shadow, too, by probes, which take part in steps.
             shadow = {"shadow": True, "empty_answer_extension_tokens": 0} if rng.random() < 0.5 else NOTHING
             return draw(rng, scheduler=shadow, entropy=NOTHING, kv_memory={"shadow": True}, override=[])
         sections: dict[str, Any] = {}
@@ -307,7 +309,8 @@ class World:
         return draw(rng, model=self.markers(rng), **sections)
 
     def markers(self, rng: random.Random) -> dict[str, Any]:
-        """What policy says of the model, seldom: other markers, a closing text, ids that no vocabulary has."""
+        """Return the policy's model section, which is seldom set: other markers, a closing text, ids outside the
+        vocabulary."""
         start, end, _, text = words()
         chance = rng.random()
         if chance < 0.7:
@@ -325,20 +328,20 @@ class World:
             self.put_policy(rng)
 
     def fault_freeze(self, rng: random.Random) -> None:
-        """Engines are frozen for a while, or thawed before the time."""
+        """Freeze engines for a while, or thaw them early."""
         until = self.timeline.utc_now() + timedelta(seconds=rng.choice((0.05, 0.5, 20.0)))
         match = rng.choice((Match(), Match(engine_ids=("engine-0",))))
         frozen = Freeze(1, match, "simulator", "", self.timeline.utc_now(), until)
         self.server.set_freezes((frozen,) if rng.random() < 0.7 else ())
 
     def fault_cut(self, rng: random.Random) -> None:
-        """A stream breaks; one side may know long before the other."""
+        """Break a stream; one side may know long before the other."""
         for stream in self.server.streams:
             if rng.random() < 0.7:
                 stream.break_off(rng.choice((None, 0.0, 0.3)), rng.choice((None, 0.0, 0.3, 10.0)))
 
     def fault_half_open(self, rng: random.Random) -> None:
-        """Nothing gets through any more, and both sides find out by themselves."""
+        """Let no message through any more; both sides find out by themselves."""
         for stream in self.server.streams:
             if rng.random() < 0.7:
                 stream.dead = True
@@ -363,8 +366,10 @@ class World:
         self.network.latency_ms = rng.choice((0.0, 1.0, 10.0, 100.0, 1000.0))
 
     def fault_link_stalls(self, rng: random.Random) -> None:
-        """So long that a ring fills up, often. Or nothing can be sent, while what is said to the agent arrives. Now and
-        then the stream is over before the link goes on."""
+        """Stall the link, often long enough to fill its ring, or only its sending while messages to the agent arrive.
+
+        Sometimes the stream ends before the link goes on.
+        """
         for link in self.network.links:
             until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0, self.step_ms / 25, self.step_ms / 50))
             if rng.random() < 0.5:
@@ -375,8 +380,11 @@ class World:
                 link.stream.break_off(0.0, rng.choice((None, 1.0)))
 
     def fault_time_passes(self, rng: random.Random) -> None:
-        """Nothing runs for a while; past a lease, perhaps. Or engines alone stand still: what they are told arrives,
-        and the control plane is gone before they go on."""
+        """Let time pass in which nothing runs, perhaps longer than a lease.
+
+        In other cases only the engines stand still: messages to them arrive, and the control plane is gone before they
+        go on.
+        """
         seconds = rng.choice((0.05, 0.3, 5.0, 40.0))
         if rng.random() < 0.3:
             for _ in range(10):
@@ -398,7 +406,7 @@ class World:
     # ------------------------------------------------------------------------------------------------------- the calm
 
     def calm(self) -> None:
-        """No faults any more: requests end, everybody agrees, every decision has its outcome."""
+        """End all faults, and check that requests end, both sides agree and every decision has its outcome."""
         self.network.latency_ms, self.server.hung_until_s = 0.0, 0.0
         self.start_control()
         self.server.set_freezes(())
@@ -409,7 +417,7 @@ class World:
             if not any(plant.engine.busy() for plant in self.plants):
                 if self.settled():
                     break
-                # Dead connections are found out, leases end.
+                # The longer pauses let dead connections be detected and leases end.
                 pause_s = min(2.0, pause_s * 1.5)
         for plant in self.plants:
             assert not plant.engine.busy(), f"requests do not end: {plant.engine.live}"
@@ -423,7 +431,7 @@ class World:
             self.pass_time(0.01)
 
     def check_recovery(self) -> None:
-        """Every agent is back with the next request, and knows what was the matter."""
+        """Check that every agent is back with the next request and knows its fault."""
         if self.injected is None:
             return
         guards = [plant.engine.scheduler._guard for plant in self.plants]
@@ -432,7 +440,7 @@ class World:
         if self.injected.raised:
             said, where = [guard.last_fault for guard in guards if guard.last_fault], self.injected.fault
             assert all(INJECTED_AT in fault for fault in said), f"something else failed: {said}"
-            # What fails on the link's thread is no matter of the guard's: it connects anew.
+            # The guard is not concerned with a fault on the link's thread, which connects anew.
             on_link = where.line is not None and where.line[0] == LINK and not self.injected.was_early
             assert bool(said) is not on_link, f"the guard has stopped {said}"
 
@@ -440,7 +448,7 @@ class World:
         return not self.unsettled()
 
     def unsettled(self) -> str:  # noqa: PLR0911 - as many reasons
-        """What keeps the two sides from being at rest with each other; empty when they are."""
+        """Return what keeps the two sides from being at rest with each other, or an empty string."""
         for plant in self.plants:
             link = plant.link
             assert link is not None
@@ -461,7 +469,7 @@ class World:
         return ""
 
     def check_replay(self) -> None:
-        """What was recorded gives the same responses again, and by itself shows that the invariants held."""
+        """Check that a replay of the recording gives the same responses and satisfies the invariants by itself."""
         invariants = Invariants(self.invariants.hidden_drafts)
         for recording in self.server.recordings:
             sessions: dict[str, Replayed] = {}
@@ -474,7 +482,7 @@ class World:
                 replayed.end()
 
     def check_stock(self) -> None:
-        """Stock vLLM does the same with the same workload, step by step."""
+        """Check that stock vLLM does the same with the same workload, step by step."""
         with pytest.MonkeyPatch.context() as patch:
             stock = World(self.seed, self.options, patch, is_stock=True)
             stock.last = self.last
