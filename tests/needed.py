@@ -1,7 +1,7 @@
-"""What some tests need and not every machine has: how to see whether it is here, and how to get it.
+"""Requirements of some tests that not every machine meets: how to detect each, and how to install it.
 
-`python -m tests.needed`, which is `make doctor`, says what is missing. It installs nothing. Tests that skip take their
-reason from the same table.
+`python -m tests.needed`, which is `make doctor`, prints what is missing; it installs nothing. Tests that are skipped
+take their reason from the same table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ RENDERERS = ("kubectl", "kustomize")
 
 @dataclass(frozen=True)
 class Need:
-    """name: what it is. found: why it counts as here, or nothing. how: what to do to have it. tests: what skips
-    without it."""
+    """A requirement.
+
+    name: the thing required. found: returns where it was found, or an empty string. how: how to install it. tests:
+    tests that are skipped without it.
+    """
 
     name: str
     found: Callable[[], str]
@@ -35,26 +38,27 @@ class Need:
 
     @property
     def reason(self) -> str:
-        """Why a test skips that needs it."""
+        """Return the reason for which a test is skipped."""
         return f"{self.name} is missing here: {self.how}"
 
     @property
     def mark(self) -> pytest.MarkDecorator:
-        """Skips a test where it is missing."""
+        """Return a mark that skips a test if the requirement is missing."""
         return pytest.mark.skipif(not self.found(), reason=self.reason)
 
     def require(self) -> str:
-        """Where it is; skips the test that asks, or the module that is being imported, where it is missing."""
+        """Return where the requirement was found, or skip the calling test, or the module being imported, if it is
+        missing."""
         return self.found() or pytest.skip(self.reason, allow_module_level=True)
 
 
 def program(*names: str) -> Callable[[], str]:
-    """Finds the first of these programs on the path."""
+    """Return a function that finds the first of these programs on the path."""
     return lambda: next(filter(None, map(shutil.which, names)), "")
 
 
 def module(name: str) -> Callable[[], str]:
-    """Finds a Python module of this name."""
+    """Return a function that finds a Python module of this name."""
 
     def found() -> str:
         spec = importlib.util.find_spec(name)
@@ -73,14 +77,14 @@ def _nvrtc() -> str:
 
 
 def _gpu() -> str:
-    """Torch is asked in another process: to look makes no CUDA context here."""
+    """Return the GPU's name; another process asks torch, so that no CUDA context is made here."""
     look = "import torch, cupy; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _namespaces() -> str:
-    """The emulated network of `tests.chaos` itself is the test."""
+    """Return whether the emulated network of `tests.chaos` can be made, by making it."""
     from tests.chaos.network import Network, NoNamespacesError
 
     try:
@@ -119,7 +123,7 @@ NETWORK = Need(
     " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
     "tests/chaos",
 )
-# Without its dependencies, of which one is another build of the same for another CUDA.
+# It is installed without its dependencies, because one of them is another build of it for another CUDA version.
 NIXL = Need(
     "NIXL",
     module("nixl_cu12"),

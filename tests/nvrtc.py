@@ -1,5 +1,8 @@
-"""Compiles the CUDA source for GPUs that are not here, with NVRTC, the compiler that CuPy uses, and reads what it says
-of registers, shared memory and spills. `python -m tests.nvrtc` prints the table that kernels/cuda_kernel.md carries."""
+"""Compile the CUDA source with NVRTC, CuPy's compiler, for GPUs that this machine need not have.
+
+It also reads the compiler's report on registers, shared memory and spills; `python -m tests.nvrtc` prints the table of
+kernels/cuda_kernel.md.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from pathlib import Path
 from meridian_kernels.cuda import OPTIONS, SOURCE
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# What CuPy adds to the options by itself.
+# Options that CuPy adds by itself.
 CUPYS = ("-ftz=true", "--device-as-default-execution-space")
-# Distributions that carry NVRTC; the first is in the extra `dev`.
+# Distributions that contain NVRTC; the first one is in the extra `dev`.
 WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes on one architecture."""
+    """The resources of one kernel on one architecture."""
 
     kernel: str
     architecture: str
@@ -33,7 +36,7 @@ class Resources:
 
 
 class Compiler:
-    """NVRTC. Raises OSError where it is not installed."""
+    """The NVRTC library. Raises OSError if it is not installed."""
 
     def __init__(self) -> None:
         self._lib = ctypes.CDLL(library())
@@ -42,7 +45,7 @@ class Compiler:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, architecture: str, *options: str) -> tuple[bytes, str]:
-        """Machine code for this architecture, and the compiler's log. Raises RuntimeError with the log."""
+        """Return machine code for this architecture, and the compiler's log. Raises RuntimeError with the log."""
         program = ctypes.c_void_p()
         source = SOURCE.read_bytes()
         self._call("nvrtcCreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
@@ -83,7 +86,7 @@ def library() -> str:
 
 
 def resources(architecture: str, log: str) -> list[Resources]:
-    """What ptxas says of each kernel."""
+    """Return ptxas's report on each kernel."""
     pattern = re.compile(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
         r".*?Used (\d+) registers(?:[^\n]*?, (\d+) bytes smem)?",
@@ -96,7 +99,7 @@ def resources(architecture: str, log: str) -> list[Resources]:
 
 
 def table(found: list[Resources]) -> str:
-    """The resource report as Markdown."""
+    """Return the resource report as Markdown."""
     lines = [
         "| kernel | architecture | registers | shared, bytes | stack, bytes | spills, bytes |",
         "|---|---|---|---|---|---|",

@@ -1,8 +1,8 @@
-"""The table of vLLM's reasoning parsers: which markers the agent finds for each, and whether vLLM itself agrees.
+"""The table of vLLM's reasoning parsers: the markers that the agent finds for each, and whether vLLM agrees.
 
-`python -m tests.parsers` looks at the installed vLLM; `--save` keeps the table in tests/data/parsers and rewrites the
-summary in the agent's thinking_markers.md. Owns tokenizers made for the purpose: no parser's own tokenizer is at hand,
-so each gets one that has the tokens it asks for.
+`python -m tests.parsers` reads the installed vLLM; `--save` writes the table to tests/data/parsers and updates the
+summary in the agent's thinking_markers.md. The parsers' own tokenizers are not available here, so the module makes one
+for each parser with the tokens that it asks for.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ PAGE = Path(__file__).parent.parent / "meridian_agent" / "vllm_adapter" / "think
 BEGIN, END = "<!-- parsers: made by `python -m tests.parsers --save` -->\n", "<!-- /parsers -->\n"
 EOS = "<|endoftext|>"
 
-# As in cl100k: a word takes what is before it, punctuation the blank before it and the line feeds after it.
+# The same split as cl100k's: a word takes the character before it, punctuation takes the blank before it and the line
+# feeds after it.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
-# Pieces that belong together, in the order in which they join. Hunyuan's parser wants "<th" joined before "think".
+# Pieces that belong together, in the order in which they join. Hunyuan's parser needs "<th" joined before "think".
 MERGES = (
     "t h",
     *("i n", "in k", "< th", "th ink"),
@@ -48,7 +49,8 @@ HUNYUAN = {
     ">ĊĊ": 1363,
     ">": 29,
 }
-# A checkpoint's own description of its output, which `hf` reads; two closers, as such a description may name several.
+# A checkpoint's own description of its output, which the parser `hf` reads. It has two closers, because such a
+# description may name several.
 TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {"thinking": {"open": "<think>", "close": ["</think>", "<|end_think|>"]}, "content": {}},
@@ -58,7 +60,7 @@ THOUGHT, ANSWER = "so we so we", " so we so"
 
 
 def tokenizer_with(added: Sequence[str], template: dict[str, Any] | None = None) -> Any:
-    """A byte-level BPE tokenizer in which these texts are tokens of their own."""
+    """Return a byte-level BPE tokenizer in which these texts are tokens of their own."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -78,14 +80,14 @@ def tokenizer_with(added: Sequence[str], template: dict[str, Any] | None = None)
 
 
 class Asked(dict[str, int]):
-    """A vocabulary that notes which texts it is asked for in vain."""
+    """A vocabulary that notes the missing texts that are looked up in it."""
 
     def __init__(self, known: dict[str, int]) -> None:
         super().__init__(known)
         self.missed: dict[str, None] = {}
 
     def get(self, text: str, default: Any = None) -> Any:
-        # As dict's own, but for the note.
+        # The same result as dict.get, but a missing text is noted.
         return super().get(text, default) if text in self else default
 
     def __contains__(self, text: object) -> bool:
@@ -100,10 +102,10 @@ class Asked(dict[str, int]):
 
 
 def asked_for(name: str) -> list[str]:
-    """The tokens that a parser looks for, found by giving it what it has missed until it misses nothing."""
+    """Return the tokens that a parser looks for, by adding the tokens that it missed until it misses none."""
     from meridian_agent.vllm_adapter.reasoning_markers import WRITTEN, MarkersNotFound, of_parser
 
-    # What is written down for a parser, or told as a text, is not asked for: the tokens in it are its channels'.
+    # The agent knows some parsers' texts beforehand, so it does not look them up; their channel tokens are added here.
     written = "".join(text for texts in WRITTEN.get(name, ()) for text in texts)
     added: dict[str, None] = dict.fromkeys(re.findall(CHANNEL_TOKEN, written))
     while True:
@@ -128,9 +130,9 @@ def made_for(name: str, added: list[str]) -> Any:
 
 
 def config_of(tokenizer: Any, folder: Path, parser: str = "", model: str = "m") -> Any:
-    """As much of vLLM's configuration as finding markers reads, for an engine whose tokenizer lies in a folder."""
+    """Return the part of vLLM's configuration that finding markers reads, for a tokenizer saved in a folder."""
     tokenizer.save_pretrained(folder)
-    # vLLM looks for it, and again after a while.
+    # vLLM looks for this file, and retries after a while if it is missing.
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}), encoding="utf-8")
     model_config = SimpleNamespace(
         model=str(folder),
@@ -152,7 +154,8 @@ def config_of(tokenizer: Any, folder: Path, parser: str = "", model: str = "m") 
 
 
 def agreement(name: str, tokenizer: Any) -> str:
-    """How vLLM says that what a forced end writes ends thinking, whichever start opened it; empty where it does not."""
+    """Return by which ways vLLM sees thinking ended by the text of a forced end; empty if it does not for some
+    start."""
     from meridian_agent.vllm_adapter.reasoning_markers import asked
 
     ways: dict[str, None] = {}
@@ -167,7 +170,7 @@ def agreement(name: str, tokenizer: Any) -> str:
 
 
 def _agrees(parser: Any, streaming: Any, tokenizer: Any, start: tuple[int, ...], end: tuple[int, ...]) -> Iterator[str]:
-    """The ways in which vLLM says so."""
+    """Yield the ways in which vLLM sees that thinking has ended."""
     thought, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (THOUGHT, ANSWER))
     thinking = [*start, *thought]
     if (said := _streamed(streaming, tokenizer, [*thinking, *end, *answer])) is not None:
@@ -187,7 +190,8 @@ def _says_ended(parser: Any, tokens: list[int]) -> Any:
 
 
 def _streamed(parser: Any, tokenizer: Any, tokens: list[int]) -> tuple[str, str] | None:
-    """What clients get of these tokens, one by one, as reasoning and as content; None where a parser does not say."""
+    """Return the reasoning and the content that clients get of these tokens, one by one; None if the parser cannot
+    stream."""
     said = {"reasoning": "", "content": ""}
     for at, token in enumerate(tokens):
         before, now = tokenizer.decode(tokens[:at]), tokenizer.decode(tokens[: at + 1])
@@ -202,7 +206,8 @@ def _streamed(parser: Any, tokenizer: Any, tokens: list[int]) -> tuple[str, str]
 
 
 def _by_channel(parser: str, start: str, end: str) -> bool:
-    """The same by the channels of vLLM's Harmony parser, which reads nothing else."""
+    """Return whether vLLM's Harmony parser, which reads only channels, sees reasoning before the end and content after
+    it."""
     if parser != "GptOssReasoningParser":
         return False
     from vllm.parser.harmony import _SegmentType
@@ -216,7 +221,7 @@ def _by_channel(parser: str, start: str, end: str) -> bool:
 
 
 def row(name: str, folder: Path) -> dict[str, Any]:
-    """A parser's row, by the code that resolves on an engine: its markers as text, or the reason why there are none."""
+    """Return a parser's row, made by the agent's own code: its markers as text, or the reason why it has none."""
     from meridian.v1 import agent_pb2
 
     from meridian_agent.vllm_adapter.reasoning_markers import MarkersNotFound, of_parser, resolve
@@ -243,7 +248,7 @@ def row(name: str, folder: Path) -> dict[str, Any]:
 
 
 def table() -> dict[str, Any]:
-    """The installed vLLM's."""
+    """Return the installed vLLM's table."""
     import vllm
     from vllm.reasoning import ReasoningParserManager
 
@@ -253,20 +258,20 @@ def table() -> dict[str, Any]:
 
 
 def summary(made: dict[str, Any]) -> dict[str, Any]:
-    """How many are registered and resolved, and the reason of each that is not."""
+    """Return how many parsers are registered and resolved, and the reason for each that is not resolved."""
     named = {name: told["reason"] for name, told in made["parsers"].items() if "reason" in told}
     count = len(made["parsers"])
     return {"vllm": made["vllm"], "registered": count, "resolved": count - len(named), "named": named}
 
 
 def saved() -> list[dict[str, Any]]:
-    """The kept tables, oldest vLLM first."""
+    """Return the saved tables, oldest vLLM first."""
     made = [json.loads(path.read_text(encoding="utf-8")) for path in DATA.glob("*.json")]
     return sorted(made, key=lambda one: [int(part) for part in one["vllm"].split(".")])
 
 
 def section(tables: list[dict[str, Any]]) -> str:
-    """The summary for the agent's page: what holds on the newest vLLM, and where another one differs."""
+    """Return the summary for the agent's page: the newest vLLM's results, and the differences of other versions."""
     newest = tables[-1]
     lines = [
         "| parser | thinking begins | a forced end writes | also an end | vLLM agrees by |",
@@ -301,7 +306,7 @@ def _missing(made: dict[str, Any], newest: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    """What the page has between its two marks."""
+    """Return the page's text between its two marks."""
     return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
 
 

@@ -1,4 +1,4 @@
-"""The reference of the policy's fields, `meridian_control/policy/reference.md`, made from the schema.
+"""Write the reference of the policy's fields, `meridian_control/policy/reference.md`, from the schema.
 
 `python -m tests.policy_reference` prints it; `--write` replaces the file.
 """
@@ -46,7 +46,7 @@ BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum
 
 
 def reference() -> str:
-    """One table for each section, in the order of the schema."""
+    """Return the page with one table for each section, in the order of the schema."""
     return HEAD + "".join(_section(name, kind) for name, kind in SECTIONS.items())
 
 
@@ -81,7 +81,7 @@ def _range(of: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in of["enum"])
     if "maxLength" in of:
         return f"up to {of['maxLength']:,} characters"
-    # No limit of its own, but what a field of the proto can hold.
+    # INT32_MAX is only the largest value of the proto's field, not a limit of its own.
     bounds = {key: bound for key, bound in of.items() if bound != INT32_MAX}
     return of.get("range") or " ".join(f"{word} {bounds[key]:,}" for key, word in BOUNDS if key in bounds)
 

@@ -1,6 +1,7 @@
-"""A PostgreSQL server of the tests' own, from the pip-installed build: no system package, no root, nothing left behind.
+"""A PostgreSQL server for the tests, from the pip-installed build: no system package, no root, no files left behind.
 
-PostgreSQL refuses to run as root, so root's tests run it as nobody; what nobody cannot reach is copied first.
+PostgreSQL refuses to run as root, so if the tests run as root, the server runs as nobody, and the files that nobody
+cannot reach are copied first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ START_TIMEOUT_S = 60
 
 
 class Postgres:
-    """One server on a port of its own; `kill` and `start` again keep port and data."""
+    """One server on a port of its own; `kill` followed by `start` keeps its port and data."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="meridian-pg-"))
@@ -47,8 +48,8 @@ class Postgres:
         wait_for(self._answers, START_TIMEOUT_S, "PostgreSQL to answer")
 
     def _spawn(self) -> None:
-        # What is killed here are processes, never the system: what they wrote is there, and a server that comes back
-        # need not go through all files first.
+        # Without fsync, data survives the death of a process, and only processes are killed here. It also saves a
+        # restarted server from going through all files first.
         settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
         options = [option for setting in settings for option in ("-c", setting)]
         command = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]
@@ -58,7 +59,8 @@ class Postgres:
             )
 
     def _as_user(self, command: list[str]) -> list[str]:
-        """Popen's own `user` makes it fork, which gRPC's threads in a test's process do not survive."""
+        """Return the command with a change of user. Popen's own `user` would fork, which the gRPC threads of a test's
+        process do not survive."""
         if self.user is None:
             return command
         change = "import os, sys; os.setuid(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
@@ -66,7 +68,7 @@ class Postgres:
 
     def _answers(self) -> bool:
         if self.process.poll() is not None:
-            # After a kill the old server's children may hold its memory for a moment longer.
+            # After a kill the old server's children may hold its shared memory for a moment longer.
             self._spawn()
         with suppress(OSError, asyncpg.PostgresError):
             asyncio.run(self._execute("SELECT 1"))
@@ -74,7 +76,7 @@ class Postgres:
         return False
 
     def kill(self) -> None:
-        """SIGKILL; its children see that it is gone and end."""
+        """Kill the server with SIGKILL; its children notice that and end."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
@@ -84,7 +86,7 @@ class Postgres:
         shutil.rmtree(self.folder)
 
     def database(self) -> str:
-        """The address of a new, empty database; not for use inside an event loop."""
+        """Create an empty database and return its address; not for use inside an event loop."""
         name = f"test_{uuid.uuid4().hex}"
         asyncio.run(self._execute(f"CREATE DATABASE {name}"))
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
@@ -110,7 +112,7 @@ def _binaries() -> Path:
 
 
 def _copied(binaries: Path, folder: Path) -> Path:
-    """The same build below `folder`, libraries beside it as in the wheel."""
+    """Copy the build into `folder`, with its libraries beside it as in the wheel."""
     package = binaries.parent.parent
     ignored = shutil.ignore_patterns("pginstall18", "__pycache__")
     shutil.copytree(package, folder / package.name, ignore=ignored)

@@ -1,9 +1,9 @@
-"""Programs that are forked from a process which has imported what they import, and has done nothing else.
+"""Fork test programs from processes that have imported the programs' modules and have done nothing else.
 
 The tests start some thirty processes with vLLM and a hundred with the control plane. An import of vLLM costs 6 to 10
 seconds of processor time, an import of the control plane costs one. `Servers` are started with pytest; each of them
-imports its modules when a test first needs a program of its kind. vLLM itself forks after its import, too, where the
-platform lets it.
+imports its modules when a test first needs a program of its kind. vLLM itself also forks after its import, on platforms
+that allow it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# What each server imports before it forks.
+# Modules that each server imports before it forks.
 IMPORTS = {
     "control": ("meridian_control.app.main",),
     "vllm": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
 }
-# Which server forks which program: a module, as after `python -m`, or a script.
+# The server that forks each program; a program is a module, as after `python -m`, or a script.
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
 PROGRAMS = {
     str(EXAMPLES / "async_llm.py"): "vllm",
@@ -45,19 +45,19 @@ PROGRAMS = {
     "tests.soak.stock": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }
-# In the environment of the tests: the folder of the servers' sockets. Without it, programs are started as usual.
+# Environment variable with the folder of the servers' sockets. Without it, programs are started as usual.
 FOLDER = "MERIDIAN_TESTS_PRELOADED"
 
 
 class Servers:
-    """One process of each kind, for all processes of one run of pytest."""
+    """One server process of each kind, for all processes of one run of pytest."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="meridian-preloaded-")
         self._processes = []
         for name in IMPORTS:
             command = [sys.executable, "-m", "tests.preloaded", str(Path(self._folder.name, name)), name]
-            # The server ends when its standard input does: with this process, however this process ends.
+            # The server ends when its standard input is closed, which happens however this process ends.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **env})
             self._processes.append(process)
         os.environ[FOLDER] = self._folder.name
@@ -70,14 +70,16 @@ class Servers:
 
 
 def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], stdin: str) -> Forked | None:
-    """Start a program in a session of its own, its output at the end of `log`, its input the file `stdin`. None where
-    no server can fork that command."""
+    """Start a program in a session of its own, with its output appended to `log` and its input from the file `stdin`.
+
+    Returns None if no server can fork that command.
+    """
     python, *program = command
     if program[:1] == ["-m"]:
         program = program[1:]
     if FOLDER not in os.environ or python != sys.executable or not program or program[0] not in PROGRAMS:
         return None
-    # Python reads these before it imports anything, and the servers have them as the tests do.
+    # Python reads these variables at its start, and the servers started with those of the tests.
     if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
         return None
     connection = socket.socket(socket.AF_UNIX)
@@ -102,7 +104,7 @@ class Forked:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
         while (code := self.poll()) is None:
             with contextlib.suppress(OSError):
                 if not self._connection.poll(timeout):
@@ -119,8 +121,10 @@ class Forked:
 
 
 def _let_vllm_fork() -> None:
-    """Have the programs fork their engine cores, which is what vLLM does on a GPU; on a CPU it starts each anew, and
-    imports itself again."""
+    """Make the programs fork their engine cores, as vLLM does on a GPU.
+
+    On a CPU vLLM would start each engine core as a new process, which imports vLLM again.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     spawns = CpuPlatform.check_and_update_config
@@ -133,11 +137,11 @@ def _let_vllm_fork() -> None:
 
 
 def _serve(path: str, modules: Sequence[str]) -> None:
-    """Returns in each process that is to run a program, with its arguments in place."""
+    """Fork a process for each request; return in each process that is to run a program, with its arguments in place."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        # Nobody waits for the processes that attend to the programs.
+        # The kernel reaps the processes that attend to programs, because no process waits for them.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         _wait_for_a_caller(listener)
         for module in modules:
@@ -155,19 +159,19 @@ def _serve(path: str, modules: Sequence[str]) -> None:
 
 
 def _wait_for_a_caller(listener: socket.socket) -> None:
-    """Ends the server where pytest has ended."""
+    """Wait for a connection; exit the server if pytest has ended."""
     readable, _, _ = select.select([listener, sys.stdin], [], [])
     if sys.stdin in readable:
         os._exit(0)
 
 
 def _attend(connection: Connection[Any, Any]) -> None:
-    """Fork a program, wait for its end, and tell how it ended. Returns in the program."""
+    """Fork a program, wait for its end, and send its exit status. Returns in the program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     program, cwd, log, env, stdin = connection.recv()
     if pid := os.fork():
         with contextlib.suppress(OSError):
-            # Nobody has to listen any more.
+            # The caller may have gone already.
             connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
     os.setsid()

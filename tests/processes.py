@@ -1,4 +1,4 @@
-"""Starts and stops the real programs that tests and benchmarks talk to. Every process runs in a group of its own."""
+"""Start and stop the real programs that tests and benchmarks use. Every process runs in a group of its own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "maze-qwen3"
 MARKED = ROOT / "tests" / "data" / "marked"
-# What engines keep for a restart; gone with this process. No TemporaryDirectory: its finalizer, made so early, would
-# run after the wait for vLLM's processes, and with it theirs, which ends them.
+# Folder for the state that engines keep for a restart; it is removed with this process. It is no TemporaryDirectory,
+# because its finalizer, made this early, would delay vLLM's finalizers, which end vLLM's processes, until after the
+# wait for those processes.
 STATE = tempfile.mkdtemp(prefix="meridian-state-")
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 ENGINE_ENV = {
@@ -43,8 +44,9 @@ ENGINE_ENV = {
 }
 
 
-# A shell makes what it starts in the background ignore interrupts, and children inherit that. A `preexec_fn` would do,
-# but forks, and gRPC's threads that a fork makes anew write errors while their files are closed for the program.
+# A shell makes background programs ignore interrupts, and their children inherit that, so this program restores the
+# handler. A `preexec_fn` could do so, too, but it forks, and gRPC's threads, which a fork restarts, write errors while
+# their files are closed for the program.
 MERIDIANCTL = [
     sys.executable,
     "-c",
@@ -55,9 +57,8 @@ MERIDIANCTL = [
 ]
 
 
-# Below those that outgoing connections take for themselves, and never the same twice: a server that is yet to start
-# must find its port free.
-# Of those, each of several test processes has its own.
+# Ports below those of outgoing connections, none of which is given twice, so that a server that starts later finds its
+# port free. Each of several test processes has ports of its own.
 _OF, _WORKER = (
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
     int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
@@ -76,15 +77,15 @@ def free_port() -> int:
                 return port
 
 
-# Times to wait are given for a quiet machine, and guard against waiting for ever only: where other processes keep the
-# cores busy, all of them are so many times as long.
+# Factor for all timeouts. They are chosen for a quiet machine and only guard against waiting for ever, so they are
+# longer for a machine whose cores are busy with other processes.
 BUSY = 6
-# Deadline of a call.
+# Deadline of a call in seconds.
 RPC_S = 60.0
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The condition's first true value. Raises TimeoutError naming what was awaited."""
+    """Return the condition's first true value. Raises TimeoutError with `what` in its text."""
     deadline = time.monotonic() + timeout_s * BUSY
     while time.monotonic() < deadline:
         if value := condition():
@@ -96,7 +97,8 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
 def start(
     command: list[str], log: Path, env: Mapping[str, str], stdin: str = os.devnull
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start a program in a session of its own, its output at the end of `log`, its input the file `stdin`."""
+    """Start a program in a session of its own, with its output appended to `log` and its input from the file
+    `stdin`."""
     if forked := fork(command, ROOT, log, env, stdin):
         return forked
     with log.open("ab") as out, open(stdin, "rb") as given:
@@ -119,14 +121,14 @@ class Process:
             os.killpg(self.popen.pid, number)
 
     def stop(self, timeout_s: float = 20) -> int:
-        """SIGTERM, then SIGKILL after the timeout; returns the exit status."""
+        """Send SIGTERM, and SIGKILL after the timeout; return the exit status."""
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout_s)
         return self.kill()
 
     def kill(self) -> int:
-        """SIGKILL, which does nothing to a program that has ended; returns the exit status."""
+        """Send SIGKILL, which does nothing to a program that has ended; return the exit status."""
         self.signal(signal.SIGKILL)
         return self.popen.wait()
 
@@ -135,12 +137,12 @@ class Process:
 
 
 class Control:
-    """A `meridian-control` process on a port of its own, and a client of it, with TLS where `credentials` are given."""
+    """A `meridian-control` process on a port of its own, and a client of it, with TLS if `credentials` are given."""
 
     options: Sequence[str] = ()
     cores: set[int] | None = None
     credentials: grpc.ChannelCredentials | None = None
-    # What its command begins with, what it runs, and where it listens if that is not where its clients find it.
+    # Prefix of the command, the module that it runs, and its listen address if that differs from its clients' target.
     within: Sequence[str] = ()
     module = "meridian_control"
     listen = ""
@@ -161,13 +163,13 @@ class Control:
 
     @classmethod
     def existing(cls, target: str) -> Control:
-        """A client of one that runs already."""
+        """Return a client of a control plane that runs already."""
         control = cls.__new__(cls)
         control.target = target
         return control
 
     def start(self) -> None:
-        """Start, or start again on the same port and store."""
+        """Start the control plane, or start it again on the same port and store."""
         command = [
             *self.within,
             sys.executable,
@@ -203,7 +205,7 @@ class Control:
             return list(stub.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=RPC_S).engines)
 
     def engine(self) -> fleet_pb2.Engine:
-        """The one connected engine."""
+        """Return the one connected engine."""
 
         def connected() -> fleet_pb2.Engine | None:
             found = [e for e in self.engines() if e.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
@@ -218,7 +220,7 @@ class Control:
             return list(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1000), timeout=RPC_S).requests)
 
     def explain(self, request_id: str) -> fleet_pb2.RequestLife:
-        """The newest request of that id, from the decision log."""
+        """Return the newest request of that id from the decision log."""
         with self.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             return stub.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id), timeout=RPC_S).life
@@ -251,7 +253,7 @@ class Control:
         return revision
 
     def settled(self) -> fleet_pb2.Engine:
-        """The engine once all its decisions have had their outcome."""
+        """Return the engine when every decision has its outcome."""
 
         def quiet() -> fleet_pb2.Engine | None:
             engine = self.engine()

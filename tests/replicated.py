@@ -1,4 +1,4 @@
-"""Control planes as processes over one PostgreSQL, and clients of them."""
+"""Control-plane processes on one PostgreSQL, and clients of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 
 
 class Client:
-    """FleetService and PolicyService of one replica."""
+    """A client of one replica's FleetService and PolicyService."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -36,7 +36,7 @@ class Client:
         return answer
 
     async def connected(self) -> dict[str, str]:
-        """Engines by id, with their replicas."""
+        """Return the engines by id, with their replicas."""
         return {e.engine_id: e.replica for e in (await self.engines()).engines if e.state == CONNECTED}
 
     async def requests(self, **fields: Any) -> list[str]:
@@ -51,7 +51,7 @@ async def client(process: Process) -> AsyncIterator[Client]:
 
 
 async def until_answer(question: Any, wanted: Any, timeout_s: float = 20.0) -> None:
-    """Ask until the answer is the wanted one."""
+    """Repeat the question until its answer is the wanted one."""
     answer = None
     try:
         async with asyncio.timeout(timeout_s * BUSY):
@@ -78,14 +78,14 @@ class Replicated:
         return process
 
     async def pair(self) -> tuple[Process, Process]:
-        """Two that know each other."""
+        """Start two replicas that know each other."""
         pair = await asyncio.gather(self.started(), self.started())
         for process in pair:
             await until(lambda process=process: "appeared" in process.log())  # type: ignore[misc]
         return pair
 
     async def leader(self) -> tuple[str, int]:
-        """Address and token of the one that leads; empty and 0 while nobody does."""
+        """Return address and token of the leading replica, or an empty string and 0 if none leads."""
         connection = await asyncpg.connect(self.database)
         try:
             row = await connection.fetchrow(

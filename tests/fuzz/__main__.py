@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz --seconds 600 --seed 1`: fuzz every target in turn; failing cases are made smaller and kept.
+"""Fuzz every target in turn: `python -m tests.fuzz --seconds 600 --seed 1`.
 
-`--target NAME` fuzzes one of them. What fails goes to tests/data/fuzz/NAME, to be fixed and committed. The last line
-counts cases and failures. Exit code 1 when something failed.
+`--target NAME` fuzzes one target. Failing cases are reduced and written to tests/data/fuzz/NAME, to be fixed and
+committed. The last line counts cases and failures. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import warnings
 
 from tests.fuzz.targets import CORPUS, TARGETS, where
 
-# Cases of one target before the next one has its turn.
+# Number of cases of one target before the next target has its turn.
 TURN = 20
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; others follow it")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first case; the other cases have the following seeds"
+    )
     parser.add_argument("--target", choices=sorted(TARGETS), action="append")
     arguments = parser.parse_args()
     warnings.simplefilter("error")

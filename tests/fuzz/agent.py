@@ -1,8 +1,9 @@
 """A hostile control plane on the agent's side of a stream: the link's own protocol, the real tracker and directives.
 
-A case is a list of TraceRecords whose `down` is what the control plane says; the engine makes a step after each, over a
-workload that is always the same. Allowed reactions: the message is obeyed, refused or ignored. Nothing raises, what the
-agent keeps stays bounded, requests end, own caps hold, and only the tokens of an ending are ever forced.
+A case is a list of TraceRecords whose `down` is the control plane's message; the engine makes a step after each record,
+over a workload that is always the same. Allowed reactions: the message is obeyed, refused or ignored. No exception is
+raised, the agent's memory stays bounded, requests end, own caps are kept, and only the tokens of an ending are ever
+forced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     Case = list[fleet_pb2.TraceRecord]
 
 THINK_TOKENS, ANSWER_TOKENS, OWN_CAP = 12, 6, 5
-# Steps within which every request has ended, whatever is said.
+# Steps within which every request has ended, whatever the control plane sends.
 ENOUGH_STEPS = 600
 
 
@@ -71,7 +72,7 @@ def _run(case: Case) -> None:
 
 
 class World:
-    """One engine and its link, which nobody runs: messages are handed to it as its thread would."""
+    """One engine and its link without a thread: the test hands messages to the link as its thread would."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -104,7 +105,8 @@ class World:
         self.linked.send(engine.take())
 
     def _schedule(self) -> None:
-        """As FakeEngine.schedule, but probes wait for their place, as they do in the agent."""
+        """Begin a step like FakeEngine.schedule, but let probes wait for their sentence end, as they do in the
+        agent."""
         own = self.engine.directives
         self.engine.step += 1
         own.active_plan()
@@ -119,7 +121,7 @@ class World:
                 own.report(decision_id, Outcome.REFUSED, tr, "no engine")
 
     def _joining(self) -> set[str]:
-        """Who joins the step by the plan in force, as the agent has it."""
+        """Return the requests that join the step under the plan in force, by the agent's rules."""
         plan, live = self.engine.directives.plan, self.engine.live
         joining = set(live)
         if plan is None or plan.shadow or plan.stock:

@@ -1,8 +1,8 @@
 """Hostile agents on the control plane's side of their streams: the real Fleet and Sessions, in virtual time.
 
-A case is a list of TraceRecords: `up` is what a stream's agent says, `policy` what is put in force meanwhile, an empty
-one lets time pass. Allowed reactions: the message is handled, or the stream ends with InvalidRequest. Either way what
-the fleet shows can be shown, tables stay bounded, and an engine beside them is served as ever.
+A case is a list of TraceRecords: `up` is a message of a stream's agent, `policy` is put in force, and an empty record
+lets time pass. Allowed reactions: the message is handled, or the stream ends with InvalidRequest. Either way the state
+of the fleet can be shown, tables stay bounded, and an engine on another stream is served as usual.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Case = list[fleet_pb2.TraceRecord]
 
-# A live request as the table keeps it.
+# Largest size of a live request in the table.
 MAX_OPENED_BYTES = 16 << 10
 
 
@@ -40,7 +40,7 @@ def make(rng: random.Random) -> Case:
     if rng.random() < 0.7:
         made.append(_policy(rng))
     if rng.random() < 0.15:
-        # Long enough for the engine beside to teach what its steps cost.
+        # Enough records for the well-behaved engine to teach the control plane the cost of its steps.
         made += [_policy(rng, 0.5), *[fleet_pb2.TraceRecord()] * (WARM_STEPS + 5)]
     for stream in rng.sample("abc", rng.randint(1, 3)):
         if rng.random() < 0.9:
@@ -85,7 +85,7 @@ def run(case: Case) -> None:
 
 
 class World:
-    """The fleet, the streams of the case, and a well-behaved engine beside them."""
+    """The fleet, the streams of the case, and a well-behaved engine on another stream."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -95,7 +95,7 @@ class World:
         self.put_in_force(schema.Policy())
         self.beside = FakeAgent()
         self.beside_connection = self.fleet.join(hello("beside"))
-        # Steps so long that some are left out of them.
+        # The steps are so long that some requests are left out of them.
         self.beside.step_cost_ms = 5.0, 20.0
         for name, think in (("a", 0), ("b", 0), ("c", 500), ("d", 500), ("e", 500)):
             self.beside.open(name, Script(think, 500))
@@ -127,7 +127,7 @@ class World:
         connection = self.streams.get(record.session_id)
         try:
             if connection is None:
-                # The server refuses a stream that begins otherwise.
+                # The server refuses a stream that begins with another message.
                 if record.up.HasField("hello"):
                     self.streams[record.session_id] = self.fleet.join(record.up.hello)
                 return
@@ -145,7 +145,7 @@ class World:
         self.fleet.leave(self.streams.pop(stream), reason)
 
     def _look(self) -> None:
-        """What is shown of the fleet can be shown, and holds a bounded amount."""
+        """Check that the fleet's state can be shown and has a bounded size."""
         for stream, connection in list(self.streams.items()):
             outgoing = connection.outgoing
             while not outgoing.empty():
@@ -171,7 +171,7 @@ class World:
         while True:
             while not connection.outgoing.empty():
                 response = connection.outgoing.get_nowait()
-                assert response is not None, "the engine beside lost its stream"
+                assert response is not None, "the well-behaved engine lost its stream"
                 agent.receive(response)
             if not (heard := agent.heard()):
                 return

@@ -1,7 +1,7 @@
 """A flood of nonsense at a real control plane: calls that cannot be parsed, streams that hang up, half-open HTTP/2.
 
-Each kind of caller is a coroutine that makes one call and returns the status it was answered with, or None where it did
-not wait for one. `python -m tests.fuzz.flood HOST:PORT` floods a control plane that runs already.
+Each kind of caller is a coroutine that makes one call and returns its status, or None if it did not wait for one.
+`python -m tests.fuzz.flood HOST:PORT` floods a control plane that is already running.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def frame(kind: int, payload: bytes, stream: int = 0, flags: int = 0) -> bytes:
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """An HPACK field that enters no table; both parts are shorter than 127 bytes."""
+    """Return an HPACK field that enters no table; both parts are shorter than 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
@@ -61,7 +61,7 @@ def call_headers(path: bytes, stream: int = 1) -> bytes:
 
 
 def half_open(rng: random.Random) -> bytes:
-    """The beginning of a connection that goes no further."""
+    """Return the beginning of a connection that goes no further."""
     begun = PREFACE + frame(SETTINGS, b"")
     return rng.choice(
         (
@@ -83,7 +83,7 @@ def half_open(rng: random.Random) -> bytes:
 
 
 class Flood:
-    """Callers of one control plane. Their engine ids, and what they say, come from one seed."""
+    """Callers of one control plane. Their engine ids and messages come from one seed."""
 
     def __init__(self, target: str, seed: int = 0) -> None:
         self.target, self.rng = target, random.Random(seed)
@@ -101,11 +101,11 @@ class Flood:
         self.answers: Counter[tuple[str, grpc.StatusCode | None]] = Counter()
 
     async def run(self, calls: int, *, side_by_side: int = 4) -> None:
-        """Make so many calls of each kind."""
+        """Make `calls` calls of each kind."""
         await asyncio.gather(*(self._calls(kind, calls // side_by_side) for kind in [*self.kinds] * side_by_side))
 
     async def half_open(self, connections: int, *, side_by_side: int = 8) -> None:
-        """Open so many connections that say no more than the beginning, and leave them with a reset."""
+        """Open connections that send only the beginning of one, and reset them."""
         await asyncio.gather(*(self._half_open(connections // side_by_side) for _ in range(side_by_side)))
 
     async def _calls(self, kind: str, calls: int) -> None:
@@ -126,19 +126,22 @@ class Flood:
                     linger: socket.socket = writer.get_extra_info("socket")
                     linger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 finally:
-                    # Also where the server was the first to end it.
+                    # The connection is also reset if the server was the first to end it.
                     writer.transport.abort()
         self.answers["half-open", None] += connections
 
-    # The kinds.
+    # The kinds of callers.
 
     def _hello(self) -> bytes:
-        """From an engine that nobody knows, nearly as long as one may be, in a field that is shown when it is gone."""
+        """Return the Hello of an unknown engine, with a fault that is nearly as long as allowed.
+
+        The control plane goes on showing the fault after the stream has ended.
+        """
         said = hello(f"engine-{self.rng.getrandbits(64):x}", fault="x" * self.rng.randrange(60_000))
         return agent_pb2.ConnectRequest(hello=said).SerializeToString()
 
     async def _said(self, channel: grpc.aio.Channel, *messages: bytes) -> grpc.StatusCode:
-        """What a stream of these messages is answered with in the end."""
+        """Return the status with which a stream of these messages ends."""
         call: Any = channel.stream_stream(CONNECT)()
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             for message in messages:

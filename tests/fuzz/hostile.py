@@ -1,7 +1,6 @@
-"""Hostile content in valid protobuf: messages filled by their descriptors, from values that tend to hurt.
+"""Hostile content in valid protobuf: messages are filled by their descriptors, from values that tend to cause bugs.
 
-Some fields get values that make sense, so that a message gets past the first check. Everything comes from one
-`random.Random`.
+Some fields get sensible values, so that a message passes the first checks. Everything comes from one `random.Random`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 5.0, 20.0, 1e-45, 3.4e38, -3.4e38, math.nan
 DOUBLES = (*FLOATS, 5e-324, 1.7e308, -1.7e308)
 TEXTS = ("", "a", "b", "m", "é", "\x00", "\x7f", "\u2028", "%s{}", "*" * 50, "x" * 300, "𝕏" * 700, "y" * 40_000)
 
-# What makes sense, by name.
+# Sensible values by field name.
 SENSIBLE: dict[str, tuple[Any, ...]] = {
     "slot": (0, 1, 2, 3, 4, 5),
     "preempted": (0, 1, 2, 3),
@@ -80,7 +79,7 @@ POOLS: dict[int, tuple[Any, ...]] = {
 
 
 class Hostile:
-    """sense: how often a value makes sense, 0 to 1."""
+    """Fills messages. sense: how often a value is sensible, 0 to 1."""
 
     def __init__(self, rng: random.Random, sense: float) -> None:
         self.rng, self.sense = rng, sense
@@ -96,9 +95,9 @@ class Hostile:
         return rng.choice(POOLS[field.type])
 
     def fill(self, message: M, depth: int = 0) -> M:
-        """Set about half of the message's fields; of a oneof, at most one. Returns it."""
+        """Set about half of the message's fields, and at most one field of a oneof; return the message."""
         rng = self.rng
-        # Columns have one length, as a rule.
+        # In most messages the columns have one length.
         rows = rng.choice((0, 1, 2, 5, 5, 40))
         together = rng.random() < self.sense
         columns = message.DESCRIPTOR.name.endswith("Columns") or message.DESCRIPTOR.name == "DispatchPlan"

@@ -1,6 +1,6 @@
-"""Hostile text and bytes for everything that reads a file, a message or a request's own words.
+"""Hostile text and bytes for every parser of a file, of a message, or of a request's own parameters.
 
-Each parser has its own error, and that is all it may raise. What is accepted survives a round trip.
+Each parser has its own error, which is the only one it may raise. Accepted input survives a round trip.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WHO = (Who(), Who("m", "a" * 300, "\x00", "é", {"zone": "a"}), Who("[", "]", "*
 
 
 def _mutated(rng: random.Random, text: bytes) -> bytes:
-    """Some bytes exchanged, cut out, doubled, or replaced by what parsers dislike."""
+    """Return the text with some bytes exchanged, removed, doubled, or replaced by bytes that parsers mishandle."""
     for _ in range(rng.choice((0, 1, 1, 2, 8))):
         at, until = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
         until = min(until, at + 40)
@@ -94,7 +94,7 @@ def make_toml(rng: random.Random) -> bytes:
 
 
 def run_toml(content: bytes) -> None:
-    """As from `--policy`, `--policy-dir` and `meridianctl policy apply`."""
+    """Parse as `--policy`, `--policy-dir` and `meridianctl policy apply` do."""
     try:
         policy = _in_file(content, forms.load)
     except PolicyError as error:
@@ -127,7 +127,7 @@ def run_message(content: bytes) -> None:
 
 
 def make_words(rng: random.Random) -> bytes:
-    """vllm_xargs, as JSON that Python reads: numbers may be NaN, infinite or of many digits."""
+    """Return vllm_xargs as JSON that Python reads: numbers may be NaN, infinite or of many digits."""
     values: tuple[Any, ...] = (*LONG, *DOUBLES, *TEXTS, -1, 10**400, True, None, [], [1], {}, "12", "\ud800")
     names = ("tenant", "slo_class", "effort", "min_think_tokens", "max_think_tokens", "else")
     return json.dumps({f"meridian_{name}": rng.choice(values) for name in names if rng.random() < 0.7}).encode()
@@ -151,7 +151,7 @@ def run_words(content: bytes) -> None:
 
 
 def make_trace(rng: random.Random) -> bytes:
-    """Records behind their lengths, compressed; broken before or after."""
+    """Return compressed records with their lengths, damaged before or after the compression."""
     content = b""
     for _ in range(rng.randint(0, 4)):
         record = Hostile(rng, 0.9).fill(fleet_pb2.TraceRecord(session_id="s"))

@@ -1,4 +1,4 @@
-"""The fuzz targets by name: how a case is made from a seed, run, written to the corpus and read from it."""
+"""The fuzz targets by name: how a case is made from a seed, run, and written to and read from the corpus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BETWEEN = "---\n"
 
 @dataclass(frozen=True)
 class Target:
-    """dump, load: a case as the bytes of its corpus file. smaller: cases with less in them."""
+    """A fuzz target. dump, load: a case as the bytes of its corpus file. smaller: yields smaller cases."""
 
     name: str
     make: Callable[[random.Random], Any]
@@ -38,7 +38,7 @@ class Target:
         return sorted((CORPUS / self.name).iterdir())
 
     def reduced(self, case: Any) -> Any:
-        """The smallest case found that still fails in the same place."""
+        """Return the smallest case found that still fails in the same place."""
         error = self.failure(case)
         while error is not None:
             fails = (smaller for smaller in self.smaller(case) if where(self.failure(smaller)) == where(error))
@@ -56,7 +56,7 @@ class Target:
 
 
 def where(error: Exception | None) -> str:
-    """What went wrong where; empty when nothing did."""
+    """Return the kind and the place of the error; empty without an error."""
     if error is None:
         return ""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -72,7 +72,7 @@ def _load_records(content: bytes) -> list[fleet_pb2.TraceRecord]:
 
 
 def _fewer_records(case: list[fleet_pb2.TraceRecord]) -> Iterator[list[fleet_pb2.TraceRecord]]:
-    """Without half of the records, without one, without a field of one."""
+    """Yield the case without half of the records, without one record, and without a field of one."""
     half = len(case) // 2
     if half:
         yield from (case[:half], case[half:])
@@ -84,7 +84,7 @@ def _fewer_records(case: list[fleet_pb2.TraceRecord]) -> Iterator[list[fleet_pb2
 
 
 def _fewer_fields(record: fleet_pb2.TraceRecord) -> Iterator[fleet_pb2.TraceRecord]:
-    """Without a field of the message, or with less in a list of it."""
+    """Yield the record without a field of its message, or with fewer entries in a list of the message."""
     kind = record.WhichOneof("message")
     name = getattr(record, kind).WhichOneof("message") if kind in ("up", "down") else None
     if not (kind and name):

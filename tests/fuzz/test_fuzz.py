@@ -1,4 +1,4 @@
-"""The corpus, whose every case once broke something or stands for a kind, and some new cases of every target."""
+"""Run the corpus, each case of which once broke something or represents a kind, and some new cases of every target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_new_cases(target: Target) -> None:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 def test_a_case_survives_the_corpus(target: Target) -> None:
-    """What fails can be kept: a case is the same after it was written and read."""
+    """A case is the same after it was written to and read from the corpus, so that a failing case can be kept."""
     for seed in range(5):
         content = target.dump(target.case(seed))
         assert target.dump(target.load(content)) == content

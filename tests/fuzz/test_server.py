@@ -1,4 +1,4 @@
-"""A sample of the hostile agents on a real server: each ends its own stream at most, with INVALID_ARGUMENT."""
+"""A sample of the hostile agents on a real server: each ends at most its own stream, with INVALID_ARGUMENT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLOWED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
 
 
 def stream(target: str, messages: list[agent_pb2.ConnectRequest]) -> grpc.StatusCode:
-    """Say all this on one stream; how that ends."""
+    """Send all messages on one stream and return the status with which it ends."""
     with grpc.insecure_channel(target) as channel:
         call = agent_pb2_grpc.AgentServiceStub(channel).Connect(iter(messages))
         try:

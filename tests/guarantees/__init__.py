@@ -1,1 +1,1 @@
-"""The guarantees of the README, each broken on purpose at least once, and the tests that fail then."""
+"""Mutations that break each guarantee of the README on purpose, and the tests that fail under each."""

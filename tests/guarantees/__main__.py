@@ -1,8 +1,8 @@
-"""`python -m tests.guarantees [NAME]... [--engine | --no-engine] [--write]`: breaks each guarantee on purpose.
+"""Break each guarantee on purpose: `python -m tests.guarantees [NAME]... [--engine | --no-engine] [--write]`.
 
-Each mutation is a patch in a copy of the tree, in which its test must fail; before that all the tests chosen must pass
-in the tree as it is. `--write` puts what came out into the table of the README beside it. The exit status is 1 when a
-test does not fail, or fails unbroken.
+Each mutation is a patch in a copy of the tree, in which its test must fail; before that, all chosen tests must pass in
+the tree as it is. `--write` puts the results into the table of the README beside this file. The exit status is 1 if a
+test does not fail under its mutation, or fails without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAILED, PASSED = 1, 0
 
 
 def pytest(folder: Path, tests: list[str]) -> tuple[int, str]:
-    """pytest's exit status in this tree, and the names of what failed with how."""
+    """Return pytest's exit status in this tree, and the names of the failed tests with their errors."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder / part) for part in (".", "proto", "kernels"))}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "--show-capture=no", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, *tests], cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -35,10 +35,10 @@ def pytest(folder: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def result_of(broken: Broken) -> str:
-    """`fails`, or what came instead."""
+    """Return `fails`, or the result that came instead."""
     with tree(broken.mutant) as folder:
         status, said = pytest(folder, [broken.test])
-    # What only keeps a fixture from being made has shown nothing.
+    # An ERROR means that only a fixture could not be made, which proves nothing.
     return "fails" if status == FAILED and said.startswith("FAILED") else f"exit status {status}: {said}"
 
 
@@ -46,9 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.guarantees", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutations")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--engine", action="store_true", help="only those whose test starts a vLLM engine")
-    which.add_argument("--no-engine", action="store_true", help="only the others")
-    parser.add_argument("--write", action="store_true", help="put it into the README's table")
+    which.add_argument("--engine", action="store_true", help="only mutations whose test starts a vLLM engine")
+    which.add_argument("--no-engine", action="store_true", help="only mutations whose test starts no vLLM engine")
+    parser.add_argument("--write", action="store_true", help="put the results into the README's table")
     arguments = parser.parse_args()
     chosen = [
         broken

@@ -1,6 +1,6 @@
-"""Every guarantee of the README with the patches that break it and the test that fails under each.
+"""Every guarantee of the README, the patches that break it, and the test that fails under each patch.
 
-Pure data. A guarantee is named by how its item begins; what a mutation changes is in `Mutant`, as for the simulator.
+Pure data. A guarantee is named by the beginning of its text; a `Mutant` is the same as in the simulator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KNOWN = {mutant.name: mutant for mutant in MUTANTS}
 
 
 class Broken(NamedTuple):
-    """test: a pytest node that passes on the product as it is, and fails under the mutation."""
+    """A mutation of a guarantee. test: a pytest node that passes without the mutation and fails under it."""
 
     guarantee: str
     mutant: Mutant
@@ -58,12 +58,12 @@ class Broken(NamedTuple):
 
     @property
     def has_engine(self) -> bool:
-        """Whether a vLLM engine is started for the test."""
+        """Return whether the test starts a vLLM engine."""
         return self.test.startswith(("tests/engine", "tests/chaos")) and "nothing_is_imported" not in self.test
 
 
 def _known(guarantee: str, name: str, test: str) -> Broken:
-    """One of the simulator's mutations."""
+    """Return one of the simulator's mutations."""
     return Broken(guarantee, _KNOWN[name], test)
 
 
@@ -355,7 +355,8 @@ BROKEN: tuple[Broken, ...] = (
 
 
 def item_of(guarantee: str, items: list[str]) -> str:
-    """The promise of the README's table that begins so. Raises ValueError where there is not exactly one."""
+    """Return the promise of the README's table that begins with this text. Raises ValueError unless exactly one
+    does."""
     found = [item for item in items if item.startswith(guarantee)]
     if len(found) != 1:
         raise ValueError(f"{len(found)} guarantees begin with {guarantee!r}")

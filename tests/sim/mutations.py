@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:3000", help="FIRST:END")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time for each mutation, in seconds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", action="store_true", help="put it into the README's table")
+    parser.add_argument("--write", action="store_true", help="put the results into the README's table")
     parser.add_argument("--in", dest="inside", nargs=argparse.REMAINDER, help="run COMMAND… in the tree of NAME")
     arguments = parser.parse_args()
     if arguments.inside:

@@ -1,7 +1,8 @@
-"""`python -m tests.soak --seconds 1200 --seed 1`: requests, faults and policies at random; the last line is JSON.
+"""Run a soak with random requests, faults and policies: `python -m tests.soak --seconds 1200 --seed 1`.
 
-Writes the traces, the time series, their picture and all logs to --out. Exit code 1 when a request failed or something
-was violated. A seed says what is drawn, not when it meets what: real processes run on a real clock.
+The traces, the time series, their picture and all logs are written to --out; the last line printed is JSON. The exit
+status is 1 if a request failed or a check found a violation. A seed determines what is drawn, but not at which moment
+it happens, because real processes run on a real clock.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from tests.soak.run import Soak
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1200.0, help="how long requests and faults go on")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="duration of requests and faults")
     parser.add_argument("--seed", type=int, default=None, help="default: any")
-    parser.add_argument("--clients", type=int, default=6, help="each asks one thing after the other")
     parser.add_argument(
-        "--stock", action="store_true", help="stock vLLM under the same clients, to compare growth with"
+        "--clients", type=int, default=6, help="number of clients, each of which sends one request after the other"
+    )
+    parser.add_argument(
+        "--stock", action="store_true", help="run stock vLLM under the same clients, to compare its growth"
     )
     parser.add_argument("--out", type=Path, help="a new folder; default: a temporary one")
     arguments = parser.parse_args()

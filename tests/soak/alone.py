@@ -1,5 +1,7 @@
-"""The same clients with stock vLLM, no agent and no faults: what its processes keep by themselves, and what the clients
-complain of all the same."""
+"""Run the same clients with stock vLLM, without an agent and without faults.
+
+The run shows what stock vLLM's processes keep by themselves, and which complaints clients have without an agent.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ if TYPE_CHECKING:
 
 
 async def run(out: Path, seed: int, seconds: float, clients: int) -> dict[str, Any]:
-    """Returns the summary: a soak's, as far as it concerns stock vLLM; growth is no violation."""
+    """Run the clients and return the parts of a soak's summary that concern stock vLLM; growth is no violation here."""
     load = Load(out, seed)
     try:
-        # Nothing is ever decided.
+        # Stock vLLM has no decisions, so every request is untouched.
         await load.begin(lambda: 0)
         watching, asking = asyncio.create_task(load.watch()), asyncio.create_task(load.clients.run(clients))
         await asyncio.wait({watching, asking}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What clients ask for, drawn from a seed, and what an answer must be like. Pure but for a tokenizer that is given."""
+"""The requests of clients, drawn from a seed, and the checks of an answer. Pure, apart from the tokenizer passed in."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TEMPLATES: dict[str, dict[str, Any]] = {
     OPENED: {"open_think": True},
     CLOSED: {"enable_thinking": False},
 }
-# Prompts whose greedy answers stock vLLM gave beforehand, each in every mode, and the most tokens it gave.
+# Prompts whose greedy answers stock vLLM gave beforehand, in every mode, and the largest number of tokens it gave.
 KNOWN = maze.prompts(8, seed=77)
 KNOWN_TOKENS = 300
-# Words of the vocabulary: two of them with a space between are no text that the tokenizer can write.
+# Words of the vocabulary; the tokenizer cannot write a text with two of them and a space between.
 CHOICES = ["walk", "where", "ends"]
 XARGS: tuple[dict[str, Any], ...] = (
     {"meridian_max_think_tokens": 5},
@@ -31,7 +31,7 @@ XARGS: tuple[dict[str, Any], ...] = (
     {"meridian_max_think_tokens": 0},
     {"meridian_min_think_tokens": 30, "meridian_tenant": "a"},
     {"meridian_tenant": "b", "meridian_effort": "low"},
-    # What clients should not write.
+    # Values that clients should not send.
     {"meridian_max_think_tokens": -3},
     {"meridian_max_think_tokens": "many", "meridian_tenant": "x" * 4000},
     {"meridian_max_think_tokens": 1e300, "meridian_min_think_tokens": 0.5},
@@ -43,8 +43,11 @@ TOOL_ANSWER = "the walk ends"
 
 @dataclass
 class Ask:
-    """One request. known: index into KNOWN where stock vLLM's answer is known. leaves_after: pieces of the stream after
-    which the client goes away. follow_up: what a tool answers to the first answer, for one more turn."""
+    """One request.
+
+    known: index into KNOWN if stock vLLM's answer is known. leaves_after: number of stream pieces after which the
+    client disconnects. follow_up: a tool's answer to the first answer, for one more turn.
+    """
 
     kind: str
     body: dict[str, Any]
@@ -61,7 +64,7 @@ class Ask:
 
 @dataclass
 class Answer:
-    """One choice, as the client got it. name: vLLM's for the request."""
+    """One choice as the client received it. name: vLLM's id of the request."""
 
     name: str
     tokens: list[int] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Answer:
 
 
 def draw(rng: random.Random) -> Ask:
-    """A request as some client would make it."""
+    """Draw a request as a client might send it."""
     known = rng.randrange(len(KNOWN)) if rng.random() < 0.5 else None
     prompt = KNOWN[known] if known is not None else maze.prompts(1, seed=rng.randrange(10_000))[0]
     mode = rng.choice((THINKING, OPENED, OPENED, CLOSED))
@@ -91,7 +94,7 @@ def draw(rng: random.Random) -> Ask:
 
 
 def _as_it_is(ask: Ask, rng: random.Random) -> None:
-    """Nothing special."""
+    """Leave the request as it is."""
 
 
 def _leaves(ask: Ask, rng: random.Random) -> None:
@@ -118,7 +121,7 @@ def _says(ask: Ask, rng: random.Random) -> None:
 
 
 def next_turn(ask: Ask, answer: Answer) -> Ask:
-    """The same conversation after a tool has answered."""
+    """Return the next turn of the conversation, after a tool has answered."""
     turns = [
         *ask.body["messages"],
         {"role": "assistant", "content": answer.content, "reasoning": answer.reasoning},
@@ -128,23 +131,24 @@ def next_turn(ask: Ask, answer: Answer) -> Ask:
 
 
 def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """What is wrong with an answer that was given to the end, whoever governs the engine."""
+    """Return what is wrong with a complete answer, whether or not the engine is governed."""
     found = []
     if answer.finish not in ("stop", "length"):
         found.append(f"finish reason {answer.finish!r}")
     if answer.tokens.count(END) > 1 and ask.known is not None:
-        # Where it was cut short on a path it was not taught, the model itself writes another now and then, at once too;
-        # that none is forced where nobody thinks is told by the trace.
+        # Only known prompts are checked: on a path cut short that it was not trained on, the model sometimes writes
+        # another end marker itself. The trace shows that none is forced outside thinking.
         found.append(f"{answer.tokens.count(END)} end markers")
     if not 0 < len(answer.tokens) <= ask.body["max_tokens"]:
         found.append(f"{len(answer.tokens)} tokens")
     thinking, saying = split(ask.mode, answer.tokens)
     for name, text, tokens in (("reasoning", answer.reasoning, thinking), ("content", answer.content, saying)):
-        # A marker in the midst of either, which the model may draw, is shown or left out by vLLM as its steps fall.
+        # If the model draws a marker inside either part, vLLM shows it or not depending on its steps, so it is left
+        # out.
         plain = decode([token for token in tokens if token not in (START, END)])
         if MARKER.sub(" ", text).split() != plain.split():
             found.append(f"{name} is {text[-80:]!r}, its tokens say {plain[-80:]!r}")
-    # Who stops in the midst of thinking gives no answer.
+    # A request that stops in the middle of thinking gives no answer.
     answers = END in answer.tokens or ask.mode == CLOSED
     if ask.choices and answers and answer.finish == "stop" and answer.content.strip() not in ask.choices:
         found.append(f"{answer.content!r} is none of the choices")
@@ -152,7 +156,8 @@ def complaints(ask: Ask, answer: Answer, decode: Callable[[Sequence[int]], str])
 
 
 def split(mode: str, tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Thinking and answer of generated tokens, as a reader of Qwen3's format has them: markers are neither."""
+    """Split generated tokens into thinking and answer, as a reader of Qwen3's format does; markers belong to
+    neither."""
     if mode == CLOSED:
         return [], tokens
     begun = tokens[1:] if tokens[:1] == [START] else tokens
@@ -161,16 +166,17 @@ def split(mode: str, tokens: list[int]) -> tuple[list[int], list[int]]:
 
 
 def differs(stock: list[int], tokens: list[int]) -> int | None:
-    """Where an answer leaves stock vLLM's; None when it is the same."""
+    """Return the index of the first token that differs from stock vLLM's, or None if the answers are equal."""
     if tokens == stock:
         return None
     return next((at for at, pair in enumerate(zip(stock, tokens, strict=False)) if pair[0] != pair[1]), len(tokens))
 
 
 def against_stock(ask: Ask, answer: Answer, stock: list[int], untouched: bool) -> list[str]:
-    """Where nothing was decided a greedy answer is stock's; else only an end of thinking may make a difference.
+    """Check a greedy answer: without a decision it equals stock's, otherwise only an end of thinking may make a
+    difference.
 
-    untouched: nothing of ours was in force while the request lived.
+    untouched: no decision was in force while the request lived.
     """
     at = differs(stock, answer.tokens)
     if at is None:
@@ -178,8 +184,8 @@ def against_stock(ask: Ask, answer: Answer, stock: list[int], untouched: bool) -
     place = f"token {at} of {len(stock)}: {answer.tokens[at : at + 4]} instead of {stock[at : at + 4]}"
     if untouched and not ask.own_cap:
         return [f"differs from stock although nothing was decided, {place}"]
-    # A forced end writes the marker, or before it what the policy wants to be said: "Wait .", whose first word may be
-    # stock vLLM's own.
+    # A forced end writes the marker, or first the policy's closing text "Wait .", whose first word may be stock vLLM's
+    # own.
     thinks = END not in stock[:at] and ask.mode != CLOSED
     said = answer.tokens[max(0, at - 1) : at + 1]
     if not thinks or (said[-1:] not in ([END], [WAIT]) and said != [WAIT, FULL_STOP]):

@@ -1,6 +1,7 @@
-"""Clients that stream from the server and look at every answer. Owns what came back and what was wrong with it.
+"""Clients that stream from the server and check every answer. Owns the answers and the complaints about them.
 
-Knows no control plane; whether anything was decided meanwhile is told by whoever makes the decisions. One event loop.
+The module does not know the control plane; a function passed in says whether anything was decided meanwhile. It has one
+event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-# Longer than any fault may keep a request.
+# Timeout of a request, longer than any fault may delay it.
 TIMEOUT_S = 120.0
 PAUSE_S = 0.2
 BURST, BURST_CHANCE = 12, 0.02
@@ -28,7 +29,10 @@ BURST, BURST_CHANCE = 12, 0.02
 
 @dataclass
 class Tally:
-    """What clients saw. stalls: seconds without a token of any request while some were being answered, the longest."""
+    """The clients' counts.
+
+    longest_stall_s: longest time without a token of any request while some request was being answered.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -37,15 +41,18 @@ class Tally:
     kinds: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
-    # Choices begun, for vLLM's own count of its requests.
+    # Number of choices begun, to compare with vLLM's own count of requests.
     choices: int = 0
     last_token_s: float = 0.0
     longest_stall_s: float = 0.0
 
 
 class Clients:
-    """Some clients, each asking one thing after the other, and bursts of more. meddled: counts what may have been
-    decided; a request within which it stays odd or changes was not left alone."""
+    """Some clients, each of which sends one request after the other, and occasional bursts.
+
+    untouched: returns a number that is even while nothing can change an answer, and that changes when such a time
+    begins or ends. A request was left alone if the number is even and the same at its begin and its end.
+    """
 
     def __init__(
         self,
@@ -56,7 +63,7 @@ class Clients:
         untouched: Callable[[], int],
     ) -> None:
         self._rng, self._stock, self._decode, self._untouched = rng, stock, decode, untouched
-        # A connection for each request: one that is kept may be closed by the server just when it is used again.
+        # Each request has its own connection, because the server may close a kept one just when it is used again.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(TIMEOUT_S), limits=limits)
         self.tally = Tally()
@@ -64,7 +71,7 @@ class Clients:
         self._stopped = asyncio.Event()
 
     async def run(self, count: int) -> None:
-        """Until `stop`, and what is under way then to its end."""
+        """Run until `stop`, and then until the requests under way have ended."""
         async with self._http, asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(self._client(group))
@@ -113,12 +120,12 @@ class Clients:
             self._note(self.tally.complaints, f"{what}; its tokens: {answer.tokens}")
 
     def _note(self, where: list[str], what: str) -> None:
-        """When it was, too: the logs go by the clock."""
+        """Note a complaint with its time, which the logs have, too."""
         where.append(f"{time.strftime('%H:%M:%S')} {what}")
         print(where[-1], flush=True)
 
     async def _stream(self, ask: asks.Ask) -> dict[int, asks.Answer]:
-        """Raises httpx.HTTPError, and ValueError for what is no answer."""
+        """Send the request and read its stream. Raises httpx.HTTPError, and ValueError for a malformed answer."""
         more: dict[str, Any] = {"model": "maze", "stream": True, "return_token_ids": True}
         more["stream_options"] = {"include_usage": True}
         answers: dict[int, asks.Answer] = {}

@@ -1,7 +1,8 @@
-"""What goes wrong and what is changed meanwhile, drawn from a seed: one fault of a kind at a time, kinds at once.
+"""Faults and changes of policy, drawn from a seed: faults of one group one after the other, the groups at the same
+time.
 
-Owns the control plane, the way to it and its policy. Each fault is undone by the one that began it. One event loop;
-blocking calls run on threads.
+The module owns the control plane, the proxy in front of it and its policy. Each fault is undone by the method that
+began it. It has one event loop; blocking calls run on threads.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from tests.processes import Control
     from tests.soak.proxy import Proxy
 
-# Of the whole run, the time between two faults of one group; and bounds for it.
+# Mean time between two faults of one group: the run's duration divided by GAPS, within these bounds.
 GAPS, SHORTEST_GAP_S, LONGEST_GAP_S = 30, 1.5, 20.0
-# The longest that nobody reaches the control plane after a start, so that a recording of it has begun before.
+# The longest time that the control plane is unreachable after a start, so that a recording has begun before.
 RECORDED_FIRST_S = 15.0
 LONGEST_S = 15.0
 INVALID: tuple[dict[str, Any], ...] = (
@@ -41,16 +42,16 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"fallback": {"lease_ms": 0}},
     {"scheduler": {"strategy": "backwards"}},
 )
-# Of the agent, in the engine core and in the worker; see harm/sitecustomize.py.
+# Hooks of the agent in the engine core and in the worker; see harm/sitecustomize.py.
 HOOKS = (
     *("before_schedule", "after_schedule", "bitmask", "after_update", "opened", "finished", "freeing"),
     *("begin", "before_sampling", "signals", "put_now_or_later"),
 )
 OBSERVER = "observer"
 HARM = Path(__file__).parent / "harm"
-# Accepted by the control plane, refused by the engine: ids that no vocabulary has.
+# The control plane accepts this policy but the engine refuses it, because no vocabulary has such an id.
 REFUSED: dict[str, Any] = {"model": {"maze": {"think_end_token_ids": [1 << 20]}}}
-# What a control plane says that is being restarted, or has a rollout under way.
+# Status codes of a control plane that is being restarted or has a rollout under way.
 NOT_NOW = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -61,8 +62,11 @@ NOT_NOW = (
 
 
 class Faults:
-    """`counts` says what was done. `untouched` is even while nothing of ours can change an answer, and another number
-    every time that begins or ends. recorded: whether somebody records the control plane that runs."""
+    """Runs the faults. `counts` has the number of each kind.
+
+    `untouched` is even while no decision can change an answer, and changes each time such a time begins or ends.
+    recorded: returns whether the running control plane is being recorded.
+    """
 
     def __init__(
         self, control: Control, proxy: Proxy, recorded: Callable[[], bool], rng: random.Random, seconds: float
@@ -79,7 +83,7 @@ class Faults:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Until `stop`, and what was begun then to its end."""
+        """Run faults until `stop`, and then until the faults under way have ended."""
         changes = (self.policy, self.policy, self.invalid, self.refused, self.rollout, self.freeze, self.leave_alone)
         async with asyncio.TaskGroup() as group:
             for faults in (
@@ -105,12 +109,12 @@ class Faults:
             await self._pause(self._rng.expovariate(1 / self._gap_s))
 
     async def _pause(self, seconds: float) -> None:
-        """As long as that, or until `stop`."""
+        """Wait for `seconds`, or until `stop`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), seconds)
 
     def _a_while(self, shortest_s: float = 0.05) -> float:
-        """Mostly short, some longer than leases are."""
+        """Draw a duration, mostly short, sometimes longer than leases."""
         return float(min(self._longest_s, shortest_s + self._rng.expovariate(1 / (self._longest_s / 4))))
 
     # ------------------------------------------------------------------------------------------- the control plane
@@ -120,7 +124,7 @@ class Faults:
         await self._start_again()
 
     async def end(self) -> None:
-        """SIGTERM: it says that it goes away."""
+        """Stop the control plane with SIGTERM, so that it announces its end to agents."""
         await asyncio.to_thread(self.control.process.stop)
         await self._start_again()
 
@@ -138,7 +142,7 @@ class Faults:
             await asyncio.sleep(0.1)
 
     async def hang(self) -> None:
-        """It accepts and never answers."""
+        """Let the control plane accept connections and never answer."""
         self.control.process.signal(signal.SIGSTOP)
         await self._pause(self._a_while())
         self.control.process.signal(signal.SIGCONT)
@@ -170,12 +174,12 @@ class Faults:
 
     @property
     def env(self) -> dict[str, str]:
-        """What the server needs so that its agent can be harmed."""
+        """Return the environment with which the soak can make hooks of the server's agent fail."""
         paths = [str(HARM), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"MERIDIAN_SOAK_HARM": str(self._harm), "PYTHONPATH": os.pathsep.join(paths)}
 
     async def harm(self) -> None:
-        """A hook of the agent's fails, before or after it has done its work; the agent comes back by itself."""
+        """Make a hook of the agent fail, before or after it has done its work; the agent comes back by itself."""
         asked = self._harm.with_suffix(".new")
         asked.write_text(f"{self._rng.choice(('before', 'after'))} {self._rng.choice(HOOKS)}")
         asked.rename(self._harm)
@@ -185,7 +189,7 @@ class Faults:
     # --------------------------------------------------------------------------------------------------- the policy
 
     async def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Ask something of the control plane; None when it could not be asked now."""
+        """Call the control plane; return None if it cannot answer now."""
         try:
             return await asyncio.to_thread(call, *args)
         except grpc.RpcError as error:
@@ -195,7 +199,7 @@ class Faults:
             return None
 
     def _meddle(self) -> None:
-        """From now on anything may be in force."""
+        """Note that any decision may be in force from now on."""
         self.untouched |= 1
 
     def _drawn(self) -> dict[str, Any] | policy_pb2.Policy:
@@ -254,7 +258,7 @@ class Faults:
     # ----------------------------------------------------------------------------------------------------- the calm
 
     async def leave_alone(self) -> None:
-        """A time in which the policy changes nothing: answers are stock's from here on, whatever else goes wrong."""
+        """Put a policy in force that changes nothing, so that answers equal stock's whatever else goes wrong."""
         if await self._neutral():
             self.untouched += 1 + (self.untouched + 1) % 2
             await self._pause(self._longest_s)
@@ -265,7 +269,7 @@ class Faults:
         return bool(revision) and await self._until(lambda e: e.acked_revision == revision, self._longest_s)
 
     async def _until(self, holds: Callable[[fleet_pb2.Engine], Any], within_s: float) -> bool:
-        """Whether this comes to hold of the engine in time."""
+        """Return whether the condition becomes true of the engine in time."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             engines = await self._tell(self.control.engines) or []
@@ -275,7 +279,7 @@ class Faults:
         return False
 
     async def calm(self) -> None:
-        """All is well again: control plane, network, policy. Raises TimeoutError when the engine does not follow."""
+        """Restore control plane, network and policy. Raises TimeoutError if the engine does not follow."""
         self.control.process.signal(signal.SIGCONT)
         self.proxy.delay_s = 0.0
         if self.control.process.popen.poll() is not None:
@@ -285,14 +289,14 @@ class Faults:
         deadline = time.monotonic() + 60
         while not self._recorded():
             if time.monotonic() > deadline:
-                raise TimeoutError("nobody records although all is well again")
+                raise TimeoutError("the control plane is not recorded although all faults are over")
             await asyncio.sleep(0.1)
         while not await self._neutral():
             if time.monotonic() > deadline:
-                raise TimeoutError("the engine does not take a policy although all is well again")
+                raise TimeoutError("the engine does not acknowledge a policy although all faults are over")
 
     async def at_rest(self) -> list[str]:
-        """What does not come to rest, once there are no requests any more."""
+        """Return what does not come to rest after the last request."""
 
         def rests(engine: fleet_pb2.Engine) -> bool:
             done = not engine.open_decisions and sum(engine.decisions.values()) == sum(engine.outcomes.values())
@@ -303,5 +307,9 @@ class Faults:
 
         if await self._until(rests, 30):
             others = await self._tell(self.control.engines) or []
-            return [f"hooks fail that nobody harmed: {dict(e.faults)}, {e.last_fault}" for e in others if harmed(e)]
+            return [
+                f"hooks failed that the soak did not harm: {dict(e.faults)}, {e.last_fault}"
+                for e in others
+                if harmed(e)
+            ]
         return [f"not at rest in the end: {[str(e)[:600] for e in await self._tell(self.control.engines) or []]}"]

@@ -1,6 +1,6 @@
-"""vLLM's server under the clients' load, governed or not: what a soak and its measure, stock vLLM, have in common.
+"""vLLM's server under the clients' load, governed or not: the part that a soak and a run of stock vLLM share.
 
-Owns the server, the clients and what was seen of them over time. Runs on the soak's event loop.
+The module owns the server, the clients and the samples over time. It runs on the soak's event loop.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ if TYPE_CHECKING:
 
     from tests.soak import picture
 
-# Steady enough for slopes, and no load.
+# Intervals in seconds: frequent enough for slopes, and too rare to be a load.
 SAMPLE_S, RATE_S, SHOW_S = 1.0, 5.0, 30.0
 START_S = 400.0
-# After the start, and for each process, before what it keeps counts; a third of the run in short ones. What vLLM's
-# worker keeps for each number of rows, beside oneDNN's cache, comes in steps until then.
+# Seconds after the start of each process until its growth counts; a third of the run in short runs. Until then the
+# worker's memory for each number of rows, beside oneDNN's cache, grows in steps.
 WARM_S = 400.0
-# oneDNN keeps what it has compiled for each number of rows, 1,024 of them: a worker would go on to grow by 300 MB, and
-# nothing else be seen beside it.
+# oneDNN keeps up to 1,024 compiled primitives, several for each number of rows. With that limit a worker would grow by
+# 300 MB, which would hide any other growth.
 ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-# Where the pool is small, requests are preempted.
+# A small pool of KV blocks, so that requests are preempted.
 OPTIONS = ("--num-gpu-blocks-override", str(ENGINE_ARGS["num_gpu_blocks_override"]))
 
 
 class Load:
-    """control: where the agent finds its control plane; empty for stock vLLM. env: more of the server's environment.
-    together: engine core and worker are one process.
+    """The server and its clients.
 
-    `samples` and `rates`, at seconds since `begin`, are what was seen; everything lies in `out`.
+    control: address at which the agent finds its control plane; empty for stock vLLM. env: further environment
+    variables of the server. together: engine core and worker are one process.
+
+    `samples` and `rates` are the figures, by seconds since `begin`; all files are in `out`.
     """
 
     clients: Clients
@@ -56,7 +58,7 @@ class Load:
         self.rates: picture.Rates = []
         self.began = 0.0
         self._steps = 0
-        # Front end, engine core, and where it is apart, the worker.
+        # The front end, the engine core, and the worker if it is a process of its own.
         self._processes = 2 if together else 3
         self.server = Served(
             out, control, options=OPTIONS, more={**(TOGETHER if together else APART), **ENV, **(env or {})}
@@ -65,7 +67,7 @@ class Load:
         self._stock = Process(answers, out / "stock.log", {**ENGINE_ENV, **TOGETHER, "MERIDIAN_CONTROL": ""})
 
     async def begin(self, untouched: Callable[[], int]) -> None:
-        """Wait until the server is up and stock vLLM's answers are known; then there are `clients`, and time begins."""
+        """Wait until the server is up and stock vLLM's answers are known; then create `clients` and start the clock."""
         from transformers import AutoTokenizer
 
         await asyncio.to_thread(wait_for, self.server.ready, START_S, "vLLM to serve")
@@ -85,7 +87,8 @@ class Load:
             process.stop()
 
     async def watch(self, others: Callable[[], dict[str, int]] = dict, more: Callable[[], str] = str) -> None:
-        """Sample the processes, the `others` by role too, and show how it goes, with `more`; until cancelled."""
+        """Sample the processes and the `others` by role, and print the progress with the text of `more`, until
+        cancelled."""
         roles = watch.roles(self.server.process.popen.pid)
         assert len(roles) == self._processes, f"vLLM's processes are {roles}"
         rated, shown = (0.0, 0, 0), 0.0
@@ -116,21 +119,24 @@ class Load:
         )
 
     async def counted(self, name: str) -> int:
-        """What vLLM's counters of that name come to."""
+        """Return the sum of vLLM's counters with this name."""
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.server.port}") as client:
             lines = (await client.get("/metrics")).text.splitlines()
         return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
 
     async def count_steps(self) -> None:
-        """To be called before the server stops, for what it keeps of each."""
+        """Count vLLM's steps before the server stops, because stock vLLM keeps some memory of each."""
         self._steps = await self.counted("vllm:iteration_tokens_total_count")
 
     def kept(self, seconds: float) -> tuple[dict[str, Any], list[str]]:
-        """What the processes have gained, for the summary, and what of it is too much. seconds: as was asked for."""
-        # So that a soak whose reckoning is stopped leaves what it takes.
+        """Return the growth of the processes for the summary, and the growth that is too large.
+
+        seconds: the requested duration of the run.
+        """
+        # The samples are saved first, so that they remain if the evaluation is stopped.
         watch.save(self.samples, self._out / "processes.csv")
         warm_s, lasted = min(WARM_S, seconds / 3), self.samples[-1].at_s
-        # Too short a time shows how a process warms up, not what it keeps.
+        # A shorter run would show how a process warms up instead of what it keeps.
         length_s = lasted if seconds >= 2 * WARM_S else 0.0
         worst, found = watch.grown(self.samples, warm_s, length_s, self._steps)
         growth = {

@@ -1,4 +1,4 @@
-"""A picture of a soak: memory by role, tokens and requests per second, and when what went wrong."""
+"""Draw a picture of a soak: memory by role, tokens and requests per second, and the times of faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rates = list[tuple[float, float, float]]
 
 
 def draw(samples: list[Sample], rates: Rates, events: list[tuple[float, str]], path: Path) -> None:
-    """samples, rates and events at seconds since the soak began; rates: (seconds, requests/s, tokens/s)."""
+    """Draw the picture. Times are seconds since the soak began; rates: (seconds, requests/s, tokens/s)."""
     figure, (memory, work, faults) = plt.subplots(3, 1, figsize=(11, 9), sharex=True, height_ratios=(2, 2, 1.4))
     for role in sorted({one.role for one in samples}):
         own = [one for one in samples if one.role == role]

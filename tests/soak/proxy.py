@@ -1,4 +1,7 @@
-"""The way from the engine to the control plane, which can be slow, cut, dead or gone. Runs on the soak's event loop."""
+"""The connection from the engine to the control plane, which can be slow, cut, dead or closed.
+
+It runs on the soak's event loop.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Listens on one port of this machine and passes what comes on to another.
+    """Listens on one port of this machine and passes the data on to another port.
 
-    delay_s: what each piece waits for on either way. refuses: nobody listens. `die` leaves connections open through
-    which nothing passes any more.
+    delay_s: delay of each piece in either direction. refuses: whether the port is closed. `die` leaves connections open
+    but lets no data through them.
     """
 
     def __init__(self, port: int, target_port: int) -> None:
@@ -29,14 +32,14 @@ class Proxy:
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, reuse_address=True)
 
     async def close(self) -> None:
-        """Nobody listens, and what was connected is cut."""
+        """Stop listening and reset all connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
         self.cut()
 
     async def end(self) -> None:
-        """Close for good: nothing is left that runs."""
+        """Close for good, so that no task is left."""
         await self.close()
         await asyncio.gather(*filter(None, self._serving), return_exceptions=True)
 
@@ -46,7 +49,7 @@ class Proxy:
             writer.transport.abort()
 
     def die(self) -> None:
-        """Let nothing pass on the connections there are, and tell nobody."""
+        """Let no more data through the open connections, without closing them."""
         self._dead |= self._writers
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,7 @@
-"""The traces of a soak: `meridianctl record`, begun anew whenever it has ended, and in the end given time to read all.
+"""Record the traces of a soak with `meridianctl record`, which is started again whenever it has ended.
 
-Owns the trace files. Runs on the soak's event loop.
+At the end the recording gets time to read everything. The module owns the trace files and runs on the soak's event
+loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ READ_S = 30.0
 
 
 class Recording:
-    """`paths` are the trace files, oldest first; one that nothing was written to is not there."""
+    """The recording. `paths` are the trace files, oldest first, without files to which nothing was written."""
 
     def __init__(self, out: Path, control: Control) -> None:
         self._out, self._control = out, control
@@ -36,20 +37,22 @@ class Recording:
         return Process(command, self._out / "record.log")
 
     def keep(self) -> None:
-        """Begin anew if it has ended."""
+        """Start a new recording if the current one has ended."""
         if self.process.popen.poll() is not None:
             self.process = self._begin()
 
     def follows(self) -> bool:
-        """Whether the control plane that runs now is being recorded."""
+        """Return whether the running control plane is being recorded."""
         said = self._control.process.output().rpartition("listening on")[2]
         return said.count("recording begins") > said.count("recording ended")
 
     async def finish(self) -> None:
-        """End control plane and recording, with all in the files that the control plane had to say.
+        """End the control plane and the recording, after the recording has written everything that the control plane
+        sent.
 
-        The control plane ends a recording after what waits for it. The recorder, once it has read that, calls again:
-        whoever does is heard in the control plane's place, so nothing else may call there. Raises TimeoutError.
+        The control plane ends a recording after its queued messages. The recorder reads them and then connects again.
+        This method listens on the control plane's port to notice that connection, so no other client may connect there.
+        Raises TimeoutError.
         """
         called = asyncio.Event()
 
@@ -61,6 +64,6 @@ class Recording:
         async with await asyncio.start_server(hear, "127.0.0.1", self._control.port):
             ended = self.process.popen.poll
             await asyncio.to_thread(
-                wait_for, lambda: called.is_set() or ended() is not None, READ_S, "the recorder to have read all"
+                wait_for, lambda: called.is_set() or ended() is not None, READ_S, "the recorder to read everything"
             )
         await asyncio.to_thread(self.process.stop)

@@ -1,4 +1,4 @@
-"""One soak: starts everything, lets it run, brings it to rest, and sums up what was found."""
+"""One soak: start everything, let it run, bring it to rest, and summarise the findings."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tests.soak.record import Recording
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Longest that no token may come while requests wait for one.
+# Longest allowed time without a token while requests wait for one.
 STALL_S = 20.0
 ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|RuntimeWarning|never retrieved")
-# Records that say what this soak does to them; the lines of one name the same place.
+# Log records that the soak itself causes; all lines of one record name the same place.
 EXPLAINED = re.compile(rf"meridian: revision \d+ refused|{trace.INJECTED}")
 PLACE = re.compile(r"\[(\w+\.py:\d+)\]")
 SHOWN = 20
 
 
 class Soak:
-    """Everything lies in `out`; it may be run once. together: engine core and worker are one process."""
+    """A soak, which may be run once. All files are in `out`. together: engine core and worker are one process."""
 
     def __init__(self, out: Path, seed: int, seconds: float, clients: int, *, together: bool = False) -> None:
         self._out, self._seed, self._seconds, self._clients, self._together = out, seed, seconds, clients, together
         self._found: list[str] = []
 
     async def run(self) -> dict[str, Any]:
-        """Returns the summary. What was started is stopped, whatever happens."""
+        """Run the soak and return the summary. All processes are stopped in every case."""
         self._control = control = Control(self._out)
         self._proxy = Proxy(free_port(), control.port)
         await self._proxy.open()
@@ -59,7 +59,7 @@ class Soak:
                 process.stop()
 
     async def _soak(self) -> float:
-        """Returns how many seconds there were requests."""
+        """Run requests and faults and return the seconds for which there were requests."""
         load, faults = self._load, self._faults
         watching = asyncio.create_task(load.watch(self._others, lambda: f"{sum(faults.counts.values())} faults, "))
         asking = asyncio.create_task(load.clients.run(self._clients))
@@ -82,18 +82,18 @@ class Soak:
         return lasted
 
     def _others(self) -> dict[str, int]:
-        """Processes that come and go; the recording is kept going by the way."""
+        """Return processes that come and go; also keep the recording running."""
         self._recording.keep()
         return {watch.CONTROL: self._control.process.popen.pid}
 
     async def _counted(self) -> list[str]:
-        """vLLM has counted no more requests than clients made: probes are none."""
+        """Check that vLLM counts at most as many requests as clients made, because probes must not count."""
         made = self._load.clients.tally.choices
         counted = await self._load.counted("vllm:request_success_total")
         return [] if 0 < counted <= made else [f"vLLM counts {counted} requests, clients made {made}"]
 
     def _logged(self) -> list[str]:
-        """Errors in the logs that nothing here explains."""
+        """Return errors in the logs that the soak does not explain."""
         found = []
         for log in ("served.log", "control.log", "record.log"):
             lines = (self._out / log).read_text(errors="replace").splitlines()

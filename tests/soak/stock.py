@@ -1,4 +1,4 @@
-"""Writes what stock vLLM says to the known prompts: `python -m tests.soak.stock OUT.json`, {mode: [[token]]}."""
+"""Write stock vLLM's answers to the known prompts: `python -m tests.soak.stock OUT.json`, {mode: [[token]]}."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A short soak, and that each of its checks can fail."""
+"""Run a short soak, and check that each of its checks can fail."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_short_soak(summary: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("harm", ["a decision", "an outcome twice"])
 def test_what_is_wrong_in_a_trace_is_found(summary: dict[str, Any], folder: Path, tmp_path: Path, harm: str) -> None:
-    """The short soak's own trace, with one thing in it twice, or left out."""
+    """The trace is that of the short soak, with one record repeated or left out."""
     assert not summary["violations"]
     records = list(read(max(folder.glob("*.trace"), key=lambda path: path.stat().st_size)))
     decided = [record for record in records if record.down.HasField("directives")]
@@ -73,7 +73,7 @@ def test_what_is_wrong_in_a_trace_is_found(summary: dict[str, Any], folder: Path
 
 
 async def test_what_was_said_last_is_in_the_trace(tmp_path: Path) -> None:
-    """A recorder that does nothing while an engine says all it has to say, until the control plane is gone."""
+    """The recorder is paused while an engine sends everything it has, until the control plane has ended."""
     control = Control(tmp_path)
     recording = Recording(tmp_path, control)
     try:
@@ -148,7 +148,7 @@ def test_an_answer_that_is_none_of_the_choices() -> None:
 
 
 def test_another_end_marker_in_an_answer() -> None:
-    """Nothing is known of what stock vLLM would say there."""
+    """There is no answer of stock vLLM to compare with, so another end marker is no violation."""
     apart, together = ([7, asks.END, 20, asks.END, 22], [7, asks.END, asks.END, 20, 22])
     for tokens in (apart, together):
         given = asks.Answer("test", tokens, "7", "20 22", "stop")
@@ -183,7 +183,7 @@ def test_a_closing_text_whose_first_word_stock_says_too(second: int, found: int)
 
 @pytest.mark.parametrize(("mb_per_hour", "grows"), [(0, False), (300, True)])
 def test_growth_is_seen_through_noise_and_restarts(mb_per_hour: float, grows: bool) -> None:
-    """Two lives of a process, each with its warming up, noise and single peaks."""
+    """Two lives of a process, each with a warm-up, noise and single peaks."""
     rng, samples = random.Random(1), []
     for second in range(1200):
         life, age = divmod(second, 600)
@@ -206,7 +206,7 @@ def test_what_stock_keeps_of_its_steps_is_not_ours(steps: int, grows: bool) -> N
 
 
 def test_a_decision_without_an_outcome_is_owed_in_the_end_only(tmp_path: Path) -> None:
-    """A session that joined late, whose stream ends first or does not."""
+    """A session that joined late, whose stream either ends first or does not."""
     hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e"))
     down = agent_pb2.ConnectResponse()
     down.directives.tiers.add(decision_id=1, slot=0, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)

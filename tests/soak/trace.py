@@ -1,7 +1,7 @@
-"""Every decision of the recorded traces: exactly one outcome, and all that must hold of it.
+"""Check every decision of the recorded traces: exactly one outcome, and all invariants.
 
-The checks are the simulator's (`tests.sim.invariants`), on sessions that are run again from the records
-(`tests.sim.recorded`). A session that a recording joined late is not run again: only its outcomes are matched.
+The checks are the simulator's (`tests.sim.invariants`), on sessions replayed from the records (`tests.sim.recorded`). A
+session that a recording joined late is not replayed; only its outcomes are matched.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from tests.sim.given import Given
 
-# Faults of the agent's that the soak itself has made (harm/sitecustomize.py), as the engine's log and its Hello have
-# them.
+# Text of the faults that the soak makes (harm/sitecustomize.py), as the engine's log and its Hello contain it.
 INJECTED, INJECTED_AT = "injected by the soak", " at sitecustomize:"
 
 
 @dataclass
 class Audit:
-    """What was found in traces. unheard: decisions whose stream ended before their outcome came; the end is it."""
+    """The findings in the traces. unheard: decisions whose stream ended before their outcome came, which closes
+    them."""
 
     decisions: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -45,9 +45,9 @@ class Audit:
 
 
 class _Late:
-    """A session whose beginning is not known: a decision that was seen has one outcome at most.
+    """A session whose beginning is not known: each decision that was seen has at most one outcome.
 
-    given: what its engine is given over all its streams.
+    given: the policies of its engine over all its streams.
     """
 
     def __init__(self, given: Given) -> None:
@@ -69,13 +69,13 @@ class _Late:
 
 
 class _File:
-    """The sessions of one trace file, each as far as it held. invariants: those of the whole run."""
+    """The sessions of one trace file, each checked up to its first violation. invariants: those of the whole run."""
 
     def __init__(self, audit: Audit, invariants: Invariants) -> None:
         self._audit, self._invariants = audit, invariants
         self._sessions: dict[str, Replayed | _Late] = {}
         self._broken: set[str] = set()
-        # Decisions that were said, by session and id; and those without an outcome so far.
+        # All decisions sent, by session and id, and the decisions without an outcome so far.
         self._made: set[tuple[str, int]] = set()
         self._open: set[tuple[str, int]] = set()
         self.newest = ""
@@ -89,7 +89,7 @@ class _File:
         audit.decisions += len(made)
         audit.reports += record.up.HasField("step")
         for outcome in record.up.step.outcomes:
-            # Of a decision that was made before the recording began nothing is known but this.
+            # An outcome of a decision made before the recording began cannot be matched.
             if (name, outcome.decision_id) in self._made:
                 audit.outcomes[Outcome(outcome.outcome).name.lower()] += 1
                 self._open.discard((name, outcome.decision_id))
@@ -106,7 +106,7 @@ class _File:
         if record.up.hello.fault and INJECTED_AT not in record.up.hello.fault:
             audit.violations.append(f"the agent is off: {record.up.hello.fault}")
         if name in self._sessions:
-            # The recording broke off and joined anew: what was between is not known.
+            # The recording broke off and began anew, so the records in between are missing.
             self._close(name)
         audit.sessions += 1
         audit.joined_late += record.joined_late
@@ -114,7 +114,7 @@ class _File:
         self._sessions[name] = _Late(given) if record.joined_late else Replayed(record, self._invariants)
 
     def end(self, at_rest: bool) -> None:
-        """at_rest: all has come to its end, so the newest session owes nothing."""
+        """End all sessions. at_rest: everything has ended, so the newest session owes no outcome."""
         for name in list(self._sessions):
             is_last = at_rest and name == self.newest
             unheard = self._close(name, cut_off=not is_last)
@@ -139,7 +139,7 @@ class _File:
 
 
 def audit(paths: Iterable[Path]) -> Audit:
-    """The traces of one run, in order; in the end of the last one everything is at rest."""
+    """Audit the traces of one run, in order; the run is at rest at the end of the last one."""
     found, invariants, listed = Audit(), Invariants(), list(paths)
     for path in listed:
         file = _File(found, invariants)

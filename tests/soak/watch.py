@@ -1,7 +1,7 @@
-"""What the processes keep: memory, threads and files by role over time, and whether any of it grows.
+"""Measure what processes keep: memory, threads and files by role over time, and whether any of them grows.
 
-Reads /proc. Growth is a robust slope (Theil and Sen's: the median over pairs) within the lives of the processes, each
-life after a time to warm up, times the length of the run.
+The module reads /proc. Growth is a robust slope (Theil and Sen's, the median over pairs) within the lives of the
+processes, each life after a time to warm up, multiplied by the length of the run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
-# Titles that vLLM gives its processes, and the role each has here.
+# Titles that vLLM gives its processes, and their roles here.
 TITLES = {"VLLM::EngineCor": "engine core", "VLLM::Worker": "worker"}
 FRONT, CONTROL = "front end", "control plane"
-# Samples of a role beyond these are thinned out before pairs are made of them.
+# Most samples of a process from which pairs are made; more samples are thinned out.
 MOST_SAMPLES = 400
-# What may be called growth over a whole run: a process touches memory now and then for the first time, and a
-# connection that comes and goes has a file and perhaps a thread.
+# Allowed growth over a whole run: a process sometimes touches memory for the first time, and a short-lived connection
+# has a file and perhaps a thread.
 LIMITS = {"rss_mb": 12.0, "threads": 2.0, "files": 3.0}
-# What stock vLLM's engine core and worker each keep of every step, bytes: 74,515 steps of the same clients left 2,960
-# and 2,936 kB. They are ZeroMQ's commands of 40 bytes: whoever spins for a message leaves the notice of it unread.
+# Bytes that stock vLLM's engine core and worker each keep of every step: 74,515 steps of the same clients left 2,960
+# and 2,936 kB. They are ZeroMQ's commands of 40 bytes: a process that spins for a message leaves the notification of it
+# unread.
 STOCK_KEEPS = 41
 
 
@@ -45,7 +46,7 @@ class Sample:
 
 
 def sample(at_s: float, role: str, pid: int) -> Sample | None:
-    """None for a process that is gone."""
+    """Return a sample of the process, or None if it has ended."""
     try:
         pages = int((PROC / str(pid) / "statm").read_text().split()[1])
         threads = len(os.listdir(PROC / str(pid) / "task"))
@@ -56,7 +57,7 @@ def sample(at_s: float, role: str, pid: int) -> Sample | None:
 
 
 def children(pid: int) -> list[int]:
-    """All descendants."""
+    """Return all descendants of the process."""
     try:
         listed = [(path / "children").read_text().split() for path in (PROC / str(pid) / "task").iterdir()]
     except OSError:
@@ -66,7 +67,7 @@ def children(pid: int) -> list[int]:
 
 
 def roles(server_pid: int) -> dict[str, int]:
-    """vLLM's processes by role."""
+    """Return vLLM's processes by role."""
     found = {FRONT: server_pid}
     for pid in children(server_pid):
         try:
@@ -80,8 +81,8 @@ def roles(server_pid: int) -> dict[str, int]:
 
 
 def growth(samples: Iterable[Sample], name: str, warm_s: float, length_s: float) -> dict[str, float]:
-    """By role, how much of `name` a process gains over `length_s`; roles that never lived longer than `warm_s` are
-    left out."""
+    """Return how much of `name` a process gains over `length_s`, by role, without roles that never lived past
+    `warm_s`."""
     lives: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for one in samples:
         lives.setdefault(one.role, {}).setdefault(one.pid, []).append((one.at_s, getattr(one, name)))
@@ -95,7 +96,7 @@ def growth(samples: Iterable[Sample], name: str, warm_s: float, length_s: float)
 
 
 def _slopes(points: np.ndarray) -> np.ndarray:
-    """Of all pairs of points, [samples, 2] with times first, that are at least half the life apart."""
+    """Return the slopes of all pairs of points at least half the life apart; points: [samples, 2] with times first."""
     if len(points) < 8:
         return np.zeros(0)
     points = points[:: max(1, len(points) // MOST_SAMPLES)]
@@ -107,12 +108,12 @@ def _slopes(points: np.ndarray) -> np.ndarray:
 
 
 def stock_keeps_mb(steps: int) -> float:
-    """What an engine core or a worker of stock vLLM gains in so many steps."""
+    """Return the MB that an engine core or a worker of stock vLLM gains in this many steps."""
     return STOCK_KEEPS * steps / 2**20
 
 
 def grown(samples: list[Sample], warm_s: float, length_s: float, steps: int) -> tuple[float, list[str]]:
-    """The largest growth in MB of any role, and what grew by more than it may over so many of vLLM's steps."""
+    """Return the largest growth in MB of any role, and the growths that exceed their limit for this many vLLM steps."""
     own_mb = dict.fromkeys(TITLES.values(), stock_keeps_mb(steps))
     worst, found = 0.0, []
     for name, limit in LIMITS.items():

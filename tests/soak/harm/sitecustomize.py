@@ -1,6 +1,6 @@
-"""On PYTHONPATH of a soak's server: a hook of the agent's fails once when a file names it, and the file is gone then.
+"""On PYTHONPATH of a soak's server, make one of the agent's hooks fail once when a file names it; the file is removed.
 
-Runs wherever the hook does.
+The code runs in the process of the hook.
 """
 
 import functools
@@ -13,7 +13,8 @@ if "MERIDIAN_SOAK_HARM" in os.environ:
     from meridian_agent.core import guard
 
     ASKED = Path(os.environ["MERIDIAN_SOAK_HARM"])
-    # As it is, a soak would be over before the agent came back, and it would not come back from more than three faults.
+    # With its usual rests the agent would come back only after the end of the soak, and not at all after more than
+    # three faults.
     vars(guard)["RESTS_S"] = (2.0,) * 1000
     _run = guard.Guard.run
 
