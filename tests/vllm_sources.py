@@ -1,8 +1,8 @@
-"""Whether a vLLM has every hook the agent needs, read from its sources without importing them.
+"""Check whether a vLLM has every hook that the agent needs, from its sources, without importing them.
 
-`python -m tests.vllm_sources [--save] PATH`: PATH is a wheel, or a folder that holds the package `vllm`. Prints what is
-missing as JSON and fails if anything is; `--save` keeps it in tests/data/matrix. The table is the one of the check at
-start-up, `meridian_agent/vllm_adapter/required_api.py`.
+`python -m tests.vllm_sources [--save] PATH`: PATH is a wheel, or a folder that holds the package `vllm`. The program
+prints the missing names as JSON and fails if there are any; `--save` keeps the result in tests/data/matrix. The table
+of names is that of the check at start-up, `meridian_agent/vllm_adapter/required_api.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ P = inspect.Parameter
 
 
 class Sources:
-    """Looks at the sources of one vLLM; see `needs.Look`."""
+    """Looks up names in the sources of one vLLM; see `needs.Look`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._wheel = zipfile.ZipFile(path) if path.suffix == ".whl" else None
 
     def version(self) -> str:
-        """What the wheel or the folder's dist-info says."""
+        """Return the version in the dist-info of the wheel or the folder."""
         folders = self._wheel.namelist() if self._wheel else [p.name for p in self._path.iterdir()]
         found = {n.split("-")[1] for n in folders if n.startswith("vllm") and ".dist-info" in n.split("/")[0]}
         return ", ".join(name.removesuffix(".dist") for name in sorted(found))
@@ -85,7 +85,7 @@ class Sources:
             return ""
 
     def _package(self, module: str) -> str:
-        """What a relative import in this module is relative to."""
+        """Return the package to which a relative import in this module refers."""
         return module if self._read(f"{module.replace('.', '/')}/__init__.py") else module.rpartition(".")[0]
 
     def _bases(self, owner: str, found: Definition) -> Iterator[str]:
@@ -98,7 +98,7 @@ class Sources:
 
 
 def _imported_from(tree: ast.Module, package: str, name: str) -> str | None:
-    """Where a module has this name from, as an owner."""
+    """Return the owner from which a module imports this name, or None."""
     for node in (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)):
         for alias in node.names:
             if (alias.asname or alias.name) == name:
@@ -108,7 +108,7 @@ def _imported_from(tree: ast.Module, package: str, name: str) -> str | None:
 
 
 def _member(owner: Definition, name: str) -> ast.AST | None:
-    """A function, field or attribute of this name; of several definitions the last."""
+    """Return a function, field or attribute of this name; of several definitions the last one."""
     found: ast.AST | None = None
     for node in owner.body:
         if (isinstance(node, Function) and node.name == name) or name in _assigned(node):
@@ -129,7 +129,7 @@ def _decorators(node: ast.ClassDef | Function) -> set[str]:
 
 
 def _signature(function: Function, bound: bool) -> inspect.Signature:
-    """As `inspect` gives it for a callable, without the first argument of a method."""
+    """Return the signature that `inspect` gives for a callable, without the first argument of a method."""
     a = function.args
     plain = [*((x, P.POSITIONAL_ONLY) for x in a.posonlyargs), *((x, P.POSITIONAL_OR_KEYWORD) for x in a.args)]
     optional = len(plain) - len(a.defaults)
@@ -145,7 +145,7 @@ def _signature(function: Function, bound: bool) -> inspect.Signature:
 
 
 def _fields_signature(owner: ast.ClassDef) -> inspect.Signature:
-    """Of the constructor that a dataclass gets."""
+    """Return the signature of the constructor that a dataclass gets."""
     fields = [n for n in owner.body if isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)]
     return inspect.Signature(
         [

@@ -1,4 +1,4 @@
-"""Rules, dashboards and the catalogue: fresh, parsed, and of metrics that exist."""
+"""The generated rules, dashboards and catalogue are up to date, can be parsed, and use only existing metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_generated_is_fresh(path: Path) -> None:
 
 
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:
-    """The vector selectors of a query. Raises ValueError for one that does not parse."""
+    """Return the vector selectors of a query. Raises ValueError if the query cannot be parsed."""
     found: list[promql_parser.VectorSelector] = []
 
     def visit(node: promql_parser.Expr) -> bool:
@@ -53,12 +53,12 @@ def selectors(expression: str) -> list[promql_parser.VectorSelector]:
 
 
 def metric(name: str | None) -> str:
-    """What a sample's name belongs to."""
+    """Return the metric to which a sample's name belongs."""
     return re.sub("_(bucket|sum|count)$", "", name or "")
 
 
 def check(expression: str) -> None:
-    """Its metrics exist, and have the labels it asks for."""
+    """Check that the expression's metrics exist and have the labels that it uses."""
     for selector in selectors(expression.replace("$__rate_interval", "5m").replace("$engine", "e")):
         if selector.name not in PROMETHEUS_OWN:
             entry = CATALOGUE[metric(selector.name)]

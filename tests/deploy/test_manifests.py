@@ -1,6 +1,6 @@
-"""The manifests: each file against Kubernetes' schemas, and what Kustomize makes of overlays and addons.
+"""Check each manifest against Kubernetes' schemas, and check the output of Kustomize for overlays and addons.
 
-Rendering needs kubectl or kustomize, Debian 12's kubectl 1.20 or newer, and is skipped without one; the schemas are
+Rendering needs kubectl 1.20 or newer (Debian 12 has it) or kustomize, and is skipped without one; the schemas are
 always checked.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 KUBERNETES = HERE / "kubernetes"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
-# Where resources that Kubernetes itself does not know are described. None says how a KServe service must look.
+# Schemas of resources that Kubernetes itself does not know. KServe's services have none.
 MODELS = {
     "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
     "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
@@ -39,7 +39,7 @@ RENDER = next(
 )
 PATCHES = {"store.yaml", "tls.yaml", "args.yaml"}
 OVERLAYS = ("trial", "sqlite", "postgres")
-# What Kustomize 2, which is in Debian 12's kubectl, reads, and later ones still do.
+# Fields that Kustomize 2, which is in Debian 12's kubectl, and later versions read.
 FIELDS = {
     *("apiVersion", "kind", "namespace", "bases", "resources", "images"),
     *("generatorOptions", "configMapGenerator", "patchesStrategicMerge", "patchesJson6902"),
@@ -58,11 +58,12 @@ def whole_files() -> Iterator[Path]:
 
 
 def check(thing: Object) -> None:
-    """Raises ValidationError or AssertionError for what the API server would refuse, unknown fields included."""
+    """Check an object. Raises ValidationError or AssertionError if the API server would refuse it, e.g. for an unknown
+    field."""
     if (module := MODELS.get(thing["apiVersion"])) is not None:
         model = getattr(importlib.import_module(module), thing["kind"])
         read = model.model_validate(thing).model_dump(by_alias=True, exclude_unset=True, mode="json")
-        assert read == thing, "a field is unknown or written in another way"
+        assert read == thing, "a field is unknown or misspelt"
         return
     for version in VERSIONS:
         kubernetes_validate.validate(thing, version, strict=True)
@@ -75,7 +76,7 @@ def test_a_file_fits_the_schemas(path: Path) -> None:
 
 
 def test_pods_in_the_examples_of_others_resources_fit_the_schemas() -> None:
-    """For KServe's and the production stack's own fields there is no schema here; the pods within are Kubernetes'."""
+    """KServe's and the production stack's own fields have no schema here, but the pods in them are Kubernetes' own."""
     predictor = yaml.safe_load((KUBERNETES / "examples/kserve.yaml").read_text())["spec"]["predictor"]
     values = yaml.safe_load((KUBERNETES / "examples/production-stack.yaml").read_text())["servingEngineSpec"]
     (model,) = values["modelSpec"]
@@ -113,7 +114,7 @@ def test_a_kustomization_names_what_is_there_in_words_that_old_ones_know(path: P
     assert named
     for name in named:
         assert (path.parent / name).exists(), name
-    # Kustomize 2 takes folders from `bases` only, and files from `resources` only.
+    # Kustomize 2 takes folders only from `bases`, and files only from `resources`.
     assert all((path.parent / name).is_dir() for name in content.get("bases", ()))
     assert all((path.parent / name).is_file() for name in content.get("resources", ()))
 
@@ -138,7 +139,7 @@ def test_an_overlay(name: str) -> None:
         check(thing)
     pod = only("StatefulSet", things)["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    # What the control plane is started with is what it takes.
+    # The control plane accepts the arguments with which it is started.
     args = parser().parse_args(container["args"])
     probes = {container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "readiness", "liveness")}
     assert probes == {int(args.health_listen.removeprefix(":"))}

@@ -1,5 +1,8 @@
-"""The wheel is the same whenever it is built, its agent is found from a folder in PYTHONPATH, the lock is whole, and
-the Dockerfiles pass hadolint."""
+"""Tests of a release: the wheel is reproducible, its agent is found in a folder of PYTHONPATH, and the lock is
+complete.
+
+The Dockerfiles pass hadolint.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_the_agent_is_found_in_a_folder_of_the_python_path(wheel: Path, tmp_path: Path) -> None:
-    """As the init container installs it: unpacked, entry point included, nothing registered elsewhere."""
+    """The init container installs the wheel in this way: unpacked, entry point included, without any other
+    registration."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "from importlib.metadata import entry_points\n"
@@ -92,7 +96,7 @@ def test_the_lock_has_every_requirement_pinned_and_hashed() -> None:
     assert "://" not in "\n".join(line for entry in entries for line in entry.splitlines() if not line.startswith("#"))
 
 
-# Beside the interpreter, whether or not its folder is in PATH.
+# hadolint is beside the interpreter, whether or not that folder is in PATH.
 HADOLINT = str(Path(sys.executable).parent / "hadolint")
 
 
@@ -104,7 +108,8 @@ def test_a_dockerfile_in_hadolint(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((HERE / "images").glob("*.Dockerfile")), ids=lambda p: p.stem)
 def test_a_dockerfile_names_one_version_and_lets_it_be_pinned(path: Path) -> None:
-    """Bases are arguments, so that they may be given with digests; vLLM's is the one that the agent's tests run on."""
+    """Base images are arguments, so that digests can be given; vLLM's image is the one on which the agent's tests
+    run."""
     text = path.read_text()
     named = re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE)
     arguments = dict(named)
@@ -113,7 +118,7 @@ def test_a_dockerfile_names_one_version_and_lets_it_be_pinned(path: Path) -> Non
         assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", arguments[used.strip("${}")])
     if path.stem == "agent":
         assert arguments["BASE"] == "vllm/vllm-openai:v0.32.0"
-    # What pip installs by name has its version from an argument too, which is said nowhere else.
+    # A package that pip installs by name has its version from an argument, too, and from nowhere else.
     for package in ("CUPY",) if "CUPY" in arguments else ():
         version = arguments[f"{package}_VERSION"]
         assert re.fullmatch(r"\d+(\.\d+)+", version)

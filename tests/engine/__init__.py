@@ -1,4 +1,4 @@
-"""What the engine tests share: how the engine is started, and the prompts the stock reference was made from."""
+"""Shared by the engine tests: how the engine is started, and the prompts of the stock reference."""
 
 from __future__ import annotations
 
@@ -30,30 +30,35 @@ CASES = 6
 
 
 def cases() -> list[dict[str, Any]]:
-    """Chat requests: prompts that open thinking, leave it to the model, or close it."""
+    """Return chat requests whose prompts open thinking, leave it to the model, or close it."""
     modes: list[dict[str, Any]] = [{"open_think": True}, {}, {"enable_thinking": False}]
     prompts = maze.prompts(CASES, seed=11)
     return [{"prompt": p, "template": modes[i % len(modes)]} for i, p in enumerate(prompts)]
 
 
 def prompt_ids(llm: Any, case: dict[str, Any]) -> list[int]:
-    """The token ids of a case as the chat template renders it."""
+    """Return the token ids of a case as the chat template renders it."""
     turns = [{"role": "user", "content": case["prompt"]}]
     template = llm.get_tokenizer().apply_chat_template
     return list(template(turns, add_generation_prompt=True, return_dict=False, **case["template"]))
 
 
 def chat(llm: Any, chosen: list[dict[str, Any]], params: Any) -> list[list[int]]:
-    """Run the chosen cases together; `params` is one SamplingParams or one for each. Returns generated token ids."""
+    """Run the chosen cases together and return the generated token ids.
+
+    `params` is one SamplingParams, or one for each case.
+    """
     prompts = [{"prompt_token_ids": prompt_ids(llm, case)} for case in chosen]
-    # `generate` writes to the parameters it is given.
+    # `generate` changes the parameters that it is given.
     outputs = llm.generate(prompts, copy.deepcopy(params), use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
 def paced(llm: Any, chosen: list[dict[str, Any]], params: Any, settled: Settled) -> list[list[int]]:
-    """As `chat`, but each step waits until the reports before it are answered: decisions are as late as on an engine
-    whose steps take longer than an answer."""
+    """Run the cases like `chat`, but let each step wait until the reports before it are answered.
+
+    Decisions are then as late as on an engine whose steps take longer than an answer.
+    """
     run = Run(llm)
     each = params if isinstance(params, list) else [params] * len(chosen)
     for i, case in enumerate(chosen):
@@ -74,14 +79,15 @@ class Run:
         self.put(name, prompt_ids(self._llm, case), params, **more)
 
     def put(self, name: str, prompt: list[int], params: Any, *, salt: str | None = None, **more: Any) -> None:
-        """As `add`, by token ids; `salt` keeps the prompt's blocks apart in the prefix cache."""
+        """Add a request by token ids; `salt` keeps the prompt's blocks apart in the prefix cache."""
         self.tokens[name] = []
         self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, params, **more)
 
     def abort(self, name: str) -> None:
         self._llm.llm_engine.abort_request([name])
         self.finished[name] = "abort"
-        # An engine core of its own takes one more step to clear what was aborted; this one waits to be driven.
+        # An engine core in its own process takes one more step to clear aborted requests; this engine core steps only
+        # on call.
         self.step()
 
     def step(self) -> None:
@@ -91,8 +97,10 @@ class Run:
                 self.finished[output.request_id] = str(output.outputs[0].finish_reason)
 
     def until(self, done: Any = None, limit: int = 3000, settled: Settled | None = None) -> None:
-        """Step until `done()` holds, or until nothing is left to do; with `settled`, each step waits until the reports
-        before it are answered."""
+        """Step until `done()` is true, or until no request is left.
+
+        With `settled`, each step waits until the reports before it are answered.
+        """
         with settled.between_steps() if settled else contextlib.nullcontext() as answered:
             for _ in range(limit):
                 if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            # vLLM and what it imports warn a lot; theirs are not our errors.
+            # vLLM and its dependencies give many warnings, which are not errors of the agent.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
@@ -55,7 +55,7 @@ def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
     import vllm
     import vllm.plugins
 
-    # A test before this one may have had vLLM load its plugins without a control plane, and it loads them once only.
+    # vLLM loads its plugins only once, and a test before may have had it load them without a control plane.
     vllm.plugins.plugins_loaded = False
     watch()
 
@@ -74,18 +74,19 @@ def scheduler(llm: LLM) -> Any:
 
 @pytest.fixture(scope="session")
 def settled(scheduler: Any, control: Control) -> Settled:
-    """Waits until all that was reported is answered."""
+    """Return an object that waits until all reports are answered."""
     return Settled(scheduler, control)
 
 
 @pytest.fixture
 def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
-    """The agent, with a neutral policy in force and nothing running."""
+    """Return the agent, with a neutral policy in force and no request running."""
     assert not scheduler._guard.fault
-    # What a test that failed has left behind.
+    # A failed test may have left requests behind.
     if left := list(scheduler.requests):
         llm.llm_engine.abort_request(left, internal=True)
-        # An engine core of its own takes one more step to clear what was aborted; this one waits to be driven.
+        # An engine core in its own process takes one more step to clear aborted requests; this engine core steps only
+        # on call.
         llm.llm_engine.step()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()

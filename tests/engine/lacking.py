@@ -1,7 +1,8 @@
-"""An engine whose vLLM lacks hooks: prints its greedy tokens for the shared cases and what its scheduler is, as JSON.
+"""Run an engine whose vLLM lacks hooks: `python -m tests.engine.lacking`.
 
-`python -m tests.engine.lacking`: it stays until SIGTERM. One function is gone, and another has lost a parameter, before
-the agent looks. Stock vLLM needs neither on the way of these requests.
+The program prints the engine's greedy tokens for the shared cases and the kind of its scheduler, as JSON, and stays
+until SIGTERM. Before the agent looks, one function is removed and another loses a parameter; stock vLLM needs neither
+for these requests.
 """
 
 from __future__ import annotations

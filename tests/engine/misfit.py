@@ -1,7 +1,7 @@
-"""vLLM that does not fit the agent, before vLLM's plugins are loaded: `python -m tests.engine.misfit version|hook`.
+"""Load the plugin into a vLLM that does not fit the agent: `python -m tests.engine.misfit version|hook`.
 
-Its version is outside the supported ones, or a method that the agent needs is gone. The program fails if vLLM is not
-stock afterwards.
+Either vLLM's version is outside the supported ones, or a method that the agent needs is gone. The program fails if vLLM
+is not stock afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The independent computation that signals are held against: Transformers on the same tokens."""
+"""The independent computation with which signals are compared: Transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load() -> Logprobs:
-    """A function from token ids to log-probabilities [tokens, vocabulary] in float64."""
+    """Return a function from token ids to log-probabilities [tokens, vocabulary] in float64."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -35,14 +35,14 @@ def load() -> Logprobs:
 
 
 def entropy(logprobs: NDArray[np.float64]) -> float:
-    """In nats, of one distribution [vocabulary]."""
+    """Return the entropy in nats of one distribution [vocabulary]."""
     return float(-(np.exp(logprobs) * logprobs).sum())
 
 
 def probe_mismatches(
     logprobs: Logprobs, prompt: list[int], tokens: list[int], probes: list[Any], appended: list[int]
 ) -> list[str]:
-    """Probes whose EAT differs by more than 1e-5 nats, and ones that are wrong about equal answers in a row."""
+    """Return probes whose EAT differs by more than 1e-5 nats, or whose number of equal answers in a row is wrong."""
     found, answers = [], []
     for _, _, think_tokens, eat_nats, _, same_answer, _ in probes:
         expected = logprobs([*prompt, *tokens[:think_tokens], *appended])[-1]
@@ -54,8 +54,10 @@ def probe_mismatches(
 
 
 def mismatches(logprobs: Logprobs, prompt: list[int], tokens: list[int], measured: list[Any], end: int) -> list[str]:
-    """Tokens whose entropy differs by more than 1e-5 nats, or whose end-marker rank differs at all. Answers need not be
-    measured, nor markers that begin to think anew."""
+    """Return tokens whose entropy differs by more than 1e-5 nats, or whose end-marker rank differs at all.
+
+    Answers need not be measured, nor markers that begin another thinking.
+    """
     expected = logprobs(prompt + tokens)[len(prompt) - 1 :]
     found = [] if len(measured) == len(tokens) else [f"{len(measured)} rows for {len(tokens)} tokens"]
     for i, (phase, flags, entropy_nats, end_rank, _) in enumerate(measured):

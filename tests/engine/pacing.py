@@ -1,8 +1,7 @@
-"""Steps that wait for the control plane: a decision comes one step after the report it was made from, however busy the
-machine is.
+"""Steps that wait for the control plane, so that a decision comes one step after its report on however busy a machine.
 
-Owns the knowledge of what an agent of this process has told on its stream, and what it has heard. Reads the link and
-changes nothing there.
+The module knows which reports an agent of this process has sent on its stream, and which decisions it has received. It
+reads the link and changes nothing in it.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
 
     from tests.processes import Control
 
-# Against hanging; a busy machine answers within milliseconds.
+# Limit against hanging, and the polling interval; even a busy machine answers within milliseconds.
 PATIENCE_S, LOOK_S = 120.0, 0.0005
 
 
 @functools.cache
 def watch() -> None:
-    """Have each stream's ring note the steps laid on it and the newest decision heard; call before an engine is made.
+    """Make each stream's ring note the steps laid on it and the newest decision received; call it before an engine is
+    made.
 
-    Ids of decisions count up from 1 on each stream, so the newest one tells how many have come.
+    Decision ids count up from 1 on each stream, so the newest id is the number of decisions received.
     """
     lay, receive = RecordQueue.lay, Link._receive
 
@@ -56,7 +56,7 @@ def _ids(directives: agent_pb2.Directives) -> list[int]:
 
 
 class Settled:
-    """Waits until the control plane has answered what the agent has reported so far, and the answer is here.
+    """Waits until the control plane has answered all reports and the agent has received the answers.
 
     Records that the link keeps back for a larger report are not waited for.
     """
@@ -66,13 +66,13 @@ class Settled:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[Callable[[], None]]:
-        """A function to be called after each step."""
+        """Yield a function to be called after each step."""
         with self._control.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             yield lambda: self._wait(stub)
 
     def __call__(self) -> None:
-        """Once; raises TimeoutError when no answer comes."""
+        """Wait once. Raises TimeoutError if no answer comes."""
         with self.between_steps() as wait:
             wait()
 
@@ -91,7 +91,7 @@ class Settled:
         ring: Any = link.outbox.ring
         waiting = [item for item in tuple(ring._items) if isinstance(item, StepRecord)]
         if waiting and (ring.presses or ring.qsize() >= ring._wanted):
-            # The reader is about to take them.
+            # The link's sender is about to take the records.
             return False
         steps: list[int] = getattr(ring, "steps", [])
         taken = len(steps) - len(waiting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Everything on, nothing that changes a token: caps out of reach, entropy rules shadowed.
+# All features are on but no token changes: caps are out of reach, and entropy rules are in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
 
 # Probes wherever one is possible, and nothing applied.

@@ -1,4 +1,4 @@
-"""Watches what the agent sends while a test runs, without changing it."""
+"""Watch what the agent sends while a test runs, without changing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def records(agent: Any) -> Iterator[list[Any]]:
-    """The step records sent inside the block."""
+    """Yield a list that gets the step records sent inside the block."""
     seen: list[Any] = []
     send = agent.link.outbox.send
 
@@ -29,7 +29,7 @@ def records(agent: Any) -> Iterator[list[Any]]:
 
 
 def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
-    """Per request id its probes in order, as StepRecord has them."""
+    """Return the probes of each request id in order, as StepRecord has them."""
     request_of: dict[int, str] = {}
     found: dict[str, list[tuple[Any, ...]]] = {}
     for record, opened, _, closed in seen:
@@ -43,7 +43,7 @@ def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]:
-    """Per request id its token rows in order: (phase, flags, entropy, end rank, end log-probability)."""
+    """Return the token rows of each request id in order: (phase, flags, entropy, end rank, end log-probability)."""
     request_of: dict[int, str] = {}
     found: dict[str, list[tuple[int, int, float, int, float]]] = {}
     for record, opened, slots, closed in seen:

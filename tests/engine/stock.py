@@ -1,4 +1,4 @@
-"""Writes the greedy tokens of stock vLLM for the shared cases: `python -m tests.engine.stock OUT.json`."""
+"""Write the greedy tokens of stock vLLM for the shared cases: `python -m tests.engine.stock OUT.json`."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ def main() -> None:
     llm = vllm.LLM(**ENGINE_ARGS)
     params = vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     tokens = chat(llm, cases(), params)
-    # There all at once: others wait for it.
+    # The file appears complete, because other processes wait for it.
     written = Path(sys.argv[1]).with_suffix(".written")
     written.write_text(json.dumps(tokens))
     written.rename(sys.argv[1])

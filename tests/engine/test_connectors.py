@@ -1,5 +1,7 @@
-"""Probes beside the scheduler's side of vLLM's KV connectors, those included whose workers need a GPU: vLLM's own
-scheduler and connector, with results of steps made up. Engines that really compute are in the matrix."""
+"""Probes beside the scheduler's side of vLLM's KV connectors, including connectors whose workers need a GPU.
+
+Scheduler and connector are vLLM's own, with made-up results of steps. Engines with a real model are in the matrix.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK = ENGINE_ARGS["block_size"]
-# What each wants to be told: the scheduler's sides that can be made without a GPU and without another package.
+# Extra configuration of each connector whose scheduler side can be made without a GPU and without another package.
 EXTRA: dict[str, dict[str, Any]] = {
     "ExampleConnector": {},
     "OffloadingConnector": {"cpu_bytes_to_use": 100_000_000},
@@ -30,7 +32,7 @@ MARKER = 5
 
 
 def scheduler_with(name: str) -> Any:
-    """vLLM's scheduler with a connector that writes down what it is told."""
+    """Return vLLM's scheduler with a connector that records its calls."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -69,8 +71,10 @@ def request(name: str, tokens: int) -> Any:
 
 
 def step(scheduler: Any, counted: Counter[str] | None = None) -> Any:
-    """A step in which each request makes the token 9; what vLLM scheduled. counted: takes what vLLM counts of requests
-    and tokens that it has asked the connector for."""
+    """Run a step in which each request generates the token 9; return vLLM's schedule.
+
+    counted: receives vLLM's counts of the requests and tokens looked up at the connector.
+    """
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     output = scheduler.schedule()
@@ -98,8 +102,10 @@ def scheduler(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 
 def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone: bool = False) -> list[Any]:
-    """The steps of a request, and a probe of it that shares so many of its tokens' blocks. alone: the request sits out
-    the probe's step."""
+    """Run a request, and a probe that shares `shared` of its tokens, and return the steps.
+
+    alone: the request sits out the probe's step.
+    """
     parent = request("parent", shared)
     scheduler.add_request(parent)
     steps = [step(scheduler, counted)]
@@ -110,7 +116,7 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
     return [*steps, *(step(scheduler, counted) for _ in range(3))]
 
 
-# A block of its own, or the rest of one of the request's.
+# The probe gets a block of its own, or the rest of one of the request's blocks.
 @pytest.mark.parametrize(("shared", "alone"), [(3 * BLOCK, False), (3 * BLOCK + 7, False), (3 * BLOCK + 7, True)])
 def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int, alone: bool) -> None:
     guard, counted = Guard(), Counter[str]()
@@ -120,7 +126,7 @@ def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int,
     assert guard.fault == ""
     assert first.num_scheduled_tokens == {"parent": shared}
     assert second.num_scheduled_tokens == {f"{PREFIX}1": 2} | ({} if alone else {"parent": 1})
-    assert [r.req_id for r in second.scheduled_new_reqs] == [f"{PREFIX}1"], "what the workers get is whole"
+    assert [r.req_id for r in second.scheduled_new_reqs] == [f"{PREFIX}1"], "the workers are not told of the probe"
     calls = recorder.calls(governed=False)
     assert {r for call in calls for r in call["requests"] if r.startswith(PREFIX)} == set()
     assert "parent" in {r for call in calls for r in call["requests"]}
@@ -130,14 +136,14 @@ def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int,
 
 @pytest.mark.parametrize("shared", [3 * BLOCK])
 def test_without_that_it_is(scheduler: Any, shared: int) -> None:
-    """What hides a probe is what the test above is about."""
+    """Without the hiding, the connector is told of the probe, so the test above checks something."""
     run(scheduler, shared)
     named = {call["call"] for call in recorder.calls(governed=False) if f"{PREFIX}1" in call["requests"]}
     assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= named
 
 
 def test_a_block_that_a_probe_is_given_is_told_as_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OffloadingConnector stores blocks after they were freed, and finishes that once they are given away again."""
+    """OffloadingConnector stores freed blocks, and finishes storing a block when the block is allocated again."""
     monkeypatch.setenv(recorder.FOLDER, str(tmp_path))
     scheduler = scheduler_with("OffloadingConnector")
     assert kv_connectors.hide_from_connector(scheduler, PREFIX, Guard()) == ""
@@ -148,14 +154,14 @@ def test_a_block_that_a_probe_is_given_is_told_as_overwritten(tmp_path: Path, mo
         given.append(set(side._current_batch_allocated_block_ids))
         return build(output)
 
-    # It is asked once all blocks of the step are known.
+    # The store jobs are built once all blocks of the step are known.
     monkeypatch.setattr(side, "_build_store_jobs", notes)
     _, second, *_ = run(scheduler, 3 * BLOCK)
     (new,) = second.scheduled_new_reqs
     own = set(new.block_ids[0][3:])
     assert own
     assert own <= given[1]
-    assert not given[1] & set(new.block_ids[0][:3]), "those of the request are not"
+    assert not given[1] & set(new.block_ids[0][:3]), "blocks of the request are told as overwritten"
 
 
 def test_every_connector_of_this_vllm_but_one_takes_probes() -> None:
@@ -167,7 +173,7 @@ def test_every_connector_of_this_vllm_but_one_takes_probes() -> None:
         try:
             made = object.__new__(KVConnectorFactory.get_connector_class_by_name(name))
         except ModuleNotFoundError:
-            # LMCache's and MoRI-IO's are in packages of their own.
+            # LMCache's and MoRI-IO's connectors are in packages of their own.
             continue
         found[name] = connectors.obstacle(made, (KVConnectorBase_V1, SupportsHMA))
     assert len(found) > 10

@@ -1,4 +1,4 @@
-"""vLLM's server with two data-parallel ranks: each is an engine of its own to the control plane, governed as one."""
+"""vLLM's server with two data-parallel ranks, each of which the control plane governs as an engine of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "
 
 
 async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
-    """Named after what the pod is called, with its own steps, decisions and caps; requests go to both."""
+    """Each rank is named after its pod, with its own steps, decisions and caps; requests go to both."""
     control = Control(tmp_path)
     served = Served(tmp_path, control.target, options=RANKS, more={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
@@ -32,7 +32,7 @@ async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
         answers = await all_of(served)
         assert {len(reasoning.split()) for reasoning, *_ in answers} == {CAP}
 
-        wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be told of")
+        wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be reported")
         engines = obey(revision)
     finally:
         served.process.stop()
@@ -40,9 +40,9 @@ async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
     assert engines is not None
     assert engines.keys() == {"served", "served-dp1"}
     assert not any(engine.fault for engine in engines.values())
-    assert all(_ended(engines)), "requests went to both"
+    assert all(_ended(engines)), "a rank got no request"
 
 
 def _ended(engines: dict[str, fleet_pb2.Engine] | None) -> list[int]:
-    """How many ends of thinking each has told of."""
+    """Return the number of ends of thinking that each rank has reported."""
     return [sum(engine.ends.values()) for engine in (engines or {}).values()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 OPEN = {"open_think": True}
-# Thinks on until something stops it: the end marker and the end of sequence are both out of reach.
+# Parameters of a request that goes on until a limit or a decision stops it, because end of sequence is ignored.
 ENDLESS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
 
 
@@ -26,7 +26,7 @@ def opened(index: int = 0) -> dict[str, Any]:
 
 
 def endless(agent: Any, **extra: Any) -> SamplingParams:
-    """Sampling that never ends thinking by itself, without touching what a forced token needs."""
+    """Return sampling that never ends thinking by itself, without touching what a forced token needs."""
     return SamplingParams(**{**ENDLESS, "logit_bias": {agent.tracker.markers.end[0]: -30.0}, **extra})
 
 
@@ -37,14 +37,15 @@ def outcomes_since(control: Control, before: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("cap", [1, 2, 17, 40])
 def test_cap_is_exact(llm: Any, agent: Any, control: Control, cap: int) -> None:
-    """Exactly `cap` thinking tokens, then the marker, and not one token before it differs from an uncapped run."""
+    """There are exactly `cap` thinking tokens and then the marker, and no token before it differs from an uncapped
+    run."""
     case = opened()
     (free,) = chat(llm, [case], endless(agent, max_tokens=80))
     before = dict(control.settled().ends)
     control.apply({"scheduler": {"max_think_tokens": cap}})
     (capped,) = chat(llm, [case], endless(agent, max_tokens=80))
     end = agent.tracker.markers.end[0]
-    # The bias makes the free run endless; thinking up to the cap is the same run.
+    # The bias makes the free run endless; its thinking up to the cap equals the capped run's.
     assert end not in free
     assert capped[:cap] == free[:cap]
     assert capped[cap] == end
@@ -96,7 +97,7 @@ def test_entropy_rule_ends_thinking(llm: Any, agent: Any, control: Control, sett
 
 
 def test_every_decision_has_one_outcome(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
-    """Caps reached and not reached, probes, plans, tiers and an abort: outcomes add up to decisions."""
+    """With caps reached and not reached, probes, plans, tiers and an abort, there are as many outcomes as decisions."""
     control.apply({"scheduler": {"max_think_tokens": 60, "min_think_tokens": 0}, "entropy": {"shadow": True}})
     before = control.settled()
     run = Run(llm)
@@ -168,7 +169,8 @@ def test_live_view(llm: Any, agent: Any, control: Control, settled: Settled) -> 
 def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    """From opening to closing, the EAT samples on the way, the comparisons that held, and where the end took effect."""
+    """The explanation has opening, closing, EAT samples, the comparisons that were true, and the place of the forced
+    end."""
     prompts = [{"prompt": p, "template": OPEN} for p in maze.prompts(8, seed=77)]
     params = SamplingParams(temperature=0.0, max_tokens=700)
     revision = control.apply(CONVERGED)
@@ -205,7 +207,7 @@ def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(
 
 
 def test_bad_markers_are_refused_with_the_error(llm: Any, agent: Any, control: Control) -> None:
-    """The engine keeps its last good policy and says why; the next good one is taken."""
+    """The engine keeps its last good policy and reports the error; it takes the next good policy."""
     good = control.engine().acked_revision
     control.set_policy({**NEUTRAL, "model": {"maze": {"think_end_token_ids": [999_999]}}})
     engine = wait_for(lambda: e if (e := control.engine()).nack_error else None, 20, "a NACK")
@@ -229,7 +231,7 @@ def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:
 
 @pytest.mark.parametrize("rule", ["cap", "eat"])
 def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, settled: Settled, rule: str) -> None:
-    """A forced end writes the model's closing text, then the marker; a natural one adds nothing."""
+    """A forced end writes the model's closing text and then the marker; a natural end adds no text."""
     text = "Wait . "
     closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
     policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED

@@ -20,12 +20,12 @@ def test_neutral_policy(llm: Any, agent: Any, control: Any, stock: list[list[int
     assert chat(llm, cases(), GREEDY) == stock
     after = control.settled()
     assert after.decisions["cap"] - before.decisions["cap"] == len(stock)
-    # The first report of a stream may be a snapshot, which stands for the rows of its step.
+    # The first report of a stream may be a snapshot, which replaces the rows of its step.
     assert after.token_events - before.token_events >= sum(map(len, stock)) - len(stock)
 
 
 def test_shadow(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
-    """Caps and rules that would end all thinking at once are decided and counted, and nothing happens."""
+    """Caps and rules that would end all thinking at once are decided and counted, but not applied."""
     before = control.engine().outcomes["shadowed"]
     shadow = {"scheduler": {"shadow": True, "max_think_tokens": 5}, "kv_memory": {"shadow": True}}
     control.apply({**NEUTRAL, **shadow})

@@ -1,5 +1,7 @@
-"""The scripts in deploy/examples, as they are: two processes at a time, each with an engine of its own. Nothing in them
-or here names Meridian but the environment."""
+"""The scripts in deploy/examples as they are: two processes at a time, each with an engine of its own.
+
+Only the environment names Meridian, neither the scripts nor this test.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
 CAP = 12
-# What VLLM_PLUGINS says for each, and whether engine core and worker are one process.
+# The value of VLLM_PLUGINS for each example, and whether engine core and worker are one process.
 EXAMPLES = {"llm": ("meridian", APART), "async_llm": ("", TOGETHER)}
 OPTIONS = ["--model", str(MODEL), "--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
 OPTIONS += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "2"]
 
 
 class Script(Process):
-    """An example with an engine of its own. VLLM_PLUGINS lists our plugin for one of the two, and is not set for the
+    """An example with an engine of its own; VLLM_PLUGINS lists the agent's plugin for one example and is unset for the
     other."""
 
     def __init__(self, name: str, control: Control, folder: Path) -> None:
@@ -37,7 +39,8 @@ class Script(Process):
             env["VLLM_PLUGINS"] = plugins
         questions = folder / f"{name}.questions"
         os.mkfifo(questions)
-        # To read and write, for else this waits for the script, or the script for this.
+        # Opened for reading and writing, because otherwise this process would wait for the script, or the script for
+        # it.
         self._questions = os.fdopen(os.open(questions, os.O_RDWR), "w")
         command = [sys.executable, str(ROOT / "deploy" / "examples" / f"{name}.py"), *OPTIONS]
         super().__init__(command, folder / f"{name}.log", env, str(questions))
@@ -46,14 +49,14 @@ class Script(Process):
         print(question, file=self._questions, flush=True)
 
     def finish(self) -> int:
-        """No question comes any more; returns the exit status."""
+        """Send no more questions, and return the exit status."""
         self._questions.close()
         return self.popen.wait(60 * BUSY)
 
 
 @pytest.mark.timeout(400)
 def test_scripts_are_governed_by_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shows up in a real meridian-control, takes the policy, and its thinking ends at the cap."""
+    """Each engine connects to a real meridian-control and takes the policy, and its thinking ends at the cap."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     control = Control(tmp_path)
     running: dict[str, Script] = {}

@@ -1,4 +1,4 @@
-"""What holds on the real engine when the control plane is gone, or has frozen it."""
+"""The behaviour of the real engine while the control plane is gone, or has frozen the engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
-# Ends the thinking of every case that thinks, and more.
+# A policy that ends the thinking of every case that thinks.
 CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}
 
 
 def rebuild(scheduler: Any) -> Any:
-    """A new agent, as a restart of the engine makes it."""
+    """Return a new agent, as a restart of the engine makes it."""
     from meridian_agent.core.guard import Guard
 
     scheduler._lifecycle.link.stop()
@@ -48,7 +48,7 @@ def thawed(control: Control) -> Iterator[None]:
 
 @pytest.fixture
 def lost(control: Control, scheduler: Any) -> Iterator[None]:
-    """Whatever a test does to the control plane and the agent's clock, both are well again afterwards."""
+    """Restore the control plane and the agent's clock after a test, whatever it does to them."""
     yield
     scheduler._agent.link.clock = time.monotonic
     control.process.kill()
@@ -66,7 +66,7 @@ def kill(control: Control, agent: Any) -> None:
 
 @pytest.mark.usefixtures("thawed")
 def test_frozen_output_is_stocks(llm: Any, agent: Any, control: Control, stock: list[list[int]]) -> None:
-    """Under a policy that caps and forces, and with caps of the requests' own; a thaw brings it all back."""
+    """The policy caps and forces, and requests have caps of their own; a thaw brings all of it back."""
     control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 40, "min_think_tokens": 4}})
     ends = dict(control.settled().ends)
     assert chat(llm, cases(), GREEDY) != stock
@@ -153,7 +153,8 @@ def test_frozen_by_the_environment(  # noqa: PLR0917
 
 @pytest.mark.usefixtures("lost")
 def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
-    """The control plane is down: the default cap and the markers are those of the last start, and it says so."""
+    """While the control plane is down, the default cap and the markers are those of the last start, and the agent says
+    so."""
     text = "Wait . "
     revision = control.apply({**CAPPED, "model": {"maze": {"closing_text": text}}})
     capped = chat(llm, cases(), GREEDY)
@@ -165,7 +166,7 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     assert (again.link.revision, again.link.connected) == (revision, False)
     assert chat(llm, cases(), GREEDY) == capped
     again.link.clock = lambda: time.monotonic() + 100
-    assert chat(llm, cases(), GREEDY) == capped, "past the lease, too"
+    assert chat(llm, cases(), GREEDY) == capped, "the caps ended with the lease"
     control.start()
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
 
@@ -179,7 +180,10 @@ def state_file() -> Any:
 
 @pytest.mark.usefixtures("lost")
 def test_a_sections_lease_ends_its_caps(llm: Any, agent: Any, control: Control, stock: list[list[int]]) -> None:
-    """Of requests that run, and of new ones; a request's own stays. With the control plane it all comes back."""
+    """The lease ends the caps of running and of new requests, but not a request's own cap.
+
+    When the control plane is back, the caps are, too.
+    """
     control.apply({"scheduler": {"max_think_tokens": 12, "lease_ms": 60_000}})
     capped = chat(llm, cases(), GREEDY)
     assert capped != stock

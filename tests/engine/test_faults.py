@@ -1,4 +1,4 @@
-"""What goes wrong in the agent stays in the agent: every hook fails once on the real engine, output stays stock's."""
+"""Faults in the agent stay in the agent: every hook fails once on the real engine, and the output stays stock's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 HOOKS = ["opened", "before_schedule", "after_schedule", "bitmask", "after_update", "freeing"]
-# In the texts of exceptions: no other machine is told those, for they may quote a request.
+# Part of the exceptions' texts, which must not leave the machine, because they may quote a request.
 SECRET = "somebody's prompt"
 
 
 @pytest.fixture
 def rebuilt(scheduler: Any) -> Iterator[None]:
-    """A new agent in place of the one that a test has broken."""
+    """Replace the agent that a test has broken by a new one."""
     yield
     rebuild(scheduler)
 
@@ -40,7 +40,7 @@ def rebuilt(scheduler: Any) -> Iterator[None]:
 def test_a_hook_that_raises(  # noqa: PLR0917
     llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]], hook: str
 ) -> None:
-    """In the middle of a run: no request fails, no token changes, and the fleet shows the fault."""
+    """The hook fails during a run: no request fails, no token changes, and the fleet shows the fault."""
     original, calls = getattr(agent, hook), []
 
     def fails(*args: Any) -> Any:
@@ -76,7 +76,7 @@ def test_preemption_hook_that_raises(llm: Any, agent: Any, scheduler: Any, contr
 def test_it_comes_back_by_itself(
     llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests go on meanwhile, and what they generate then counts afterwards; the fault stays to be seen."""
+    """Requests go on meanwhile, and their tokens count afterwards; the fault stays visible."""
     monkeypatch.setattr(guard_module, "RESTS_S", (2.0, 3600.0))
     control.apply({"scheduler": {"max_think_tokens": 600}})
     run = Run(llm)
@@ -102,7 +102,7 @@ def test_it_comes_back_by_itself(
     shown = control.settled()
     assert (shown.fault, dict(shown.faults)) == ("", {"after_update": 1})
     assert shown.last_fault.startswith(f"after_update: RuntimeError at {__name__}:")
-    # As many times as it may: then not any more.
+    # The agent fails as often as it may come back; after that it stays off.
     _break(again, "before_schedule")
     chat(llm, cases()[:1], GREEDY)
     assert (scheduler._agent, scheduler._guard.rest_s() > 3000) == (None, True)
@@ -120,8 +120,11 @@ def _break(agent: Any, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", ["begin", "before_sampling", "put"])
 def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock: list[list[int]], hook: str) -> None:
-    """The worker stops measuring and serves on; the engine core goes on without signals, promises none any more if the
-    worker can still tell it, and is told of the fault once it is over if not."""
+    """The worker stops measuring and continues to serve; the engine core continues without signals.
+
+    If the worker can still report the fault, the engine core promises no more signals; otherwise the worker reports the
+    fault when the fault is over.
+    """
     before = control.settled().faults["observer"]
     observers = llm.collective_rpc(_break_observer, args=(hook,))
     assert all(observers)
@@ -129,7 +132,7 @@ def test_a_worker_hook_that_raises(llm: Any, agent: Any, control: Control, stock
         assert chat(llm, cases(), GREEDY) == stock
         assert all(f"RuntimeError at {__name__}:" in fault for fault in llm.collective_rpc(_observer_fault))
         assert (f"RuntimeError at {__name__}:" in agent.no_entropy) == (hook != "put")
-        # Its rest is over: it measures again.
+        # The observer's rest is over, and it measures again.
         llm.collective_rpc(_mend_observer)
         wait_for(lambda: chat(llm, cases(), GREEDY) and not agent.no_entropy, 30, "entropy again")
         assert not any(llm.collective_rpc(_observer_fault))

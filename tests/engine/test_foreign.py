@@ -1,5 +1,8 @@
-"""A real engine whose control plane is of another version, or is none: nothing fails, what is decided holds as far as
-both understand it, and the engine comes back to its own by itself."""
+"""A real engine whose control plane has another version, or is no control plane: no request fails.
+
+Decisions are applied as far as both versions understand them, and the engine returns to its own control plane by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ CAP: int = CAPPED["scheduler"]["max_think_tokens"]
 
 
 def lead(link: Any, targets: list[str]) -> None:
-    """Have the agent connect there, and see it do so."""
+    """Let the agent connect to these targets, and wait until it has."""
     before, link._targets = link._call, targets
     link.restart()
     wait_for(lambda: link._call is not before and link.connected, 20, "the other server's welcome")
@@ -41,7 +44,7 @@ def lead(link: Any, targets: list[str]) -> None:
 
 @contextlib.contextmanager
 def led_to(agent: Any, folder: Path, kind: str, *target: str) -> Iterator[Process]:
-    """The agent has its stream with such a program; afterwards with the real control plane again."""
+    """Run such a program with the agent's stream inside the block; afterwards return the agent to its control plane."""
     link, targets, address = agent.link, agent.link._targets, f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tests.chaos.foreign", kind, address, *target]
     process = Process(command, folder / f"foreign-{kind}.log")
@@ -55,7 +58,7 @@ def led_to(agent: Any, folder: Path, kind: str, *target: str) -> Iterator[Proces
 
 
 def explained(own: list[int], stock: list[int], end: int) -> bool:
-    """Whether a request says what stock says, up to where a cap ended its thinking."""
+    """Return whether a request's tokens are stock's, or stock's up to the token at which a cap ended its thinking."""
     common = next((i for i, (a, b) in enumerate(zip(own, stock, strict=False)) if a != b), None)
     return own == stock or (common is not None and common >= CAP and own[common] == end)
 
@@ -71,9 +74,10 @@ def test_another_version(  # noqa: PLR0917
     kind: str,
     version: str,
 ) -> None:
-    """To the agent the control plane is older or newer, to the control plane the agent is: what both know of goes on.
+    """To each other, the agent and the control plane appear older or newer, and everything that both know goes on
+    working.
 
-    The first version has the cap not in its settings but from the decision, which comes a little later.
+    The first version had the cap in a decision instead of in its settings, so the cap comes a little later.
     """
     control.apply(CAPPED)
     capped, end = chat(llm, cases(), GREEDY), agent.tracker.markers.end[0]
@@ -94,21 +98,23 @@ def test_another_version(  # noqa: PLR0917
 
 
 def told(process: Process) -> dict[str, int]:
-    """The newest of what `foreign.Decisions` has said."""
+    """Return the newest counts that `foreign.Decisions` printed."""
     lines = [line for line in process.output().splitlines() if line.startswith("{")]
     found: dict[str, int] = json.loads(lines[-1]) if lines else {"made": 0}
     return found
 
 
 def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path) -> None:
-    """About slots without a request and requests that have ended, while their slots have others: each is answered
-    once, as gone, and changes nothing."""
+    """Each decision for an unused slot, or for an ended request whose slot has another one, is answered once, as gone.
+
+    No such decision changes a token.
+    """
     control.apply(UNRULED)
     with led_to(agent, folder, "stray") as process:
-        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 20, "its settings to hold")
+        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 20, "its settings to be in force")
         away = control.engines()[0]
         assert (away.state, away.agent_state) != (fleet_pb2.CONNECTION_STATE_CONNECTED, agent_pb2.AGENT_STATE_READY)
-        # More than there are places, so that slots are used again.
+        # There are more requests than places, so that slots are used again.
         assert chat(llm, cases() * 3, GREEDY) == stock * 3
 
         def settled() -> dict[str, int] | None:
@@ -124,7 +130,7 @@ def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: l
 def test_a_flood_of_decisions(  # noqa: PLR0917
     llm: Any, agent: Any, control: Control, stock: list[list[int]], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What waits is bounded, the stream that brings too much is given up, and said so; no token is another."""
+    """Queues are bounded, a stream that sends too much is ended with a log line, and no token changes."""
     control.apply(UNRULED)
     link, before = agent.link, rss_mb()
     logger = logging.getLogger("vllm.meridian")
@@ -134,14 +140,14 @@ def test_a_flood_of_decisions(  # noqa: PLR0917
         with led_to(agent, folder, "flood"):
             run = Run(llm)
             while "too many messages or decisions" not in caplog.text:
-                # Each of them is of a stream that it outlives or not.
+                # The stream may end during a request or not.
                 for i, case in enumerate(cases()):
                     run.add(f"{len(run.finished)}-{i}", case, GREEDY.clone())
                 while llm.llm_engine.has_unfinished_requests():
                     run.step()
                     messages.append(len(link.inbox.messages))
                     decisions.append(link.inbox._in - link.inbox._out)
-                assert len(run.finished) < 100 * len(stock), "nothing is too much for it"
+                assert len(run.finished) < 100 * len(stock), "the flood's stream was not ended"
             assert list(run.tokens.values()) == stock * (len(run.tokens) // len(stock))
             assert {len(tokens) <= MAX_TOKENS for tokens in run.tokens.values()} == {True}
     finally:

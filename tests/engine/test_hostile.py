@@ -1,4 +1,4 @@
-"""A real engine whose control plane says everything that is allowed and absurd: requests end, the agent stays on."""
+"""A real engine whose control plane sends everything that is allowed and absurd: requests end, the agent stays on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_hostile_control_plane(llm: Any, agent: Any, scheduler: Any, monkeypat
             link._receive(message)
         run.step()
     assert not scheduler._guard.fault
-    assert next(said, None) is None, "all of it was said while requests were running"
+    assert next(said, None) is None, "the requests ended before everything was sent"
     assert set(run.finished.values()) <= {"stop", "length"}
     assert len(run.finished) == 3 * len(chosen)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()

@@ -1,7 +1,7 @@
-"""Faults inside the agent while the real engine serves: its sender or its link's thread stands still, its clocks jump,
-the process forks; and what could pile up or grow: very many requests, a very long one.
+"""Faults inside the agent while the real engine serves: a stopped sender or link thread, clock jumps, forks.
 
-A hook that waited for what stands still here would never come back: that the engine's steps go on is the check.
+Loads that could make the agent's memory or work grow are tested, too: very many requests, and a very long one. A hook
+that waited for a stopped thread would never return, so these tests show that steps never wait.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
     from tests.processes import Control
 
-# Far from every cap, and no rule that asks for a probe.
+# The cap is out of reach, and no rule asks for a probe.
 UNRULED: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 FULL = 16
 HOUR_S = 3600.0
-# In batches as a client sends them; the first ones warm up what the engine keeps.
+# Requests come in batches as from a client; the first ones warm up the engine's caches.
 SHORT, BATCH = 3_000, 300
-# Of the whole engine, which has only just begun to serve; what Python holds is looked at more closely.
+# Allowed growth of the whole engine, which has only just begun to serve; Python's own memory has a tighter check.
 MAX_GROWTH_MB = 96
 
 
 @pytest.fixture
 def gate(agent: Any) -> Iterator[threading.Event]:
-    """What stands still waits for this, at the latest until the test is over; then the link is whole again."""
+    """Yield an event for which a stopped thread waits, at the latest until the test is over; then restore the link."""
     opening = threading.Event()
     yield opening
     opening.set()
@@ -60,7 +60,7 @@ def gate(agent: Any) -> Iterator[threading.Event]:
 
 
 def capped_again(llm: Any, agent: Any, control: Control) -> None:
-    """Decisions hold once more, each has its outcome, nothing has failed, and no table has anything in it."""
+    """Check that decisions are applied again, each has its outcome, nothing has failed, and all tables are empty."""
     (own,) = chat(llm, [opened()], endless(agent, max_tokens=40))
     assert agent.tracker.markers.end[0] not in own
     control.apply(CAPPED)
@@ -81,7 +81,7 @@ def assert_empty(agent: Any) -> None:
 
 
 def counted(agent: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of requests in each snapshot that is made from now on."""
+    """Return a list that gets the number of requests of each snapshot made from now on."""
     made, snapshot = list[int](), agent.tracker.snapshot
 
     def counts() -> Any:
@@ -101,7 +101,7 @@ def test_a_full_ring(  # noqa: PLR0917
     gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gRPC takes no report any more: they are dropped and counted; then one snapshot tells all that was missed."""
+    """gRPC takes no report any more, so reports are dropped and counted; later one snapshot replaces all of them."""
     monkeypatch.setattr(outbox_module, "RING_RECORDS", FULL)
     control.apply(UNRULED)
     snapshots, link = counted(agent, monkeypatch), agent.link
@@ -121,12 +121,12 @@ def test_a_full_ring(  # noqa: PLR0917
     run.until(lambda: len(run.finished) == len(cases()))
     assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
     assert ring.qsize() == FULL
-    # The one under the sender's hand left room for another, at most.
+    # The record in the sender's hands left room for at most one more.
     assert link.outbox.reports_dropped - dropped > 100
     assert (link.outbox.ring is ring, link.connected, len(snapshots)) == (True, True, before)
     assert not gate.is_set()
     gate.set()
-    wait_for(lambda: ring.qsize() == 0, 20, "the sender to take what waits")
+    wait_for(lambda: ring.qsize() == 0, 20, "the sender to take the waiting records")
     run.step()
     assert snapshots[before:] == [1]
     known = len(run.tokens["through"])
@@ -143,7 +143,10 @@ def test_a_full_ring(  # noqa: PLR0917
 def test_the_links_thread_stands_still(
     llm: Any, agent: Any, control: Control, stock: list[list[int]], gate: threading.Event
 ) -> None:
-    """It sleeps over a message, without its lock: the engine serves by what holds; what came meanwhile holds later."""
+    """The thread sleeps over a message, without holding its lock; the engine goes on with the settings in force.
+
+    The settings that arrive meanwhile are put in force later.
+    """
     control.apply(CAPPED)
     capped = chat(llm, cases(), GREEDY)
     control.apply(UNRULED)
@@ -162,7 +165,7 @@ def test_the_links_thread_stands_still(
     assert link.handover.acquire(blocking=False)
     link.handover.release()
     assert (len(link.inbox.messages), len(link.arrived)) == (0, 0)
-    # Past the lease the state says so, and the next step has the stream ended; whose thread still sleeps.
+    # Past the lease the state is DEGRADED, and the next step ends the stream, while its thread is still asleep.
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=40))
     run.until(lambda: len(run.tokens["r"]) > 5)
@@ -191,7 +194,7 @@ def test_clocks_jump(  # noqa: PLR0917
     monkeypatch: pytest.MonkeyPatch,
     jump_s: float,
 ) -> None:
-    """Those that the agent reads, while requests run and probes are under way. A wall clock is none of them."""
+    """The agent's clocks jump while requests run and probes are under way; the agent reads no wall clock."""
     jumped = [0.0]
 
     def reads(clock: Callable[[], float]) -> Callable[[], float]:
@@ -211,7 +214,7 @@ def test_clocks_jump(  # noqa: PLR0917
     assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
     assert not scheduler._guard.fault
     wait_for(lambda: agent.link.connected, 20, "a stream")
-    # And back, while nothing runs.
+    # The clocks jump back while nothing runs.
     jumped[0] = 0.0
     assert chat(llm, cases(), GREEDY) == stock
     wait_for(lambda: agent.link.state == agent_pb2.AGENT_STATE_READY, 20, "the agent to be ready")
@@ -230,7 +233,7 @@ def alive(kind: type) -> int:
 
 
 def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
-    """Nothing of a request stays behind; slots are used again; each has as many tokens as it asked for."""
+    """No state of a request stays behind, slots are used again, and each request has all the tokens it asked for."""
     control.apply(UNRULED)
     prompts = [{"prompt_token_ids": prompt_ids(llm, case)[-8:]} for case in cases()]
     length = [1, 2, 3]
@@ -248,7 +251,7 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
     assert not scheduler._guard.fault
     assert_empty(agent)
     assert (alive(LiveRequest), agent.tracker._next_slot) == (tracked, slots)
-    # Less than one piece of memory for each request: none is left behind by each.
+    # There is less than one new memory block for each request, so a request leaves none behind.
     assert sys.getallocatedblocks() - blocks < SHORT / 2
     assert alive(StepRecord) <= outbox_module.RING_RECORDS
     assert rss_mb() - before < MAX_GROWTH_MB
@@ -257,14 +260,14 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
 
 
 def _in_the_child(link: Any) -> None:
-    """What a fork of the engine core finds: no thread of the link's, and an end that waits for none."""
+    """Check that the child of a fork has a single thread, so that no thread of the link delays its end."""
     assert not link._thread.is_alive()
     assert [t.name for t in threading.enumerate()] == [threading.current_thread().name]
 
 
 @pytest.mark.parametrize("how", ["process", "fork", "command"])
 def test_the_process_forks(llm: Any, agent: Any, control: Control, how: str) -> None:
-    """With the stream up and a request under way: the child ends, the parent's stream and the request go on."""
+    """The stream is up and a request under way: the child ends, and the parent's stream and request go on."""
     control.apply({"scheduler": {"max_think_tokens": 200}})
     connected = control.engine().connect_time
     run = Run(llm)
@@ -282,7 +285,7 @@ def test_the_process_forks(llm: Any, agent: Any, control: Control, how: str) -> 
 
 
 def fork(how: str, link: Any) -> int | None:
-    """Fork and see the child end; its status."""
+    """Fork, wait for the child's end, and return its status."""
     if how == "command":
         return subprocess.run([sys.executable, "-S", "-c", ""], check=False, timeout=60).returncode
     if how == "process":
@@ -297,8 +300,10 @@ def fork(how: str, link: Any) -> int | None:
 
 
 def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
-    """As long as the model allows: the agent does as much in a late step as in an early one, and reads its tokens
-    for probes only, which are requests of these tokens."""
+    """The request is as long as the model allows: the agent makes as many calls in a late step as in an early one.
+
+    It reads the request's tokens only for probes, which are requests of these tokens.
+    """
     control.apply(UNRULED)
     before = control.settled().decisions["probe"]
     run = Run(llm)
@@ -309,19 +314,19 @@ def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
     early = [calls_in(run.step) for _ in range(50)]
     run.until(lambda: len(run.tokens["long"]) > 850)
     late = [calls_in(run.step) for _ in range(50)]
-    # An answer of the control plane may come in any of them.
+    # An answer of the control plane may come in any of the steps.
     assert 0 < sorted(late)[25] <= 1.2 * sorted(early)[25]
     run.until()
     assert set(reads) <= {"place", "_enter"}
     probes = control.settled().decisions["probe"] - before
-    # How many there are is asked for, then they are copied.
+    # For a probe, the agent reads the number of tokens and then copies them.
     assert len(reads) <= 3 * probes < len(run.tokens["long"]) / 4
     assert len(run.tokens["long"]) > 950
     capped_again(llm, agent, control)
 
 
 def watched(request: Any) -> list[str]:
-    """Grows with each look of the agent's at a request's tokens, by the function that looks."""
+    """Return a list that gets the name of the calling function at each of the agent's reads of a request's tokens."""
     reads: list[str] = []
     for name in ("all_token_ids", "output_token_ids"):
         tokens = getattr(request, name)
@@ -348,7 +353,7 @@ def ours(frame: FrameType) -> bool:
 
 
 def calls_in(step: Callable[[], None]) -> int:
-    """Calls made by the agent on the engine's thread in a step, into C too."""
+    """Return the number of calls, into C too, that the agent makes on the engine's thread in a step."""
     calls = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:

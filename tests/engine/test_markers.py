@@ -1,5 +1,8 @@
-"""A real engine whose thinking markers nobody knows: it takes every policy, obeys what needs no markers, says what is
-missing, and does the rest as soon as policy names them."""
+"""A real engine whose thinking markers are unknown.
+
+The agent takes every policy, obeys the decisions that need no markers, reports what is missing, and does the rest as
+soon as a policy names the markers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ NAMED = {"model": {"maze": {"reasoning_parser": "qwen3"}}}
 
 @pytest.fixture
 def blind(llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
-    """The agent of an engine that was started with a parser whose markers its tokenizer cannot write."""
+    """Return the agent of an engine that was started with a parser whose markers its tokenizer cannot write."""
     (end,) = scheduler._agent.tracker.markers.end
     outputs = scheduler.vllm_config.structured_outputs_config
     own, outputs.reasoning_parser = outputs.reasoning_parser, "openai_gptoss"
@@ -68,10 +71,10 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     run.add("live", opened(), sampling(params, max_tokens=3 * LATER_CAP))
     run.until(lambda: len(run.tokens["live"]) >= CAP)
     revision = control.set_policy({**NAMED, "scheduler": {"max_think_tokens": LATER_CAP}})
-    # Settings come into force at a step, and the new Hello is on its way while none is made.
+    # Settings are put in force at a step, but the new Hello is sent while no step is made.
     wait_for(lambda: agent.link.arrived, 30, "the policy that names them")
     run.until(lambda: agent.tracker.markers.known)
-    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello that knows them")
+    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello with the markers")
     run.until()
     assert run.tokens["live"].index(end) == LATER_CAP, "a request that was live meanwhile"
     wait_for(lambda: control.engine().acked_revision == revision, 30, "the policy to be acknowledged")
@@ -89,6 +92,6 @@ def sampling(params: dict[str, Any], **more: Any) -> Any:
 
 
 def engines_of(control: Control) -> str:
-    """What `meridianctl engines` prints, on one line."""
+    """Return the output of `meridianctl engines`, on one line."""
     command = [*MERIDIANCTL, "--server", control.target, "engines"]
     return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())

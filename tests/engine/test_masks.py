@@ -1,4 +1,4 @@
-"""When a forced end may be written, of vLLM's own requests without an engine."""
+"""When a forced end may be written, tested on vLLM's own requests without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOOR, DRAFTS = 6, 4
 
 
 class Thinker:
-    """A request whose end is to be forced, and that min_tokens holds in its thinking."""
+    """A request whose end is to be forced, and whose min_tokens is not reached in its thinking."""
 
     def __init__(self, lookahead: int) -> None:
         from vllm.v1.request import Request
@@ -36,8 +36,8 @@ class Thinker:
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(drafts: int) -> None:
-    """Under asynchronous scheduling vLLM counts a place for each token that a step may make; of its drafts, perhaps
-    none is made."""
+    """Under asynchronous scheduling vLLM counts a place for each token that a step may make, even if no draft is
+    accepted."""
     thinker = Thinker(lookahead=1 + 2 * drafts)
     request, masks = thinker.request, thinker.masks
     step = SimpleNamespace(num_scheduled_tokens={"r": 1 + drafts}, scheduled_spec_decode_tokens={"r": [-1] * drafts})
@@ -50,7 +50,7 @@ def test_an_end_that_min_tokens_rules_out_waits_for_as_many_tokens_as_were_made(
 
 def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:
     thinker = Thinker(lookahead=1 + 2 * DRAFTS)
-    # A step with drafts is under way, one without has been scheduled.
+    # A step with drafts is under way, and one without drafts has been scheduled.
     thinker.request.num_output_placeholders = 1 + DRAFTS + 1
     waits = []
     for _ in range(FLOOR):

@@ -1,4 +1,4 @@
-"""Some of the matrix; one engine serves all tests of a build."""
+"""Run a part of the matrix; one engine serves all tests of a build."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.engine.matrix.builds import BUILDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Entropy, EAT and exact ends, which are guaranteed of every runner and scheduler.
+# Entropy, EAT and exact ends, which are guaranteed for every runner and scheduler.
 SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps")
-# What is guaranteed, and what has found most, of the builds that differ most; a feature by how its name begins.
+# The guaranteed features and those that have found most bugs, on the builds that differ most; each by its name's
+# beginning.
 CHOSEN = {
     "async": (
         *SIGNALS_AND_CAPS,
@@ -39,7 +40,7 @@ PAIRS = [(b, f.name) for b, names in CHOSEN.items() for f in features_of(b) if f
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, Any]]]:
-    """A build's line for each of its features; it runs when it is first asked for."""
+    """Return a function that runs a build on its first use, and returns the build's line for each of its features."""
 
     @functools.cache
     def of(build: str) -> dict[str, dict[str, Any]]:

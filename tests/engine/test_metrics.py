@@ -1,4 +1,4 @@
-"""What a real engine makes of every metric in the catalogue, as it is scraped from the control plane."""
+"""The value of every metric in the catalogue with a real engine, as it is scraped from the control plane."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
-# What an engine that is well, with budgets that follow it, leaves at 0.
+# Metrics that stay at 0 for a healthy engine with budgets that follow it.
 QUIET = {
     "meridian_client_faults_total",
     "meridian_policy_nacks_total",
@@ -34,7 +34,7 @@ QUIET = {
 
 
 def scraped(control: Control) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """The sum of each metric's samples (of a histogram, its observations), and of each with an engine its samples."""
+    """Return the sum of each metric's samples (for a histogram, its observations), and each engine metric's samples."""
     with urllib.request.urlopen(f"http://{control.options[-1]}/metrics", timeout=RPC_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     sums, engines = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
@@ -63,7 +63,7 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     grown = {name for name, entry in CATALOGUE.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}
     wanted = {n for n, entry in CATALOGUE.items() if entry.kind != "gauge" and not n.startswith("grpc_server_handl")}
     assert grown | QUIET >= wanted
-    # Those of the sampled requests come on top.
+    # Preemptions of the sampled requests are added to these.
     assert after["meridian_preemptions_total"] - before["meridian_preemptions_total"] >= thinking > 0
     for entry in (*ENGINES, *AGENTS):
         assert engines[entry.name] or entry.name == "meridian_agent_faults_total", entry.name

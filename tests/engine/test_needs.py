@@ -1,4 +1,5 @@
-"""The table of what the agent needs of vLLM, looked up in vLLM's sources and in the imported vLLM, whole and maimed."""
+"""The table of the vLLM names that the agent needs, checked in vLLM's sources and the imported vLLM, whole and
+altered."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_both_ways_to_look_find_everything() -> None:
 
 @pytest.mark.parametrize("owner", ALL)
 def test_every_name_is_looked_for(owner: str) -> None:
-    """Renamed, each of them is reported, of two that would do the first; so is its class."""
+    """If a name is renamed, the check reports it, and its class; of two alternative names it reports the first."""
     short = owner.rpartition(":")[2]
     wanted = tuple(want for want in ALL[owner] if not want.startswith("__"))
     names = [[either.partition("(")[0] for either in want.split(" | ")] for want in wanted]
@@ -64,7 +65,7 @@ def test_every_name_is_looked_for(owner: str) -> None:
 
 @pytest.mark.parametrize("owner", [owner for owner, wanted in ALL.items() if any("=" in want for want in wanted)])
 def test_every_argument_is_looked_for(owner: str) -> None:
-    """With its parameters renamed, each call that names some is reported."""
+    """If parameters are renamed, the check reports each call that names one of them."""
     wanted = tuple(want.split(" | ")[0] for want in ALL[owner] if "=" in want)
     arguments = "|".join(re.findall(r"\b(\w+)=", "".join(wanted)))
     found = missing(Maimed(functools.partial(re.sub, rf"\b({arguments})\b", r"\1_renamed")), {owner: wanted})
@@ -117,7 +118,7 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
-    """It serves what stock serves; its log and the fleet name each hook."""
+    """The engine serves what stock vLLM serves; its log and the fleet name each missing hook."""
     control = Control(tmp_path)
     env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     engine = Process([sys.executable, "-m", "tests.engine.lacking"], tmp_path / "engine.log", env)

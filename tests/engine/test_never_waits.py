@@ -1,9 +1,9 @@
-"""The engine's steps never wait for the agent's link: what the hooks call is looked at, not how long it takes.
+"""The engine's steps never wait for the agent's link: the tests check which functions hooks call, not their time.
 
 A profile of the engine's thread sees every C function that a hook calls, on however busy a machine. Waiting takes one
-of these: a lock, a queue, a sleep, a poll, a file or a socket. One lock is known: the handover, which the link's thread
-holds for the moment in which it notes a message. That thread stands still for ever beside a serving engine in
-`test_inner_faults`.
+of these: a lock, a queue, a sleep, a poll, a file or a socket. One lock is allowed: the handover, which the link's
+thread holds only while it notes a message. `test_inner_faults` has an engine that serves while the link's thread stands
+still for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.processes import Control
 
-# What these own may wait, but for what is named.
+# Owners of functions that may wait, except for the functions in NEVER_WAIT.
 WAITING = (
     "_thread.",
     "_queue.",
@@ -53,13 +53,13 @@ NEVER_WAIT = {
     "_thread.get_ident",
     "posix.urandom",
     "posix.getpid",
-    # The handover, the only lock of this kind; of `with lock` the profile sees the end.
+    # The handover, the only lock of this kind; of `with lock` the profile sees only the end.
     "_thread.RLock.__exit__",
 }
 
 
 class Calls:
-    """C functions by name that the agent's hooks call."""
+    """Counts, by name, the C functions that the agent's hooks call."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -82,7 +82,8 @@ def _name(function: Any) -> str:
 
 @pytest.fixture
 def calls(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """What is called under the guard while a test runs, without the log's lines, of which a change of state has one."""
+    """Yield the calls made under the guard while a test runs, without those for log lines, which a change of state
+    writes."""
     found, run = Calls(), scheduler._guard.run
 
     def profiled(hook: Any, *args: Any) -> Any:
@@ -100,7 +101,8 @@ def calls(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 
 def serve(llm: Any, agent: Any, name: str) -> None:
-    """Thinking and answers, probes and caps, an abort, more than the cache holds; then the engine falls idle."""
+    """Run thinking and answers, probes and caps, an abort, and more than the cache holds; then let the engine fall
+    idle."""
     run = Run(llm)
     for i in range(6):
         run.add(f"{name}-{i}", opened(i), endless(agent, max_tokens=200))

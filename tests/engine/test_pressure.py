@@ -21,7 +21,7 @@ ANSWER = {"enable_thinking": False}
 
 
 def pressure(llm: Any, agent: Any, control: Control) -> tuple[int, int]:
-    """Thinkers first, answers last, more than the cache holds; returns preemptions of (thinking, answering)."""
+    """Run thinkers first and answers last, more than the cache holds; return preemptions of (thinking, answering)."""
     before = agent.preempted_think, agent.output_critical
     run = Run(llm)
     for i in range(5):
@@ -36,7 +36,7 @@ def pressure(llm: Any, agent: Any, control: Control) -> tuple[int, int]:
 
 
 def test_answers_are_never_preempted_before_thinking(llm: Any, agent: Any, control: Control) -> None:
-    """Stock vLLM preempts the answers that came last; governed, only thinking is preempted."""
+    """Stock vLLM preempts the answers that came last; governed, it preempts only thinking."""
     control.apply({**NEUTRAL, "scheduler": {"enabled": False}})
     thinking, answering = pressure(llm, agent, control)
     assert answering > 0, (thinking, answering)
@@ -82,9 +82,9 @@ STEP_MS, TOKEN_MS = 5.0, 1.0
 
 @pytest.fixture
 def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The agent, reporting steps as slow as a larger model's; the control plane has learnt what they cost.
+    """Return the agent, which reports steps as slow as a larger model's, after the control plane has learnt their cost.
 
-    On a stream of their own: what steps took before, on a busy machine, would be remembered for hundreds of them.
+    The reports go over a new stream, because the control plane would remember the earlier steps for hundreds of steps.
     """
     monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
     before = control.engine().connect_time
@@ -119,7 +119,7 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
 
 
 def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
-    """The share that waits for the first answer costs nothing before."""
+    """Before the first answer, the share costs thinking nothing."""
     tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
@@ -141,7 +141,8 @@ def test_think_tpot_budget_bounds_the_wait(
 
 
 def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
-    """Every strategy in turn on a running engine: who is left out differs, what is generated does not."""
+    """Every strategy runs in turn on a running engine: different requests are left out, but the tokens stay the
+    same."""
     params = endless(priced, max_tokens=250)
     reference = chat(llm, SEVEN, params)
     run = Run(llm)
@@ -172,7 +173,7 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
 
 
 def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
-    """A prompt of 150 tokens comes in over several steps beside an answer, and in one step beside none."""
+    """A prompt of 150 tokens comes in over several steps beside an answer, and in one step without one."""
     least = {"output_tpot_budget_ms": 1.0, "min_prefill_tokens": 16}
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(priced, max_tokens=20))
@@ -203,7 +204,7 @@ def test_prompts_wait_while_answers_stream(llm: Any, priced: Any, control: Contr
 
 
 def long_prompt(seed: int) -> dict[str, Any]:
-    """A prompt that no cache holds."""
+    """Return a prompt that no cache holds."""
     return {"prompt": "\n".join(maze.prompts(6, seed=1000 + seed)), "template": {"open_think": True}}
 
 
@@ -211,7 +212,7 @@ def long_prompt(seed: int) -> dict[str, Any]:
 def test_think_phase_memory_fraction_holds_admission(
     llm: Any, agent: Any, control: Control, scheduler: Any, fraction: float
 ) -> None:
-    """In vLLM's own order answers get preempted; while they wait and thinking has its share, nothing new comes in."""
+    """In vLLM's own order answers are preempted; while they wait and thinking has its share, no request is admitted."""
     control.apply({"scheduler": {"enabled": False}, "kv_memory": {"think_phase_memory_fraction": fraction}})
     limits: list[int] = []
     before_schedule = agent.before_schedule
@@ -250,8 +251,11 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     tool_call: str | None,
     reclaimed: bool,
 ) -> None:
-    """Blocks past the prompt lose their hash and head the free queue; the prompt's stay cached. Off, all stay; so they
-    do when the output calls a tool (here: any sentence end does), for the next turn repeats it."""
+    """Blocks past the prompt lose their hash and head the free queue; the prompt's blocks stay cached.
+
+    With the policy off, all blocks stay cached. They also stay if the output calls a tool (in this test, any sentence
+    end does), because the next turn repeats it.
+    """
     llm.llm_engine.reset_prefix_cache()
     calls = tool_call and llm.get_tokenizer().convert_tokens_to_ids(tool_call)
     monkeypatch.setattr(agent.blocks, "_tool_call", calls)

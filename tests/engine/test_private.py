@@ -1,5 +1,7 @@
-"""Neither prompts nor output leave a real engine: every byte that it sends is held against the requests' tokens and
-texts, faults and refusals included."""
+"""Neither prompts nor output leave a real engine: every byte that it sends is compared with requests' tokens and texts.
+
+That includes faults and refusals.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
-# Tokens in a row that count as a piece of a request; of texts, words.
+# Length of a piece of a request, in tokens or, for texts, in words.
 PIECE = 3
 
 
@@ -40,7 +42,7 @@ def wiretap(control: Control) -> Iterator[Wiretap]:
 
 
 def strings(message: Any) -> Iterator[str]:
-    """Every text in a message, and in those within it."""
+    """Yield every text in a message and in the messages within it."""
     for field, value in message.ListFields():
         values = value.items() if hasattr(value, "items") else value if hasattr(value, "append") else [value]
         for one in values:
@@ -56,20 +58,21 @@ def varint(number: int) -> bytes:
 
 
 def spellings(tokens: list[int]) -> list[bytes]:
-    """How tokens in a row may lie in bytes: in decimal, packed by protobuf, as integers of either width."""
+    """Return the forms that consecutive tokens may have in bytes: decimal, packed by protobuf, integers of either
+    width."""
     texts = [f"{separator}".join(map(str, tokens)).encode() for separator in (", ", ",", " ")]
     return [*texts, b"".join(map(varint, tokens)), *(struct.pack(f"<{len(tokens)}{kind}", *tokens) for kind in "Iq")]
 
 
 def pieces(tokens: list[int]) -> Iterator[list[int]]:
-    """Runs of tokens that say something: not the same one again and again."""
+    """Yield runs of tokens that are not one token repeated."""
     for at in range(len(tokens) - PIECE + 1):
         if len(set(tokens[at : at + PIECE])) == PIECE:
             yield tokens[at : at + PIECE]
 
 
 def quoting(*said: Any) -> Any:
-    """A hook that fails, with all that a request says in the exception's text."""
+    """Return a hook that fails with a request's tokens and text in the exception's text."""
 
     def fails(*_: Any) -> Never:
         raise KeyError(*said)
@@ -95,8 +98,10 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     wiretap: Wiretap,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Probes, caps and their outcomes, an abort, a refused policy, a fault of each process with the request in its
-    text, the agent that comes back with a snapshot."""
+    """The run has probes, caps and their outcomes, an abort, a refused policy, and faults that quote the request.
+
+    Each process has one such fault, and the agent comes back with a snapshot.
+    """
     monkeypatch.setattr(guard_module, "RESTS_S", (3600.0,))
     prompts = [prompt_ids(llm, case) for case in cases()]
     quoted = f"{prompts} {[case['prompt'] for case in cases()]}"
@@ -109,7 +114,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     run.abort("r3")
     refused = control.set_policy({**DENSE, "model": {"maze": {"reasoning_parser": "nobody"}}})
     wait_for(lambda: refused in agent.link.refused, 20, "the policy to be refused")
-    # A fault of the worker's, then one of the engine core's, with what it says of requests in its text.
+    # A fault of the worker and then one of the engine core, both with the requests' text in their exception.
     llm.collective_rpc(_break_observer, args=(quoted,))
     run.until(lambda: agent.no_entropy)
     llm.collective_rpc(_mend_observer)
@@ -117,7 +122,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     run.until(lambda: scheduler._agent is None)
     assert quoted[:200] in scheduler._guard.text
     wait_for(lambda: any(m.hello.fault for m in wiretap.messages()), 20, "a Hello with the fault")
-    # The rest is over.
+    # End the agent's rest.
     scheduler._guard._back_at = 0.0
     run.until(lambda: scheduler._agent is not None)
     hellos = sum(m.HasField("hello") for m in wiretap.messages())
@@ -149,7 +154,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
 
 
 def all_was_said(messages: list[agent_pb2.ConnectRequest]) -> None:
-    """Whether the agent was brought to say each kind of thing that it says."""
+    """Check that the agent has sent each kind of message."""
     kinds = {message.WhichOneof("message") for message in messages}
     assert kinds >= {"hello", "snapshot", "step", "settings_status"}
     steps = [message.step for message in messages if message.HasField("step")]

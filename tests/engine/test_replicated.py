@@ -1,5 +1,8 @@
-"""A real vLLM server and simulated agents under two replicas on a real PostgreSQL: the policy changes, rollouts go
-through or are taken back, a replica is killed in the middle of each, and nobody's request notices."""
+"""A real vLLM server and simulated agents under two replicas on a real PostgreSQL.
+
+The policy changes, rollouts succeed or are taken back, a replica is killed in the middle of each, and no request is
+affected.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def served(replicated: Replicated) -> Iterator[Served]:
 
 @asynccontextmanager
 async def fleet(replicated: Replicated) -> AsyncIterator[list[Simulated]]:
-    """Both replicas up, the engine and all simulated ones connected to either."""
+    """Start both replicas, and connect the engine and all simulated agents to either."""
     for process in replicated.processes:
         if process.popen is None or process.popen.poll() is not None:
             await process.started()
@@ -78,13 +81,13 @@ def capped(tokens: int) -> policy_pb2.Policy:
 
 
 async def update(asked: Client, tokens: int) -> None:
-    """Change the policy and wait until all engines have applied it, wherever they are."""
+    """Change the policy and wait until all engines have applied it, on whichever replica they are."""
     answer = await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=capped(tokens)))
     await until_answer(lambda: _acked(asked), dict.fromkeys(NAMES, answer.revision.revision))
 
 
 async def thinking(served: Served) -> list[int]:
-    """Words of thinking in answers to some prompts; the model's words are tokens."""
+    """Return the words of thinking in answers to some prompts; the model's words are its tokens."""
     return [len(reasoning.split()) for reasoning, _, _ in await all_of(served)]
 
 
@@ -143,7 +146,7 @@ async def test_rollouts_go_on_although_the_leader_is_killed(served: Served, repl
             await until_answer(lambda: _with(asked, before + 1), NAMES)
             assert max(await thinking(served)) <= 7
 
-            # The engine is in the last step: it never sees what a canary refuses.
+            # The engine is in the last step of the rollout, so it never gets a policy that a canary refuses.
             simulated[0].refusal = "cannot be"
             await rollouts.StartRollout(staged(3))
             await until_answer(state, ROLLED_BACK, 60)
@@ -157,7 +160,7 @@ async def test_rollouts_go_on_although_the_leader_is_killed(served: Served, repl
 
 
 def staged(tokens: int) -> rollout_pb2.StartRolloutRequest:
-    """First the canaries, then all; taken back when one refuses."""
+    """Return a rollout to the canaries first and then to all; it is taken back if an engine refuses."""
     steps = [
         rollout_pb2.RolloutStep(engine_labels={"pool": "canary"}, bake_s=3),
         rollout_pb2.RolloutStep(percent=100, bake_s=1),
@@ -168,5 +171,5 @@ def staged(tokens: int) -> rollout_pb2.StartRolloutRequest:
 
 
 async def _with(asked: Client, revision: int) -> list[str]:
-    """The engines that have applied a revision."""
+    """Return the engines that have applied a revision."""
     return sorted(name for name, acked in (await _acked(asked)).items() if acked == revision)

@@ -1,4 +1,4 @@
-"""A rollout over a real engine and one more agent: from nobody to everybody, applied at both."""
+"""A rollout over a real engine and a simulated agent, from none to all, applied by both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that read natural boundaries, on the real engine: where probes are placed, rank, soft close."""
+"""Rules that use natural boundaries, on the real engine: placement of probes, rank, soft close."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OPEN = {"open_think": True}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
 CASES: list[dict[str, Any]] = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
-# A step that is paced begins once the report of the step before it is answered: what was decided applies in it.
+# A paced step begins once the report of the step before it is answered, so the decision applies in that step.
 LATE_TOKENS = 1
 
 
@@ -54,7 +54,7 @@ def test_probes_wait_for_a_boundary(  # noqa: PLR0917
 
 
 def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -> int:
-    """Thinking tokens at the first sentence end after which the end marker ranks at most `max_rank`."""
+    """Return the thinking tokens at the first sentence end after which the end marker ranks at most `max_rank`."""
     for n in range(max(1, from_tokens), len(measured)):
         _, flags, *_ = measured[n - 1]
         _, _, _, end_rank, _ = measured[n]
@@ -67,7 +67,7 @@ def first_likely_end(measured: list[Any], max_rank: int, from_tokens: int = 0) -
 def test_rank_and_soft_close_end_thinking_at_their_boundary(
     llm: Any, agent: Any, control: Control, settled: Settled, rule: str
 ) -> None:
-    """Thinking is the free run's up to the boundary that the rule asks for, and ends soon after it, not before."""
+    """Thinking equals the free run's up to the boundary that the rule asks for, and ends soon after it, not before."""
     with records(agent) as seen:
         free = chat(llm, CASES, GREEDY)
     end = agent.tracker.markers.end[0]
@@ -89,7 +89,7 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(
 def test_answers_stay_right_when_the_rules_end_thinking(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    """Six at a time: an engine that runs as many requests as it can has no place for a probe."""
+    """Six requests run at a time, because an engine with as many requests as it can run has no place for a probe."""
     chosen = CASES
     free = chat(llm, chosen, GREEDY)
     control.apply(CONVERGED)
@@ -108,24 +108,27 @@ def test_answers_stay_right_when_the_rules_end_thinking(
 def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     llm: Any, agent: Any, scheduler: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One prompt after the other takes what each step has left. Probes have their tokens all the same, their steps are
-    as full as any, and up to its end thinking says what it says on an engine that does nothing else."""
+    """One prompt after the other takes the tokens that each step has left.
+
+    Probes still get their tokens, steps with probes are as full as others, and thinking up to its end equals that on an
+    engine without prompts in pieces.
+    """
     free = chat(llm, CASES[:2], GREEDY)
     end, words = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids(list(maze.NODES))
-    # Held until it is decided: how long that takes on a busy machine is not the matter here.
+    # A request is held until its decision comes, so that a busy machine does not change the result.
     control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "eat_hold_ms": 5000}})
     before = control.settled().ends["eat"]
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 32)
     threshold = scheduler.scheduler_config.long_prefill_token_threshold
     run, rng, numbers = Run(llm), random.Random(5), itertools.count()
-    # Tokens of each step with a probe, and of each without.
+    # Tokens of each step with a probe, and of each step without one.
     probed, plain = Counter[int](), Counter[int]()
     names = [f"thinks-{i}" for i in range(2)]
     for name, case in zip(names, CASES, strict=False):
         run.add(name, case, GREEDY)
 
     def thought() -> bool:
-        """Whether both are done; until then there are always prompts that wait."""
+        """Return whether both requests are done; until then there are always prompts that wait."""
         while len(run.tokens) - len(run.finished) < 5:
             run.put(f"prompt-{next(numbers)}", rng.choices(words, k=400), SamplingParams(max_tokens=1))
         return set(names) <= run.finished.keys()
@@ -141,7 +144,7 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     monkeypatch.setattr(scheduler, "schedule", watched)
     run.until(thought, settled=settled)
     run.until()
-    # vLLM fills a step less where the last piece of a prompt leaves room and no block is free for the next one.
+    # vLLM fills a step less if the last piece of a prompt leaves room but no block is free for the next prompt.
     assert probed[32] > 0
     assert probed.keys() - {32} <= plain.keys()
     assert probed[32] / probed.total() >= plain[32] / plain.total()
@@ -154,7 +157,7 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
 
 
 def paragraph_rule(hold_ms: int) -> dict[str, Any]:
-    """Ends thinking at the first paragraph end that was probed: any entropy is below the level."""
+    """Return a rule that ends thinking at the first probed paragraph end, because any entropy is below its level."""
     rule = {
         "shadow": False,
         "ema_alpha": 1.0,
@@ -169,11 +172,13 @@ def paragraph_rule(hold_ms: int) -> dict[str, Any]:
 
 
 def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any, control: Control) -> None:
-    """Not one token after the paragraph end that was probed, however long the decision is on its way; and a request
-    that is not answered in time thinks on."""
+    """Thinking ends exactly at the probed paragraph end, however long the decision takes.
+
+    A request without an answer in time goes on thinking.
+    """
     free = chat(llm, CASES, GREEDY)
     end, paragraph = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids("\n\n")
-    # As long as any engine holds: how long an answer takes on a busy machine is not the matter here.
+    # The hold is as long as any engine allows, so that a busy machine does not change the result.
     control.apply(paragraph_rule(MAX_HOLD_MS))
     with records(agent) as seen:
         held = chat(llm, CASES, GREEDY)
@@ -189,7 +194,7 @@ def test_a_held_request_ends_exactly_where_it_was_measured(llm: Any, agent: Any,
 
 
 def test_nobody_is_held_longer_than_allowed(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
-    """The control plane falls silent: probes come back, answers do not, and every request goes on as stock."""
+    """The control plane falls silent: probes come back, answers do not, and every request goes on as in stock vLLM."""
     free = chat(llm, CASES, GREEDY)
     control.apply(paragraph_rule(150))
     run = Run(llm)

@@ -1,6 +1,6 @@
-"""vLLM's OpenAI server with the agent: the control plane absent, killed and back, with clients streaming all along.
+"""vLLM's OpenAI server with the agent: the control plane is absent, killed and back, while clients stream.
 
-Engine and control plane know each other by certificates (mTLS); the engine's lets it connect as itself.
+Engine and control plane authenticate by certificates (mTLS); the engine's certificate lets it connect under its own id.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from tests.certificates import Issued
 
-# Enough that most of it is still to come when the first rows are seen.
+# Number of rounds, enough for most tokens to be still to come when the first rows arrive.
 ROUNDS = 5
 PROMPTS = maze.prompts(6, seed=5)
-# Core and worker are one process, as vLLM has them on a GPU, or two, as it has them on a CPU.
+# Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
 TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 class Served:
-    """The server and its client's address. options: more of vLLM's own. more: of its environment."""
+    """The server and its client's address. options: more of vLLM's own options. more: more of its environment."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class Served:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
         env |= TOGETHER
-        # Its own: another server of the same name has left settings that hold without a control plane.
+        # The folder is the server's own, because another server of the same name has left settings that hold without a
+        # control plane.
         env["MERIDIAN_STATE_DIR"] = str(folder / f"state-{self.port}")
         if own is not None:
             env |= {
@@ -72,7 +73,7 @@ class Served:
 
 
 async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
-    """One streaming chat request; returns reasoning, content and finish reason."""
+    """Send one streaming chat request; return reasoning, content and finish reason."""
     reasoning, content, finish = "", "", ""
     async with served.client() as client:
         chunks = await client.chat.completions.create(
@@ -102,7 +103,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, authority: Authority) -> Iterator[tuple[Served, Path, int]]:
-    """A server whose control plane does not exist yet."""
+    """Yield a server whose control plane does not exist yet."""
     port = free_port()
     served = Served(folder, f"127.0.0.1:{port}", authority.issue("served"))
     wait_for(served.ready, 180, "vLLM to serve")
@@ -111,7 +112,7 @@ def served(folder: Path, authority: Authority) -> Iterator[tuple[Served, Path, i
 
 
 def secured(authority: Authority) -> dict[str, Any]:
-    """A control plane's options, and an operator's credentials."""
+    """Return a control plane's options and an operator's credentials."""
     server, access = authority.issue("server"), authority.folder / "access.toml"
     roles = {"served": "agent", "operator": "operator"}
     access.write_text("".join(f'[[identity]]\ncn = "{name}"\nrole = "{role}"\n' for name, role in roles.items()))
@@ -123,7 +124,10 @@ def secured(authority: Authority) -> dict[str, Any]:
 async def test_life_without_with_and_after_the_control_plane(
     served: tuple[Served, Path, int], authority: Authority
 ) -> None:
-    """Absent at start, brought up, killed while clients stream, brought back: no request fails, the agent resyncs."""
+    """The control plane is absent at start, brought up, killed while clients stream, and brought back.
+
+    No request fails, and the agent resyncs.
+    """
     server, folder, port = served
     folder.mkdir()
     alone = await all_of(server)
@@ -157,7 +161,7 @@ async def test_life_without_with_and_after_the_control_plane(
 
 
 async def test_own_cap_without_a_control_plane(served: tuple[Served, Path, int]) -> None:
-    """`vllm_xargs` caps a request even when nobody governs the engine."""
+    """`vllm_xargs` caps a request even if no control plane governs the engine."""
     server, _, _ = served
     reasoning, content, finish = await stream(server, PROMPTS[0], vllm_xargs={"meridian_max_think_tokens": 7})
     assert len(reasoning.split()) <= 7

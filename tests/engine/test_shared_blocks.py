@@ -1,4 +1,4 @@
-"""Blocks that a live request shares with one that ends are left alone, on the real scheduler and block pool."""
+"""Blocks that a live request shares with an ending one are left alone, on the real scheduler and block pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def blocks_of(agent: Any, scheduler: Any, name: str) -> list[int]:
-    """KV blocks of the request that a test calls so, in order."""
+    """Return the KV blocks of the request with this name, in order."""
     (request_id,) = (known for known in agent.tracker.by_id if known.split("-")[0] == name)
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(request_id)
     return list(blocks)
@@ -22,8 +22,10 @@ def blocks_of(agent: Any, scheduler: Any, name: str) -> list[int]:
 def test_what_a_live_request_shares_is_left_alone(
     llm: Any, agent: Any, control: Control, scheduler: Any, settled: Settled
 ) -> None:
-    """A second request begins on blocks of the first one's thinking, which are past the first one's prompt; when the
-    first ends, those that are its own alone are given up, the shared ones stay, and a third request finds them."""
+    """A second request begins on blocks of the first request's thinking, which are past the first one's prompt.
+
+    When the first request ends, its own blocks are given up, the shared ones stay, and a third request finds them.
+    """
     llm.llm_engine.reset_prefix_cache()
     size, pool = agent.block_size, scheduler.kv_cache_manager.block_pool.blocks
     prompt, run = prompt_ids(llm, opened()), Run(llm)
@@ -38,7 +40,7 @@ def test_what_a_live_request_shares_is_left_alone(
     assert len(past_the_prompt) >= 2
     assert {pool[block].ref_cnt for block in past_the_prompt} == {2}
     reclaimed = agent.blocks.reclaimed
-    # Which of its blocks no later turn can reach is the control plane's to say.
+    # The control plane decides which of the request's blocks no later turn can reach.
     run.until(lambda: "first" in run.finished, settled=settled)
     assert agent.blocks.reclaimed > reclaimed
     assert {pool[block].ref_cnt for block in past_the_prompt} == {1}

@@ -1,4 +1,4 @@
-"""Signals measured in the engine against an independent offline computation with Transformers on the same tokens."""
+"""Signals measured in the engine, compared with an independent computation by Transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def offline() -> Any:
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
-    """Entropy to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5; temperature 1, a mixed batch."""
+    """Entropy matches to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5, in a mixed batch at
+    temperature 1."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
@@ -37,15 +38,15 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
         prompt = prompt_ids(llm, case)
         assert not mismatches(offline, prompt, tokens, measured, end)
         expected = offline(prompt + tokens)[len(prompt) - 1 : -1, end]
-        # A single logit: float32 rounding of two implementations, not of the signal.
+        # The tolerance is for a single logit: two implementations round float32 differently.
         thinking = [i for i, m in enumerate(measured) if m[0] == Phase.THINK]
         assert [measured[i][4] for i in thinking] == pytest.approx(expected[thinking], abs=5e-5)
         answer = [m for before, m in itertools.pairwise(measured) if before[0] == m[0] == Phase.OUTPUT]
-        assert all(math.isnan(m[2]) for m in answer), "nothing reads the entropy of an answer"
+        assert all(math.isnan(m[2]) for m in answer), "the entropy of an answer is measured, but no rule reads it"
 
 
 def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
-    """Every token's phase is the one its place before or after the markers says."""
+    """Every token's phase is that of its place before or after the markers."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=300, seed=3))
@@ -64,7 +65,8 @@ def test_phases_follow_the_text(llm: Any, agent: Any) -> None:
 def test_eat_probe(  # noqa: PLR0917
     llm: Any, agent: Any, control: Control, settled: Settled, offline: Any, prefix: str
 ) -> None:
-    """A probe is the entropy after what it appends, to 1e-5 nats, and costs one token more than that."""
+    """A probe returns the entropy after the text that it appends, to 1e-5 nats, and costs one token more than that
+    text."""
     control.apply({**DENSE, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
@@ -78,11 +80,13 @@ def test_eat_probe(  # noqa: PLR0917
     assert not probe_mismatches(offline, prompt, tokens, measured, appended)
     assert {cost for *_, cost, _, _ in measured} == {1 + len(appended)}, "the newest token has no KV yet"
     assert not any(empty for *_, empty in measured)
-    assert len({(len(prompt) + p[2]) % agent.block_size for p in measured}) > 4, "not on one place in a block"
+    assert len({(len(prompt) + p[2]) % agent.block_size for p in measured}) > 4, (
+        "the probes are all at the same place in a block"
+    )
 
 
 def counts(llm: Any) -> dict[str, int]:
-    """vLLM's own counters that a probe would show up in."""
+    """Return vLLM's own counters that a probe might change."""
     names = ("vllm:prefix_cache_queries", "vllm:prompt_tokens", "vllm:request_success")
     found = dict.fromkeys(names, 0)
     for metric in llm.get_metrics():
@@ -94,7 +98,7 @@ def counts(llm: Any) -> dict[str, int]:
 def test_probes_stay_invisible(
     llm: Any, agent: Any, control: Control, settled: Settled, stock: list[list[int]]
 ) -> None:
-    """Probing as often as possible changes no token, and none of vLLM's own counts of requests and cached tokens."""
+    """Probes as often as possible change no token, and none of vLLM's own counts of requests and cached tokens."""
     from tests.engine.test_equality import GREEDY
 
     control.apply(DENSE)

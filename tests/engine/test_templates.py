@@ -1,4 +1,4 @@
-"""What the agent finds out about a chat template by rendering it, with a real tokenizer and templates of every kind."""
+"""The properties of a chat template that the agent finds by rendering it, with a real tokenizer and many templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meridian_agent.core.phases import Markers
 from meridian_agent.vllm_adapter.tokenizer import Template, template_of
 from tests.processes import MODEL
 
-# As Qwen3's: thinking stays after the last question, tool calls are tagged.
+# As in Qwen3's template, thinking stays after the last question, and tool calls are tagged.
 TURN = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
 {%- set content = message.content %}
 {%- if message.role == 'assistant' and '</think>' in content and not (KEEP) %}
@@ -46,7 +46,7 @@ AFTER_QUESTION = "loop.index0 > ns.last"
         (template("true", "<tool_call>"), False, False),
         (template(AFTER_QUESTION), True, False),
         (template(AFTER_QUESTION, "<tool_call>"), True, True),
-        # Thinking stays in tool loops, and no token says that one begins.
+        # Thinking stays in tool loops, but no token marks the beginning of a tool call.
         (template(AFTER_QUESTION, ""), False, False),
         ("{{ raise_exception('no') }}", False, False),
         ("{{ messages[0].content }}", False, False),

@@ -1,4 +1,5 @@
-"""Who gets what on the real engine: overrides, a request's own words, empty answers, grammars after a forced end."""
+"""Policies for single requests on the real engine: overrides, own parameters, empty answers, grammars after a forced
+end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
-    """In one batch, live: each request is capped by what its own words match, clamped by policy."""
+    """In one batch, each request is capped by the override that its own parameters match, clamped by policy."""
     low = {"effort": "low", "scheduler": {"max_think_tokens": 111}}
     batch = {"tenant": "batch-*", "slo_class": "bulk", "scheduler": {"max_think_tokens": 123}}
     control.apply({"scheduler": {"max_think_tokens": 260}, "override": [batch, low]})
@@ -59,7 +60,8 @@ def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(
 def test_thinking_is_extended_where_the_answer_would_be_empty(  # noqa: PLR0917
     llm: Any, agent: Any, control: Control, settled: Settled, extension: int, expected: int
 ) -> None:
-    """Every node is a stop token, held back at first: what comes after an end marker would finish the request."""
+    """Every node is a stop token, held back at first: a token after the end marker would otherwise finish the
+    request."""
     limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": extension}
     control.apply({"scheduler": limits, "entropy": {"enabled": False}})
     before = dict(control.settled().decisions)
@@ -107,7 +109,8 @@ def test_probes_of_salted_requests(llm: Any, agent: Any, control: Control, settl
 def test_places_are_kept_for_probes_when_the_engine_is_full(
     llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More requests than places: without a reserve nothing is ever probed; with one, tokens stay the same."""
+    """There are more requests than places: without a reserve no request is ever probed; with one, tokens stay the
+    same."""
     chosen = [opened(i % 6) for i in range(24)]
     params = [endless(agent, max_tokens=40 + i) for i in range(24)]
     control.apply(DENSE)
@@ -123,7 +126,8 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
 def test_probes_that_cannot_run_are_refused_with_the_reason(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    """As many requests as the engine may run leave no place: nothing is preempted, every probe has its outcome."""
+    """As many requests as the engine may run leave no place: no request is preempted, and every probe has its
+    outcome."""
     control.apply(DENSE)
     before = agent.preempted_think
     with records(agent) as seen:
@@ -135,7 +139,7 @@ def test_probes_that_cannot_run_are_refused_with_the_reason(
 
 
 def test_a_trace_context_is_handed_on(llm: Any, agent: Any, control: Control) -> None:
-    """As vLLM hands on the header of a request where it traces itself; without one there is none."""
+    """vLLM passes on the header of a request if it traces itself; without the header there is no trace context."""
     control.apply({})
     parent, run = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Run(llm)
     with records(agent) as seen:

@@ -1,6 +1,7 @@
 """A relay between an engine and its control plane that keeps every byte the engine sends.
 
-Owns the sockets and the reading of HTTP/2 frames and gRPC messages from what was kept. Changes nothing on the way.
+The module owns the sockets, and reads HTTP/2 frames and gRPC messages from the kept bytes. It changes nothing on the
+way.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFACE, FRAME_BYTES, DATA = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 9, 0
-# Before each gRPC message: whether it is compressed, and its length.
+# Header of each gRPC message: whether it is compressed, and its length.
 PREFIX_BYTES = 5
 
 
 class Wiretap:
-    """Listens on `target` and passes all on to the address it is given. `sent` has the bytes of each connection."""
+    """Listens on `target` and passes all data on to the given address. `sent` has the bytes of each connection."""
 
     def __init__(self, target: str) -> None:
         self._address = _address(target)
@@ -50,7 +51,7 @@ class Wiretap:
             one.close()
 
     def messages(self) -> list[agent_pb2.ConnectRequest]:
-        """What the engine said, read from the bytes. Raises DecodeError for what is no message of ours."""
+        """Return the engine's messages, read from the bytes. Raises DecodeError for a malformed message."""
         return [agent_pb2.ConnectRequest.FromString(body) for kept in self.sent for body in _bodies(bytes(kept))]
 
 
@@ -69,7 +70,7 @@ def _pass_on(source: socket.socket, to: socket.socket, kept: bytearray | None) -
 
 
 def _bodies(kept: bytes) -> Iterator[bytes]:
-    """The gRPC messages of a connection, stream by stream; a last one may be cut off, and so may the preface be."""
+    """Yield the gRPC messages of a connection, stream by stream; the last one, or the preface, may be cut off."""
     assert PREFACE.startswith(kept[: len(PREFACE)])
     at, streams = len(PREFACE), defaultdict[int, bytearray](bytearray)
     while at + FRAME_BYTES <= len(kept):

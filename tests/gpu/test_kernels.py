@@ -1,6 +1,8 @@
-"""The kernels on a GPU, and torch's operations in their place: the whole table against the definition, order against
-torch's streams in both directions, no allocation and no wait while measuring, CUDA graphs beside it. kernels/README.md
-says how to run it."""
+"""The kernels on a GPU, and torch's operations in their place.
+
+The tests compare the whole table with the definition, check the order against torch's streams in both directions, check
+that measuring neither allocates nor waits, and run CUDA graphs beside it. kernels/README.md says how to run them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ LONG = 200_000_000
 
 @pytest.fixture(scope="module", params=["cuda", "torch"])
 def probe(request: pytest.FixtureRequest) -> EntropyProbe:
-    """With the kernel, and as it is where CuPy is missing."""
+    """Return a probe, once with the kernel, and once as it is without CuPy."""
     return made("cuda") if request.param == "cuda" else made("torch")
 
 
@@ -60,7 +62,7 @@ def made(backend: str) -> EntropyProbe:
 
 
 def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Drawn anew in every run."""
+    """Return rows of logits, drawn anew in every run."""
     x = 4 * torch.randn(count, vocab, device="cuda")
     if kind == "peaked":
         x[:, vocab // 2] += 60.0
@@ -134,7 +136,8 @@ def test_the_same_bits_every_time(probe: EntropyProbe) -> None:
 
 @pytest.mark.parametrize("side", [False, True])
 def test_order_against_torch(probe: EntropyProbe, side: bool) -> None:
-    """What is measured is what the stream wrote before, however late that is, and not what it writes afterwards."""
+    """The probe measures the logits as written before it, however late the write is, and not those written
+    afterwards."""
     before, after = rows_of("random", 64, 151_936), rows_of("peaked", 64, 151_936)
     logits = torch.empty_like(before)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
@@ -151,7 +154,7 @@ def test_order_against_torch(probe: EntropyProbe, side: bool) -> None:
 
 
 def test_begin_does_not_wait(probe: EntropyProbe) -> None:
-    """It returns while the stream is still busy with what came before."""
+    """The call returns while the stream is still busy with earlier work."""
     logits = rows_of("random", 8, 32_000)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
@@ -181,7 +184,7 @@ def test_no_allocation_while_measuring(kernel: EntropyProbe) -> None:
 
 
 def test_torch_operations_never_wait_and_hold_the_memory_they_had() -> None:
-    """Torch itself raises an error where one of its operations waits for the GPU."""
+    """In this mode torch raises an error if one of its operations waits for the GPU."""
     probe = made("torch")
     logits = {dtype: rows_of("random", 1024, 3001, dtype) for dtype in DTYPES}
 
@@ -205,7 +208,7 @@ def test_torch_operations_never_wait_and_hold_the_memory_they_had() -> None:
 
 
 def test_cupy_arrays(probe: EntropyProbe) -> None:
-    """On a stream of CuPy's own, and what it does next to the array comes after; views with rows apart, too."""
+    """CuPy arrays on a stream of CuPy's own are measured before CuPy's next work on them; views with gaps are, too."""
     for dtype in (torch.float32, torch.float16):
         tensor = rows_of("random", 6, 5000, dtype)
         torch.cuda.synchronize()
@@ -213,7 +216,7 @@ def test_cupy_arrays(probe: EntropyProbe) -> None:
             array = cupy.asarray(tensor).copy()
             got = [probe.begin(array, 9), probe.begin(array[::2, 8:4008], 9)]
             if probe.backend == "torch":
-                # Torch reads the array on its own stream, which CuPy does not wait for: so the caller does.
+                # Torch reads the array on its own stream, for which CuPy does not wait, so the caller does.
                 results = [one.result() for one in got]
                 array[:] = 0
             else:
@@ -227,8 +230,10 @@ def test_cupy_arrays(probe: EntropyProbe) -> None:
 
 
 def test_beside_cuda_graphs(probe: EntropyProbe) -> None:
-    """A graph may be captured and replayed around measurements; within a capture, measuring is an error that leaves the
-    capture as it is."""
+    """A graph may be captured and replayed around measurements.
+
+    Measuring within a capture is an error that leaves the capture as it is.
+    """
     weight, hidden = torch.randn(256, 32_000, device="cuda"), torch.randn(16, 256, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -252,7 +257,8 @@ def test_beside_cuda_graphs(probe: EntropyProbe) -> None:
 
 
 def test_results_are_read_later_and_elsewhere(probe: EntropyProbe) -> None:
-    """As many as there are slots, on another thread; older ones are an error, not another's result."""
+    """As many results as there are slots can be read on another thread; older ones are an error, never another's
+    result."""
     batches = [rows_of("random", 4, 5000) for _ in range(SLOTS)]
     pending = [probe.begin(b, 9) for b in batches]
     results: list[RowSignals] = []

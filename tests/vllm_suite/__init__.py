@@ -1,1 +1,1 @@
-"""vLLM's own tests of its scheduler and KV connectors, run with the agent in front and without it."""
+"""Run vLLM's own tests of its scheduler and KV connectors, with the agent in front and without it."""

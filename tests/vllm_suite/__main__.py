@@ -1,7 +1,8 @@
-"""Runs vLLM's own tests of its scheduler and KV connectors as stock, twice, and with the agent in front of every
-scheduler: without a control plane, and with one. Prints what differs.
+"""Run vLLM's own tests of its scheduler and KV connectors in four arms, and print the differences.
 
-Fails if anything differs, if the agent was not at work in every step of every scheduler, or if a run did not end.
+The arms are stock vLLM, stock vLLM again, and the agent in front of every scheduler without and with a control plane.
+The program fails if a result differs, if the agent was not at work in every step of every scheduler, or if a run did
+not end.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tests.vllm_suite import compare, models, sources
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The oldest and the newest that the agent installs itself in.
+# The oldest and the newest version in which the agent installs itself.
 VERSIONS = ("0.26.0", "0.33.0")
-# Stock is run twice: what does not end alike there says nothing of the agent.
+# Stock runs twice, because a test that does not end alike in both runs shows nothing about the agent.
 ARMS = ("stock", "stock again", "absent", "live")
 INSIDE = Path(__file__).parent / "inside"
-# Seconds that a single test may take.
+# Largest number of seconds for a single test.
 TEST_S = 120
-# Why tests fail in stock vLLM is printed for this many reasons, the most frequent ones.
+# Number of reasons printed for tests that fail in stock vLLM, the most frequent ones first.
 MOST_REASONS = 8
-# The default policy, but for a report of every step: tests take one step, not eight, and then look.
+# The default policy with a report for every step, because the tests look after one step, not after eight.
 POLICY = {"telemetry": {"report_interval_steps": 1}}
 
 
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def run_arms(version: str, tests: list[str], broken: str) -> dict[str, compare.Run]:
-    """Every arm, two at a time."""
+    """Run every arm, two at a time."""
     python, tree = sources.python(), sources.tree(version)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         models.put_into_cache(Path(folder) / "hub")
@@ -69,7 +70,7 @@ def run_arms(version: str, tests: list[str], broken: str) -> dict[str, compare.R
 
 
 def _run(arm: str, folder: Path, where: list[str], tests: list[str], broken: str) -> compare.Run:
-    """One run of pytest in vLLM's tree; its output is kept beside the tree."""
+    """Run pytest in vLLM's tree; its output is kept beside the tree."""
     python, tree = where
     name, own = arm.replace(" ", "-"), folder / arm.replace(" ", "-")
     own.mkdir()
@@ -84,12 +85,14 @@ def _run(arm: str, folder: Path, where: list[str], tests: list[str], broken: str
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # One port for all runs by default: of two at a time one would wait for it until its test is over.
+        # By default all runs have one port, so of two runs at a time one would wait for the port until the other's test
+        # is over.
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(own),
     }
-    # Python's own traceback: to show sources pytest parses them, which fails after a RecursionError and ends the run.
+    # The traceback is Python's own: pytest's parses sources to show them, which fails after a RecursionError and ends
+    # the run.
     options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "agent_in_front", "--tb=native"]
     command = [python, "-m", "pytest", "-q", *options, f"--timeout={TEST_S}", *tests]
     with _control(arm, own) as target, Path(tree).with_name(f"{name}.log").open("w") as log:
@@ -107,7 +110,7 @@ class Answering(Control):
 
 @contextlib.contextmanager
 def _control(arm: str, folder: Path) -> Iterator[str]:
-    """The address that this arm's agents are given: none, that of nobody, or that of a control plane of its own."""
+    """Yield the address for this arm's agents: none, one without a listener, or that of a control plane of its own."""
     if arm != "live":
         yield "" if arm.startswith("stock") else f"127.0.0.1:{free_port()}"
         return
@@ -120,9 +123,9 @@ def _control(arm: str, folder: Path) -> Iterator[str]:
 
 
 def report(version: str, runs: dict[str, compare.Run]) -> tuple[int, list[str]]:
-    """Print what came of a version; returns how many tests differ and what was wrong with the runs."""
+    """Print the results of a version; return how many tests differ, and what was wrong with the runs."""
     stock, again = runs["stock"], runs["stock again"]
-    wrong = [f"{arm}: pytest did not come to its end" for arm, run in runs.items() if not run.finished]
+    wrong = [f"{arm}: pytest did not finish" for arm, run in runs.items() if not run.finished]
     for outcome, number in sorted(Counter(result.outcome for result in stock.results.values()).items()):
         print(f"{version} stock: {number} {outcome}")
     failed = Counter(compare.plain(r.reason) for r in stock.results.values() if r.outcome == "failed")

@@ -1,4 +1,4 @@
-"""Holds what came of vLLM's tests in one run against another. Pure: knows neither pytest nor vLLM."""
+"""Compare the results of vLLM's tests in two runs. Pure: the module knows neither pytest nor vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# What a test's own run makes up, with what stands for it.
+# Patterns of texts that differ from run to run, with their replacements.
 _MADE_UP = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
     (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b|\b[0-9a-f]{16,}\b"), "<id>"),
@@ -27,7 +27,8 @@ _MADE_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one test. reason: kind and last line of its exception, or why it was not run; empty if it passed."""
+    """The result of one test. reason: kind and last line of its exception, or why it was not run; empty if it
+    passed."""
 
     outcome: str
     reason: str = ""
@@ -35,12 +36,12 @@ class Result:
 
 @dataclass(slots=True)
 class Run:
-    """One run of the tests: what came of each, by its id, and what the agent did."""
+    """One run of the tests: the result of each by its id, and the agent's work."""
 
     results: dict[str, Result] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # The run came to its own end.
+    # Whether pytest finished the run.
     finished: bool = False
 
     def outcomes(self, outcome: str) -> int:
@@ -48,7 +49,7 @@ class Run:
 
 
 def read(lines: Iterable[str]) -> Run:
-    """A run from what the plugin has written."""
+    """Return the run that the plugin has written."""
     run = Run()
     for line in lines:
         said: dict[str, Any] = json.loads(line)
@@ -61,34 +62,36 @@ def read(lines: Iterable[str]) -> Run:
 
 
 def same(one: Result | None, other: Result | None) -> bool:
-    """Whether both ended alike, for the same reason but for what each run makes up."""
+    """Return whether both results are the same, with the same reason apart from texts that differ from run to run."""
     if one is None or other is None:
         return one is other
     return one.outcome == other.outcome and plain(one.reason) == plain(other.reason)
 
 
 def plain(reason: str) -> str:
-    """A reason without addresses, ids, paths, ports and the names of classes that have the agent in front."""
+    """Return a reason without addresses, ids, paths, ports and the names of classes that have the agent in front."""
     for pattern, stands in _MADE_UP:
         reason = pattern.sub(stands, reason)
     return reason
 
 
 def unsteady(stock: Run, again: Run) -> list[str]:
-    """The tests that do not end alike in two runs of stock vLLM; nothing is known of the agent by them."""
+    """Return the tests whose results differ between two runs of stock vLLM, which show nothing about the agent."""
     ids = sorted({*stock.results, *again.results})
     return [i for i in ids if not same(stock.results.get(i), again.results.get(i))]
 
 
 def different(stock: Run, governed: Run, excluded: Sequence[str]) -> dict[str, tuple[Result | None, Result | None]]:
-    """The tests that end otherwise with the agent in front, each with both results; None where one did not run it."""
+    """Return the tests whose result differs with the agent in front, with both results; None if a run lacks the
+    test."""
     ids = sorted({*stock.results, *governed.results}.difference(excluded))
     pairs = {i: (stock.results.get(i), governed.results.get(i)) for i in ids}
     return {i: pair for i, pair in pairs.items() if not same(*pair)}
 
 
 def not_in_front(run: Run) -> list[str]:
-    """Why a run says nothing of the agent: it was not in front of every scheduler in every step. Empty if it was."""
+    """Return why a run shows nothing about the agent; empty if the agent was in front of every scheduler in every
+    step."""
     counts, found = run.counts, list(run.problems)
     if not counts.get("schedulers"):
         found.append("no scheduler had the agent in front")
@@ -100,7 +103,7 @@ def not_in_front(run: Run) -> list[str]:
 
 
 def last_line(stock: Mapping[str, Run], differences: int) -> str:
-    """The result of everything as JSON: tests by what came of them in stock vLLM, summed over the versions."""
+    """Return the overall result as JSON: tests by their result in stock vLLM, summed over the versions."""
     passed = sum(run.outcomes("passed") for run in stock.values())
     bad = sum(r.outcome.startswith(("failed", "error")) for run in stock.values() for r in run.results.values())
     return json.dumps({"vllm": list(stock), "passed": passed, "failed": bad, "different": differences})

@@ -1,6 +1,6 @@
-"""`meridian-control`, but each report is answered, also when nothing was decided: by itself it says so once a second.
+"""A `meridian-control` that answers each report, also without a decision; the product's own answers once a second.
 
-What it decides, and from what, is the same. So whoever reports can wait until everything decided has come.
+Its decisions are the same, so an agent can wait until every decision has arrived.
 """
 
 from meridian_control.app.main import main

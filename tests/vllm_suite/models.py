@@ -1,6 +1,6 @@
-"""Stand-ins for models that vLLM's tests name: a scheduler reads of a model no more than its shape.
+"""Stand-ins for models that vLLM's tests name, because a scheduler reads only the shape of a model.
 
-There is no model hub where these tests run. Without stand-ins nearly all tests of the scheduler fail before they have
+These tests run without a model hub. Without stand-ins nearly all tests of the scheduler would fail before they have
 made one.
 """
 
@@ -18,10 +18,10 @@ THINK = {"<think>": 50270, "</think>": 50271}
 
 
 def put_into_cache(hub: Path) -> None:
-    """Write the stand-ins where Hugging Face's cache has its models.
+    """Write the stand-ins into Hugging Face's cache folder.
 
-    The tokenizer has few words, and the markers of thinking at ids that no test uses: every request answers, none
-    thinks, so that the default policy has nothing to put before anything else.
+    The tokenizer has few words, and the markers of thinking at ids that no test uses. So every request answers and none
+    thinks, and the default policy has no phase to prefer.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

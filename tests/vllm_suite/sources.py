@@ -1,7 +1,7 @@
-"""Gets vLLM's source distributions, which have its tests, and an environment to run them in.
+"""Fetch vLLM's source distributions, which have its tests, and make an environment to run them in.
 
-Everything lies under build/, which git ignores. vLLM's Python runs from the unpacked sources, on the torch of the
-environment this runs in; its compiled kernels, which no scheduler needs, are not there.
+All files are under build/, which git ignores. vLLM's Python runs from the unpacked sources, on the torch of the present
+environment; vLLM's compiled kernels, which no scheduler needs, are missing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BUILD = ROOT / "build" / "vllm-tests"
-# Where vLLM tests its scheduler and what connects to it, and how a file that makes schedulers is told from those that
-# test caches, layouts and transfers without one: by what vLLM calls them and its helpers that make them.
+# Folders with vLLM's tests of its scheduler and its connectors, and the names by which a test file shows that it makes
+# schedulers. Other files test caches, layouts and transfers without a scheduler.
 FOLDERS = ("tests/v1/core", "tests/v1/kv_connector/unit")
 MAKES_SCHEDULERS = re.compile(
     r"\bcreate_(\w+_)?scheduler|\b(Async)?Scheduler\(|import (Async)?Scheduler\b|\brequest_runner\b"
 )
-# What pip asks of a source distribution before it keeps it, and what vLLM's tests import.
+# Packages that pip needs to accept a source distribution, and packages that vLLM's tests import.
 PACKAGES = (
     "setuptools>=77.0.3,<81",
     "setuptools-scm>=8",
@@ -38,14 +38,14 @@ PACKAGES = (
 
 
 def python() -> Path:
-    """The interpreter of an environment on top of this one, made when it is not there yet."""
+    """Return the interpreter of an environment on top of this one, which is made if it does not exist."""
     folder = BUILD / "venv"
     done = folder / "ready"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         own = next(folder.glob("lib/python*/site-packages"))
         (own / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        # What is in the environment below does not fit these; nothing of it is used while a package is built.
+        # The packages of the environment below conflict with these; none of them is used while a package is built.
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
         subprocess.run([*pip, *PACKAGES], check=True)
         done.touch()
@@ -53,7 +53,7 @@ def python() -> Path:
 
 
 def tree(version: str) -> Path:
-    """The unpacked source distribution of a vLLM, fetched with pip when it is not there yet."""
+    """Return the unpacked source distribution of a vLLM, which pip fetches if it does not exist."""
     folder = BUILD / version / f"vllm-{version}"
     done = BUILD / version / "ready"
     if not done.exists():
@@ -65,15 +65,19 @@ def tree(version: str) -> Path:
 
 
 def with_schedulers(folder: Path) -> tuple[list[str], int]:
-    """The test files of a tree that make schedulers, as paths below it, and the number of those that make none."""
+    """Return the test files of a tree that make schedulers, as paths below it, and the number of files that make
+    none."""
     files = sorted(file for below in FOLDERS for file in (folder / below).rglob("test_*.py"))
     chosen = [file for file in files if MAKES_SCHEDULERS.search(file.read_text())]
     return [str(file.relative_to(folder)) for file in chosen], len(files) - len(chosen)
 
 
 def _archive(version: str) -> Path:
-    """Have pip download the archive. pip keeps none whose metadata it has not built, for which vLLM wants to know for
-    which device: none, under the version that was asked for."""
+    """Let pip download the archive.
+
+    pip keeps an archive only after building its metadata, and vLLM's build reads a target device and a version for
+    that, which are set to no device and to the requested version.
+    """
     env = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     fetch = ["pip", "download", "--quiet", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
     subprocess.run(
@@ -83,7 +87,7 @@ def _archive(version: str) -> Path:
 
 
 def _say_cpu(folder: Path, version: str) -> None:
-    """Have vLLM find that it is a CPU build, which it reads off its version."""
+    """Give vLLM the version of a CPU build, by which vLLM recognises one."""
     metadata = folder / "vllm.egg-info" / "PKG-INFO"
     text = metadata.read_text()
     metadata.write_text(re.sub(r"^Version: .*$", f"Version: {version}+cpu", text, count=1, flags=re.MULTILINE))

@@ -1,4 +1,4 @@
-"""On PYTHONPATH, lets Triton's interpreter stand in for a GPU backend, so that Model Runner V2 runs on the CPU."""
+"""On PYTHONPATH, make Triton's interpreter stand in for a GPU backend, so that Model Runner V2 runs on the CPU."""
 
 import importlib.metadata
 import os
@@ -22,14 +22,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
-    # Of CUDA's library there are only names here. vLLM 0.30 samples with this one.
+    # The interpreter has only the names of the CUDA library's functions, and vLLM 0.30 samples with log1p.
     def _log1p(value: Any) -> Any:
         near = 1.0 + value
         return tl.where(near == 1.0, value, value * tl.log(near) / tl.where(near == 1.0, 1.0, near - 1.0))
 
     libdevice.log1p = _log1p
 
-    # The interpreter's own loads and stores take a mask of booleans only, and its operators make others, too.
+    # The interpreter's own loads and stores take only masks of booleans, but its operators also make other masks.
     _load, _store = (
         interpreter.InterpreterBuilder.create_masked_load,
         interpreter.InterpreterBuilder.create_masked_store,
@@ -46,7 +46,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.InterpreterBuilder.create_masked_load = _masked_load
     interpreter.InterpreterBuilder.create_masked_store = _masked_store
 
-    # Up to 0.31 vLLM asks for the version of "vllm" before it uses Triton, and its CPU build has another name.
+    # Up to 0.31 vLLM looks up the version of "vllm" before it uses Triton, but the CPU build has another name.
     _version: Any = importlib.metadata.version
 
     def version(distribution_name: str) -> str:

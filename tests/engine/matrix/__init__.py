@@ -1,9 +1,9 @@
-"""Every engine people run against everything the agent does there: features, each checked on each build it is for.
+"""Every kind of engine that people run, with every feature of the agent checked on each build that it applies to.
 
-A feature is a function that gets a running governed engine with a stock one beside it and raises on any departure. The
-builds are in `builds`, the features in `features`; `python -m tests.engine.matrix` runs them in whatever Python it is
-started with, so with whatever vLLM that has, and `--save` keeps what came out in tests/data/matrix. Neither this module
-nor the features' own import vLLM: what there is to check is known where there is none.
+A feature is a function that gets a running governed engine with a stock one beside it, and raises on any difference.
+The builds are in `builds`, the features in `features`. `python -m tests.engine.matrix` runs them with the vLLM of the
+Python that runs it, and `--save` keeps the results in tests/data/matrix. Neither this module nor the features' modules
+import vLLM, so that the list of checks is also known without vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feature:
-    """name: as in the table. check: raises on a departure."""
+    """A feature. name: as in the table. check: raises if the engine differs from what is expected."""
 
     name: str
     check: Callable[[Engine], None]
@@ -44,7 +44,7 @@ def feature(name: str, *builds: str) -> Callable[[Callable[[Engine], None]], Cal
 
 
 def features_of(build: str) -> list[Feature]:
-    """In the order they are written in."""
+    """Return the features of a build in the order in which they are written."""
     from tests.engine.matrix import features
 
     return [f for f in features.all_of_them().values() if build in f.builds]

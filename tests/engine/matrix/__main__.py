@@ -1,8 +1,8 @@
-"""Runs builds, each in a process of its own with a control plane of its own, and says what came of each feature.
+"""Run builds, each in a process of its own with a control plane of its own, and print the result of each feature.
 
 `python -m tests.engine.matrix [--build NAME]... [--feature NAME]... [--save] [--write]`: `--save` keeps the results of
-this Python's vLLM in tests/data/matrix, failures too, `--write` makes the table in the agent's versions.md from what is
-kept (alone, it runs nothing). Names at its end what failed, and exits with 1 then.
+this Python's vLLM in tests/data/matrix, failures included; `--write` makes the table in the agent's versions.md from
+the kept results (alone, it runs no build). At the end the program names the failed features, and then exits with 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """A line for each feature of a build, as it comes; those it did not come to have failed."""
+    """Yield a line for each feature of a build as it comes; features without a line have failed."""
     waiting = {f.name: f for f in features_of(build) if not features or f.name in features}
     control = Control(folder)
     try:
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    # Whoever ends this ends its engines too.
+    # SIGTERM ends the engines, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = []
     if args.build or args.save or not args.write:

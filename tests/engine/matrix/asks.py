@@ -1,5 +1,7 @@
-"""Requests as plain values, run on an engine and returned as plain values, so that a stock engine in another process
-can be asked the same."""
+"""Requests as plain values, run on an engine and returned as plain values.
+
+So a stock engine in another process can be sent the same requests.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """One sequence that came back. logprobs: per token those asked for, by token id. cached: tokens of its prompt. kv:
-    what a KV connector says of where its KV is."""
+    """One returned sequence.
+
+    logprobs: the requested log-probabilities of each token, by token id. cached: tokens of its prompt found in the
+    cache. kv: a KV connector's parameters for the place of its KV.
+    """
 
     tokens: list[int]
     finish: str
@@ -53,7 +58,7 @@ class Answer:
     kv: dict[str, Any] | None = field(default=None, compare=False)
 
     def all_logprobs(self, vocabulary: int) -> np.ndarray[Any, Any]:
-        """[tokens, vocabulary] in nats, where all were asked for."""
+        """Return the log-probabilities in nats, [tokens, vocabulary], if all were requested."""
         assert self.logprobs is not None
         found = np.full((len(self.tokens), vocabulary), -np.inf)
         for row, said in zip(found, self.logprobs, strict=True):
@@ -62,14 +67,14 @@ class Answer:
 
 
 def answer_of(output: Any, cached: int, kv: dict[str, Any] | None = None) -> Answer:
-    """From vLLM's CompletionOutput."""
+    """Return the answer in vLLM's CompletionOutput."""
     said = output.logprobs
     logprobs = None if said is None else [{t: float(p.logprob) for t, p in row.items()} for row in said]
     return Answer(list(output.token_ids), str(output.finish_reason), output.stop_reason, logprobs, cached, kv)
 
 
 def generate(llm: Any, asks: list[Ask]) -> list[list[Answer]]:
-    """All of them at once; the sequences of each."""
+    """Run all requests at once and return the sequences of each."""
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
     loras = [ask.lora_request() for ask in asks]
     outputs = llm.generate(

@@ -1,6 +1,6 @@
-"""The engines of the matrix: vLLM's runners and schedulers, and what else can be switched on.
+"""The engines of the matrix: vLLM's runners and schedulers, and the features that can be switched on in each.
 
-Owns the arguments and the environment of each. Imports no vLLM: a build is known where none is installed.
+The module owns the arguments and the environment of each build. It imports no vLLM, so builds are known without vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.processes import MARKED, MODEL, ROOT, free_port
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# What vLLM's asynchronous scheduling takes: the drafts are made where the model runs, and only there they are known.
+# vLLM's asynchronous scheduling needs drafts made on the worker, where only the worker knows them.
 NGRAM_THERE = {**NGRAM, "method": "ngram_gpu"}
 INTERPRETER = {
     "TRITON_INTERPRET": "1",
@@ -35,13 +35,14 @@ def _made_for_gpus() -> bool:
         return False
 
 
-# Whether this Python's vLLM is one for GPUs: then it runs as it is.
+# Whether this Python's vLLM is built for GPUs; if so, it runs without patches.
 ON_GPU = _made_for_gpus()
 
 
 @dataclass(frozen=True)
 class Build:
-    """One engine. `shown` is its column in the table: builds of the same column differ in what they switch on."""
+    """One engine. `shown` is its column in the table; builds of one column differ in the features that are switched
+    on."""
 
     name: str
     shown: str
@@ -49,8 +50,8 @@ class Build:
     env: dict[str, str] = field(default_factory=dict)
     asynchronous: bool = False
     v2: bool = False
-    # No feature holds it against a stock engine, so there is none beside it: what it says is scripted, or compared with
-    # what it says itself under another policy.
+    # Whether the build needs no stock engine beside it, because its output is scripted, or is compared with its own
+    # output under another policy.
     alone: bool = False
 
     def engine_args(self) -> dict[str, Any]:
@@ -63,11 +64,11 @@ class Build:
         return {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.v2)), **interpreter, **self.env}
 
     def lacks(self) -> str:
-        """What this Python has to have for it, and how to get it; empty where it is there."""
+        """Return what this Python lacks for the build and how to get it, or an empty string."""
         return needed.NIXL.reason if NIXL.items() <= self.env.items() and not needed.NIXL.found() else ""
 
     def runs_here(self) -> bool:
-        """Two ranks want two GPUs, which nobody has tried."""
+        """Return whether the build can run here; two ranks would need two GPUs, which has not been tried."""
         return not (ON_GPU and "tensor_parallel_size" in self.args) and not self.lacks()
 
 
@@ -79,7 +80,7 @@ def _marked(
     v2: bool = False,
     **args: Any,
 ) -> Build:
-    """A model without weights whose markers take several tokens."""
+    """Return a build with a model without weights, whose markers take several tokens."""
     model = {"model": str(MARKED), "served_model_name": "marked", "reasoning_parser": "openai_gptoss"}
     args = {**model, "load_format": "dummy", **args}
     return Build(name, shown, args, asynchronous=asynchronous, v2=v2, alone=True)
@@ -100,7 +101,7 @@ WINDOWS = {
 
 
 def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = False, v2: bool = False) -> Build:
-    """An engine with one of vLLM's KV connectors, which writes down what it is told, and with KV cache events."""
+    """Return an engine with one of vLLM's KV connectors, which records its calls, and with KV cache events."""
     config: dict[str, Any] = {"kv_connector": f"{RECORDED}{connector}", "kv_connector_module_path": PATH}
     config |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     args: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
@@ -117,9 +118,9 @@ def _connector(name: str, shown: str, connector: str, *, asynchronous: bool = Fa
     return Build(name, shown, args, env, asynchronous=asynchronous, v2=v2)
 
 
-# On one host, and on a CPU whose cores others use, too.
+# Settings for a single host, and for a CPU whose cores other programs use, too.
 NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# A cache for some 320 tokens, prompts in pieces.
+# A cache for some 320 tokens, and prompts in pieces.
 TIGHT = {"num_gpu_blocks_override": 11, "max_model_len": 256, **NARROW}
 BUILDS = {
     build.name: build
@@ -142,7 +143,7 @@ BUILDS = {
             "tp2-v2-async",
             "V2 async, two ranks",
             {**RANKS, "worker_extension_cls": "tests.engine.matrix.worker.Extension"},
-            # What vLLM compiles for an embedding in parts asks Triton for its device.
+            # For an embedding that is split among ranks, vLLM's compiled code asks Triton for its device.
             env={**BOUND, "TORCH_COMPILE_DISABLE": "1"},
             v2=True,
             asynchronous=True,
@@ -182,14 +183,14 @@ BUILDS = {
 
 
 def prepare(build: Build) -> None:
-    """Patch vLLM where this machine has no GPU; call before the engine is made, in its process.
+    """Patch vLLM if this machine has no GPU; call it before the engine is made, in the engine's process.
 
-    The CPU platform switches asynchronous scheduling off: it is switched on again, so that vLLM chooses AsyncScheduler
-    as it does on GPUs. Of Model Runner V2 the one kernel that does not run in Triton's interpreter, which applies token
-    masks, is replaced by the same masking in torch. 0.30 gets its own kernel for accepting drafts on a CPU.
+    The CPU platform switches asynchronous scheduling off; the patch switches it on again, so that vLLM chooses
+    AsyncScheduler as it does on GPUs. Model Runner V2's kernel that applies token masks does not run in Triton's
+    interpreter, so torch does the same masking. vLLM 0.30 gets back its own kernel that accepts drafts on a CPU.
     """
     if "VLLM_NIXL_SIDE_CHANNEL_HOST" in build.env:
-        # Each engine of a host listens for others on a port of its own.
+        # Each engine of a host listens for other engines on a port of its own.
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     if ON_GPU:
         return
@@ -206,7 +207,7 @@ def prepare(build: Build) -> None:
 
 
 def version_here() -> str:
-    """Of this Python's vLLM, as results are kept under it."""
+    """Return the version of this Python's vLLM under which results are kept."""
     from meridian_agent.vllm_adapter.version import vllm_version
 
     return vllm_version().partition("+")[0] + ("+gpu" if ON_GPU else "")
@@ -241,7 +242,8 @@ def mask_in_torch() -> None:
 
 
 def _accept_drafts() -> None:
-    """The CPU build of 0.30 puts the kernel that accepts greedy drafts where nothing looks for it any more."""
+    """Patch vLLM 0.30's CPU build, in which the kernel that accepts greedy drafts is no longer where its callers
+    look."""
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
 

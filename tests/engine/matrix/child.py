@@ -1,4 +1,4 @@
-"""One build in a process of its own: starts the governed engine and prints a JSON line for each feature.
+"""Run one build in a process of its own: start the governed engine and print a JSON line for each feature.
 
 `python -m tests.engine.matrix.child BUILD CONTROL_TARGET [FEATURE...]`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.engine.matrix.builds import Build
     from tests.engine.matrix.engine import Engine
 
-# What every build has to answer without the agent; it says the same again and again, so that drafts are made.
+# A request that every build must answer without the agent; its output repeats itself, so that drafts are made.
 PLAIN = Ask([1, 2, 3] * 8, {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True})
 
 
@@ -45,7 +45,7 @@ def start(build: Build, control: Control, stock: Stock) -> Engine:
 
 
 def cannot(stock: Stock) -> str:
-    """What stock vLLM says where it cannot answer anything; empty where it can."""
+    """Return stock vLLM's error if it cannot answer even a plain request, or an empty string."""
     try:
         stock.ask([PLAIN])
     except StockFailed as error:
@@ -54,7 +54,7 @@ def cannot(stock: Stock) -> str:
 
 
 def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
-    """The result and its detail. What stock vLLM itself cannot do is not supported."""
+    """Return the result and its detail. A feature that stock vLLM itself cannot do counts as unsupported."""
     try:
         engine.reset()
         chosen.check(engine)
@@ -82,7 +82,7 @@ def main() -> None:
         print("\n" + json.dumps({**said, "vllm": version_here(), "seconds": round(seconds, 1)}), flush=True)
 
     try:
-        # Both start at the same time. Beside those that are alone none is needed, unless something fails.
+        # Both engines start at the same time. A build that is `alone` needs a stock engine only if a feature fails.
         if not build.alone:
             from vllm import LLM  # noqa: F401
 

@@ -1,8 +1,8 @@
-"""KV connectors that write down what vLLM tells them. Each is one of vLLM's own and does what that does.
+"""KV connectors that record vLLM's calls. Each is one of vLLM's own connectors and works like it.
 
-vLLM imports this module by `kv_connector_module_path`, in the engine core and in each worker, and asks it for a class
-by name: `RecordedExampleConnector` is vLLM's ExampleConnector, and so on. Each call becomes a line of JSON in a file of
-the process: what was called, on which side, and every request that its arguments or its result name.
+vLLM imports this module by `kv_connector_module_path`, in the engine core and in each worker, and looks up a class by
+name: `RecordedExampleConnector` is vLLM's ExampleConnector, and so on. Each call becomes a line of JSON in a file of
+the process: the method, the side, and every request that its arguments or its result name.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 FOLDER = "CONNECTOR_FOLDER"
 PATH = "tests.engine.matrix.connectors"
 RECORDED = "Recorded"
-# What the ids of requests begin with whose blocks ExampleConnector keeps here, and the file that ends that.
+# Prefix of the ids of requests whose blocks ExampleConnector keeps here, and the name of the file that ends the
+# keeping.
 HELD, READ = "held", "read"
 # How deep an argument is searched for requests.
 DEPTH = 8
 
 
 def folder_of(governed: bool) -> Path:
-    """Where one of the two engines of a build keeps its calls, and what its connector stores."""
+    """Return the folder in which one of a build's two engines keeps its calls and its connector's data."""
     return Path(os.environ[FOLDER]) / ("governed" if governed else "stock")
 
 
 def calls(governed: bool) -> list[dict[str, Any]]:
-    """What has been written down so far."""
+    """Return the calls recorded so far."""
     paths = sorted(folder_of(governed).glob("calls-*.jsonl"))
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def named(value: Any, depth: int = DEPTH) -> set[str]:
-    """Every request that a value names: what has a request id, and every text in a collection."""
+    """Return every request that a value names: objects with a request id, and every text in a collection."""
     if isinstance(value, str):
         return {value}
     if depth == 0 or callable(value):
@@ -58,8 +59,11 @@ def named(value: Any, depth: int = DEPTH) -> set[str]:
 
 @contextlib.contextmanager
 def courteous() -> Iterator[None]:
-    """NIXL's worker binds the model's thread to one core and starts a thread that polls without end: the first gets its
-    cores back, the others yield to whoever else is here."""
+    """Keep NIXL's worker from taking the cores of other programs.
+
+    It binds the model's thread to one core and starts a thread that polls without end. Inside the block the first gets
+    its cores back, and the second yields to other programs.
+    """
     cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
     yield
     os.sched_setaffinity(0, cores)
@@ -71,7 +75,7 @@ def courteous() -> Iterator[None]:
 
 @functools.cache
 def recorded(name: str) -> type:
-    """vLLM's connector of this name with every method of the interface written down."""
+    """Return vLLM's connector of this name with every method of the interface recorded."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
@@ -107,7 +111,8 @@ def recorded(name: str) -> type:
 
 
 def _holding(base: Any) -> type:
-    """The same connector, which keeps the blocks of requests named so until a file says that they were read."""
+    """Return the connector with a change: it keeps the blocks of requests named HELD until a file says that they were
+    read."""
 
     class Holding(base):  # type: ignore[misc]
         def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:

@@ -1,6 +1,6 @@
 """The governed engine that a feature gets, with a stock one beside it, and the checks that features share.
 
-Runs in the process of one build. Knows no feature.
+It runs in the process of one build. The module knows no feature.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Engine:
         self.settled = Settled(self.scheduler, control)
         self.end: int = self.agent.tracker.markers.end[0]
         self.start: int = self.agent.tracker.markers.starts[0][0]
-        # Triton's interpreter makes some 70 tokens a second; drafts on a CPU are not fast either.
+        # Triton's interpreter generates some 70 tokens a second; drafts on a CPU are not fast either.
         self.slow = (build.v2 and not ON_GPU) or self.scheduler.num_spec_tokens > 0
 
     def reset(self) -> None:
-        """Before a feature: nothing runs, a neutral policy is in force."""
+        """Prepare for a feature: no request runs, and a neutral policy is in force."""
         assert not self.scheduler._guard.fault
         assert not self.llm.llm_engine.has_unfinished_requests()
         self.control.apply(NEUTRAL)
 
     def check_over(self) -> None:
-        """After a feature: the agent is on, nothing is left behind, each decision has had its outcome."""
+        """Check after a feature that the agent is on, no request is left behind, and each decision has its outcome."""
         self.drain()
         assert not self.scheduler._guard.fault, self.scheduler._guard.fault
         engine = self.control.settled()
@@ -61,17 +61,17 @@ class Engine:
         assert [*agent.tracker.by_id, *agent.probing.placed, *agent.probing.held] == []
 
     def drain(self) -> None:
-        """Step until the core is empty, as a core of its own does: of a probe the front end knows nothing."""
+        """Step until the core is empty, as a core in its own process does; the front end does not know of probes."""
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
 
     @functools.cached_property
     def logprobs(self) -> offline.Logprobs:
-        """The independent computation, by Transformers."""
+        """Return the independent computation of log-probabilities, by Transformers."""
         return offline.load()
 
     def prompt(self, index: int = 0, template: dict[str, Any] | None = None) -> list[int]:
-        """One of the shared cases as the chat template renders it, by default with thinking opened."""
+        """Return one of the shared cases as the chat template renders it, by default with thinking opened."""
         return self.chat(cases()[index]["prompt"], OPEN if template is None else template)
 
     def token(self, word: str) -> int:
@@ -81,7 +81,7 @@ class Engine:
         return prompt_ids(self.llm, {"prompt": text, "template": OPEN if template is None else template})
 
     def endless(self, **params: Any) -> dict[str, Any]:
-        """Greedy sampling that never ends thinking by itself, without touching what a forced token needs."""
+        """Return greedy sampling that never ends thinking by itself, without touching what a forced token needs."""
         return {"temperature": 0.0, "ignore_eos": True, "logit_bias": {self.end: -30.0}, **params}
 
     def ask(self, asks: list[Ask]) -> list[list[Answer]]:
@@ -91,7 +91,7 @@ class Engine:
         return [answers[0].tokens for answers in self.ask(asks)]
 
     def paced(self, asks: list[Ask]) -> list[list[int]]:
-        """As `tokens`, but each step waits until the reports before it are answered."""
+        """Run requests like `tokens`, but let each step wait until the reports before it are answered."""
         names = [f"paced{i}" for i in range(len(asks))]
         run = self.run(dict(zip(names, asks, strict=True)))
         run.until(settled=self.settled)
@@ -99,14 +99,15 @@ class Engine:
         return [run.tokens[name] for name in names]
 
     def observe(self, asks: list[Ask]) -> tuple[list[list[Answer]], list[Observed]]:
-        """The answers, and what the agent reported of each sequence, in the order they were opened in."""
+        """Return the answers and the agent's reports of each sequence, in the order in which they were opened."""
         with self.watched() as seen:
             answers = self.ask(asks)
         return answers, seen
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[Observed]]:
-        """What the agent reports inside the block, by sequence, in the order they were opened in; filled at its end."""
+        """Yield a list that gets the agent's reports inside the block, by sequence in the order of opening, at its
+        end."""
         found: list[Observed] = []
         with records(self.agent) as seen:
             yield found
@@ -114,16 +115,16 @@ class Engine:
         found += observed(seen)
 
     def run(self, asks: dict[str, Ask]) -> Run:
-        """Requests to be driven step by step, by name."""
+        """Return requests to be driven step by step, by name."""
         run = Run(self.llm)
         for name, ask in asks.items():
             ask.put(run, name)
         return run
 
     def check_phases(self, prompt: list[int], tokens: list[int], seen: Observed, template_closes: bool = False) -> None:
-        """Every token's phase and flags are what its place before or after the markers says.
+        """Check that every token's phase and flags are those of its place before or after the markers.
 
-        The engine may have made more than came out, where the front end stops a request.
+        The engine may have generated more tokens than it returned, if the front end stopped a request.
         """
         assert len(seen.rows) == len(tokens) or (seen.closed == ABORT and len(seen.rows) > len(tokens))
         phase = opening_phase(prompt, self.start, self.end, template_closes)
@@ -142,8 +143,10 @@ class Engine:
 
     @contextlib.contextmanager
     def looked_up(self) -> Iterator[list[int]]:
-        """Prompt tokens that vLLM looks for in its prefix cache inside the block, by what it counts for its metrics; of
-        those, 0.26 loses some on the way."""
+        """Yield the prompt tokens that vLLM looks up in its prefix cache inside the block, according to its metrics.
+
+        vLLM 0.26 loses some of these counts.
+        """
         manager, found = self.scheduler.kv_cache_manager, [0]
         make = manager.make_prefix_cache_stats
 
@@ -162,23 +165,27 @@ class Engine:
             manager.make_prefix_cache_stats = make
 
     def check_signals(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
-        """Entropy to 1e-5 nats and the end marker's rank against Transformers on the same tokens. A GPU adds up in
-        another order than Transformers on a CPU: there vLLM's own log-probabilities say what is right."""
+        """Check entropy to 1e-5 nats, and the end marker's rank, against Transformers on the same tokens.
+
+        A GPU adds up in another order than Transformers on a CPU, so on a GPU vLLM's own log-probabilities are the
+        reference.
+        """
         if ON_GPU:
             return
         wrong = offline.mismatches(self.logprobs, prompt, tokens, seen.rows, self.end)
         assert not wrong, wrong[:5]
 
     def check_probes(self, prompt: list[int], tokens: list[int], seen: Observed) -> None:
-        """EAT to 1e-5 nats against Transformers, at two tokens each."""
+        """Check EAT to 1e-5 nats against Transformers, and that each probe costs two tokens."""
         wrong = [] if ON_GPU else offline.probe_mismatches(self.logprobs, prompt, tokens, seen.probes, [self.end])
         assert not wrong, wrong[:5]
-        # Where drafts are made, vLLM computes rows for them after a probe too.
+        # If drafts are made, vLLM computes rows for them after a probe, too.
         most = 2 + self.scheduler.num_spec_tokens
         assert all(2 <= cost <= most for *_, cost, _, _ in seen.probes)
 
     def check_ends_once(self, free: list[int], capped: list[int], cap: int) -> None:
-        """Thinking ends after exactly `cap` tokens, or where it ends by itself, and nothing before it is changed."""
+        """Check that thinking ends after exactly `cap` tokens, or at its own end, with all tokens before it
+        unchanged."""
         natural = free.index(self.end) if self.end in free else len(free)
         assert capped.index(self.end) == min(cap, natural), (capped.index(self.end), cap, natural)
         assert capped.count(self.end) == 1
@@ -186,9 +193,11 @@ class Engine:
 
 
 class Observed:
-    """What the agent reported of one sequence. rows: (phase, flags, entropy, end rank, end log-probability) per token;
-    probes: as in the step record; opened: its phase then; steps: tokens it made in each step; closed: why, as
-    meridian.v1.FinishReason."""
+    """The agent's reports of one sequence.
+
+    rows: (phase, flags, entropy, end rank, end log-probability) per token. probes: as in the step record. opened: its
+    phase when it was opened. steps: its tokens in each step. closed: the reason as meridian.v1.FinishReason.
+    """
 
     def __init__(self, name: str, model: str, opened: Phase) -> None:
         self.name, self.model, self.opened, self.closed = name, model, opened, 0
@@ -216,7 +225,8 @@ def observed(seen: list[Any]) -> list[Observed]:
 
 
 def opening_phase(prompt: list[int], start: int, end: int, template_closes: bool) -> Phase:
-    """What the last marker of a prompt says: an end counts only where the template closes thinking with it."""
+    """Return the phase that a prompt's last marker gives; an end counts only if the template closes thinking with
+    it."""
     last = next((token for token in reversed(prompt) if token in {start, end}), None)
     if last == start:
         return Phase.THINK

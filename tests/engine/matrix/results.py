@@ -1,6 +1,6 @@
-"""What the matrix found, by vLLM version, and the table in the agent's versions.md that is made from it.
+"""The matrix's results by vLLM version, and the table in the agent's versions.md that is made from them.
 
-Owns both files' form. Runs nothing.
+The module owns the form of both files. It runs nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from tests.engine.matrix import Feature
 
-    # A version's lines, by build and feature.
+    # The lines of one version, by build and feature.
     Saved = dict[tuple[str, str], dict[str, str]]
 
 FOLDER = ROOT / "tests" / "data" / "matrix"
 PAGE = ROOT / "meridian_agent" / "vllm_adapter" / "versions.md"
 BEGIN, END = "<!-- made by `python -m tests.engine.matrix --write` -->\n", "<!-- end -->\n"
-# One line of a build's output, less what names the file and what changes from run to run.
+# Fields of a build's output line that are kept; left out are the file's name and fields that change from run to run.
 KEPT = ("build", "feature", "result", "detail")
 PASSED, FAILED, UNSUPPORTED, NOT_RUN = "passed", "failed", "not supported", "not run"
-# What has a reason under the table, in its words.
+# Results whose reason is given under the table, with their words in the table.
 SHOWN = {FAILED: "**failed**", UNSUPPORTED: "vLLM cannot"}
 
-# What is looked up in a version's sources (tests/vllm_sources.py), without an engine.
+# The feature that is looked up in a version's sources (tests/vllm_sources.py), without an engine.
 SOURCES = ("sources", "every hook that is used, with its parameters")
-# What stock vLLM says where it cannot do something, or a check where it fails, and what that means.
+# Texts of stock vLLM's errors or of failed checks, and their explanations.
 REASONS = {
     "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
     "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
@@ -45,7 +45,7 @@ REASONS = {
 
 
 def declared() -> set[tuple[str, str]]:
-    """Every (build, feature) there is."""
+    """Return every declared pair of build and feature."""
     return {SOURCES} | {(build, f.name) for f in features.all_of_them().values() for build in f.builds}
 
 
@@ -58,7 +58,7 @@ def load(path: Path) -> Saved:
 
 
 def save(lines: list[dict[str, Any]]) -> None:
-    """Replace what these lines are about in their version's file; what is no longer declared goes."""
+    """Replace these lines' results in their version's file, and drop lines that are no longer declared."""
     for version in {line["vllm"] for line in lines}:
         path = path_of(version)
         found = load(path) if path.exists() else {}
@@ -69,13 +69,13 @@ def save(lines: list[dict[str, Any]]) -> None:
 
 
 def _kept(line: dict[str, Any]) -> dict[str, str]:
-    # What pydantic says comes before where to read more of it.
+    # A pydantic error has its message before the reference to further information.
     detail = str(line["detail"]).partition("For further information")[0].strip().rpartition("\n")[2].strip()
     return {**{name: str(line[name]) for name in KEPT}, "detail": detail}
 
 
 def versions() -> list[str]:
-    """Newest first."""
+    """Return the versions with results, newest first."""
 
     def numbers(version: str) -> list[int]:
         return [int(n) for n in version.partition("+")[0].split(".")]
@@ -88,7 +88,8 @@ def saved() -> dict[str, Saved]:
 
 
 def table(found: Mapping[str, Saved]) -> str:
-    """Rows are features, columns engines; a cell says in which versions a feature passed there, and what else came."""
+    """Return the table. Rows are features, columns engines; a cell has the versions that passed there and other
+    results."""
     run = {version: lines for version, lines in found.items() if lines.keys() - {SOURCES}}
     columns = list(dict.fromkeys(build.shown for build in BUILDS.values()))
     read = [version for version, lines in found.items() if lines.get(SOURCES, {}).get("result") == PASSED]
@@ -103,7 +104,7 @@ def table(found: Mapping[str, Saved]) -> str:
 
 
 def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[str, int]) -> str:
-    """Passed versions first; a feature is for one build of a column at most."""
+    """Return a cell, with passed versions first; a feature is for at most one build of a column."""
     builds = [build for build in chosen.builds if BUILDS[build].shown == column]
     if not builds:
         return "–"
@@ -126,7 +127,7 @@ def _reason(line: dict[str, str]) -> str:
 
 
 def _list(names: Sequence[str], of: Sequence[str]) -> str:
-    """Three or more that follow each other in `of` as the first to the last of them."""
+    """Return the names as a list, with three or more consecutive names of `of` written as a range."""
     short = [name.replace(".0+", "+").removesuffix(".0") for name in names]
     at = [of.index(name) for name in names]
     parts: list[str] = []
@@ -137,6 +138,6 @@ def _list(names: Sequence[str], of: Sequence[str]) -> str:
 
 
 def with_table(text: str) -> str:
-    """The page's text with its table made anew."""
+    """Return the page's text with a new table."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table(saved())}\n{END}{rest.partition(END)[2]}"

@@ -1,4 +1,4 @@
-"""Stock vLLM of the same build in a process of its own, asked on demand: what a governed engine is held against."""
+"""Stock vLLM of the same build in a process of its own, which runs requests on demand as the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 
-# How often it has to draw the same tokens before another engine is held against it.
+# Number of times that stock vLLM must draw the same tokens again before another engine is compared with it.
 REPEATS = 2
 
 
 class StockFailed(Exception):  # noqa: N818
-    """Stock vLLM itself cannot do it; the text is its error. One that ends without a word is no such thing."""
+    """Stock vLLM itself cannot do it; the text is its error. It is not raised if stock vLLM ends without an error."""
 
 
 def _serve(pipe: Connection, build_name: str) -> None:
@@ -44,14 +44,15 @@ def _serve(pipe: Connection, build_name: str) -> None:
 
 
 class Stock:
-    """Starts when it is told to, or asked: once it has ended with an error, anew."""
+    """Starts on demand, or with the first request; after an error it starts again."""
 
     def __init__(self, build_name: str) -> None:
         self._build_name = build_name
         self._process: BaseProcess | None = None
 
     def start(self, method: Literal["fork", "spawn"] = "spawn") -> None:
-        """A fork has what this process has imported; that saves the import of vLLM, while no engine runs here yet."""
+        """Start the process. A fork has what this process has imported, which saves the import while no engine runs
+        here."""
         context: Any = multiprocessing.get_context(method)
         self._pipe, theirs = context.Pipe()
         self._process = process = context.Process(target=_serve, args=(theirs, self._build_name))
@@ -61,7 +62,7 @@ class Stock:
         theirs.close()
 
     def ask(self, asks: list[Ask]) -> list[list[Answer]]:
-        """Raises StockFailed, or EOFError where it ended without a word."""
+        """Run requests. Raises StockFailed, or EOFError if the process ended without an error."""
         if self._process is None:
             self.start()
         self._pipe.send(asks)
@@ -73,8 +74,11 @@ class Stock:
         return answers
 
     def draw(self, asks: list[Ask]) -> list[list[Answer]]:
-        """Of sampled requests with seeds. Raises StockFailed where the same seeds do not draw the same tokens again, or
-        not beside a greedy request, as a probe is."""
+        """Run sampled requests with seeds.
+
+        Raises StockFailed if the same seeds do not draw the same tokens again, or not beside a greedy request such as a
+        probe.
+        """
         drawn = self.ask(asks)
         if any(self.ask(asks) != drawn for _ in range(REPEATS)):
             raise StockFailed("answers the same request differently")

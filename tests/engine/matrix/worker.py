@@ -1,10 +1,10 @@
-"""What a worker in a process of its own needs: vLLM imports the module of `worker_extension_cls` in each of them."""
+"""A worker extension in a module of its own, because vLLM imports `worker_extension_cls` in each worker process."""
 
 from tests.engine.matrix.builds import mask_in_torch
 
 
 class Extension:
-    """Nothing but the name."""
+    """An empty worker extension; only its name is needed."""
 
 
 mask_in_torch()

@@ -1,9 +1,10 @@
-"""A pytest plugin for vLLM's own tests: puts the agent in front of every scheduler they make and writes down what came
-of each test. Loaded with `-p agent_in_front` from this folder; imports nothing of our `tests`, for in that process the
-package of that name is vLLM's.
+"""A pytest plugin for vLLM's own tests, which puts the agent in front of every scheduler they make.
+
+It also writes down the result of each test. It is loaded with `-p agent_in_front` from this folder and imports nothing
+of this repository's `tests`, because in that process the package of that name is vLLM's.
 
 SUITE_RESULTS names the file for the results, one JSON object a line; SUITE_ARM is `stock`, `absent` or `live`.
-SUITE_BREAK is for proving that the comparison sees something: a fault that is put into the agent on purpose.
+SUITE_BREAK names a fault that is put into the agent on purpose, to prove that the comparison notices it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ARM = os.environ["SUITE_ARM"]
-# How long the control plane may take to answer, in seconds; what takes longer fails the run.
+# Seconds for the control plane to answer; a longer wait fails the run.
 PATIENCE_S = 30.0
-# Most schedulers that are named with what was wrong with them.
+# Largest number of schedulers that are named with their problems.
 MOST_NAMED = 50
 
 
 class Results:
-    """Writes a line for each test, as soon as it is over: a process that dies leaves what it had."""
+    """Writes a line for each test as soon as it is over, so that a process that dies leaves its results so far."""
 
     def __init__(self) -> None:
         self._path = Path(os.environ["SUITE_RESULTS"])
@@ -40,8 +41,8 @@ class Results:
             file.write(json.dumps(line) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        # vLLM's fixtures collect garbage after each test, and thaw what was frozen: a second each time, for what its
-        # imports have made.
+        # The objects of the imports stay frozen for the whole run: vLLM's fixtures would unfreeze them after each test
+        # and then collect garbage, which takes a second each time.
         gc.collect()
         gc.freeze()
         gc.unfreeze = lambda: None
@@ -58,7 +59,7 @@ class Results:
             self._reports = []
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        # Neither interrupted nor ended by an error of pytest's own.
+        # False if the run was interrupted or ended by an error of pytest's own.
         self.say(finished=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
 
 
@@ -76,7 +77,7 @@ def _first_reason(reports: list[pytest.TestReport]) -> str:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The kind of the exception and its last line; of a skipped test, why."""
+    """Return the kind of the exception and its last line, or why a test was skipped."""
     found: Any = report.longrepr
     if isinstance(found, tuple):
         return str(found[2])
@@ -89,16 +90,16 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 class InFront:
     """Puts the agent in front of each scheduler, and counts what it does there.
 
-    Each scheduler is an engine of its own, whose stream ends with its test. With a live control plane a scheduler waits
-    for its settings when it is made, and after each step for the answer to that step's report, which this control plane
-    gives to every report: whatever was decided is in the engine before its next step.
+    Each scheduler is an engine of its own, whose stream ends with its test. With a live control plane a new scheduler
+    waits for its settings, and after each step for the answer to that step's report, which this control plane gives to
+    every report. So every decision is in the engine before its next step.
     """
 
     def __init__(self, results: Results) -> None:
         self._results = results
         self._made: list[Any] = []
         self._number = itertools.count()
-        # The test under way; what vLLM itself had for the clients in the newest step.
+        # The test under way, and vLLM's own output for the clients in the newest step.
         self._test = ""
         self._stock_told: list[Any] = []
         self.counts = {"schedulers": 0, "steps": 0, "worked": 0}
@@ -111,7 +112,7 @@ class InFront:
 
         from meridian_agent.engine.scheduler_mixin import GovernedScheduler, governed
 
-        # Wherever a test has the class from, and whatever it derives from it.
+        # Schedulers are replaced wherever a test imports the class from, and whatever it derives from it.
         Scheduler.__new__ = lambda chosen, *_, **__: object.__new__(governed(chosen))
         Scheduler.update_from_output = self._stock_update(Scheduler.update_from_output)
         for name in ("__init__", "schedule", "_after_schedule", "update_from_output"):
@@ -146,7 +147,7 @@ class InFront:
         return after_schedule
 
     def _stock_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """vLLM's own, beneath the agent: its tests hardly look at what clients are told."""
+        """Wrap vLLM's own method beneath the agent, because vLLM's tests hardly check the output for clients."""
 
         def update(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = original(scheduler, *args, **kwargs)
@@ -171,8 +172,8 @@ class InFront:
     def _hold(self, agent: Any, record: Any, computed: Any) -> None:
         """Wait for the answer to a step's report.
 
-        The agent rightly reports no step that computed nothing and found all as it was, whose record goes on being
-        filled, and none before the first that began on this stream.
+        The agent does not report a step that computed nothing and changed nothing; such a step's record is continued by
+        the next one. It also reports no step before the first one that began on the present stream.
         """
         link = agent.link
         link.outbox.wake()
@@ -203,7 +204,7 @@ class InFront:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
-        """The engines of this test are over; an agent of theirs that has failed, or was never there, is a problem."""
+        """End the test's engines; an agent that has failed, or was missing, is a problem."""
         for scheduler in self._made:
             if fault := scheduler._guard.last_fault or scheduler._guard.fault:
                 self._problem(fault)
@@ -221,19 +222,19 @@ class InFront:
 
 
 def _told(outputs: Any) -> list[Any]:
-    """What a step has for the clients."""
+    """Return a step's output for the clients."""
     told = [(client, output) for client, said in outputs.items() for output in said.outputs]
     return [(client, o.request_id, list(o.new_token_ids), o.finish_reason) for client, o in told]
 
 
 def _answered(link: Any, step: int) -> bool:
-    """Whether the report of this step is answered."""
+    """Return whether the report of this step is answered."""
     waiting = (message.step for message in list(link.inbox.messages) if message is not None)
     return step <= link.inbox.answered_step or any(step <= answered for answered in waiting)
 
 
 def _break(how: str) -> None:
-    """Faults that the comparison must see, by their names."""
+    """Put a named fault into the agent, which the comparison must notice."""
     from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
     schedule, update = GovernedScheduler.schedule, GovernedScheduler.update_from_output

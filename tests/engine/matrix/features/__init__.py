@@ -1,4 +1,4 @@
-"""The features, by what they are about; importing a module registers its own."""
+"""The features of the agent, grouped by subject; importing a module registers its features."""
 
 from __future__ import annotations
 

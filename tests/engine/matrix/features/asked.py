@@ -1,4 +1,4 @@
-"""What a request may ask for: several sequences, stops, limits, grammars, adapters, tools."""
+"""Features of requests: several sequences, stops, limits, grammars, adapters, tools."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stops(engine: Engine) -> None:
     *same, (last,) = answers
     *expected, (free,) = engine.stock.ask(asks)
     assert same == expected
-    # The end marker is the last token that it may generate.
+    # The end marker is the last token that the request may generate.
     assert last.tokens == [*free.tokens[:9], engine.end]
     assert [said.closed for said in seen] == [
         ABORT if a.stop == "." else STOP if a.stop else LENGTH for (a,) in answers
@@ -79,7 +79,7 @@ def minimum(engine: Engine) -> None:
 
 @feature("min_tokens that the end marker would cut short: a forced end waits for them", *DRAFTS)
 def held_back(engine: Engine) -> None:
-    """The only token of a mask would be one that vLLM's own rules out."""
+    """A mask would allow only the end marker, which vLLM's own min_tokens rules out."""
     fewest = 15
     ask = Ask(engine.prompt(2), {**GREEDY, "max_tokens": 40, "min_tokens": fewest, "stop_token_ids": [engine.end]})
     ((free,),) = engine.stock.ask([ask])
@@ -113,7 +113,7 @@ def ruled_out(engine: Engine) -> None:
 
 @feature("prompts that open thinking, close it, or hold earlier turns", *EVERYWHERE)
 def prompts(engine: Engine) -> None:
-    """What the prompt says last counts; a cap starts where thinking starts."""
+    """The last marker of a prompt counts, and a cap counts from the beginning of thinking."""
     engine.control.apply({"scheduler": {"max_think_tokens": 8}})
     turns = [{"role": "user", "content": cases()[0]["prompt"]}, {"role": "assistant", "content": "<think>A .</think>B"}]
     turns.append({"role": "user", "content": cases()[1]["prompt"]})
@@ -136,11 +136,12 @@ def prompts(engine: Engine) -> None:
 
 @feature("thinking again and again in one answer", *ALL)
 def reentry(engine: Engine) -> None:
-    """Start and end markers at random: phases as the tokens say, and a cap counts all of the request's thinking."""
+    """Start and end markers come at random: phases follow the tokens, and a cap counts all of the request's
+    thinking."""
     words = [engine.start, engine.end, engine.token("A"), engine.token("B")]
     params = {"temperature": 2.0, "frequency_penalty": 2.0, "max_tokens": 40, "allowed_token_ids": words}
     asks = [Ask(engine.prompt(i), {**params, "seed": i}) for i in range(4)]
-    # Stock first: where it ends with an error, a governed engine would, too.
+    # The stock engine runs first: if it ends with an error, a governed engine would, too.
     expected = engine.stock.ask(asks)
     answers, seen = engine.observe(asks)
     assert answers == expected
@@ -157,7 +158,7 @@ def reentry(engine: Engine) -> None:
 
 @feature("a tool-call loop: the next turn finds its thinking in the cache, and thinks anew", *ALL)
 def tool_loop(engine: Engine) -> None:
-    """Where the template keeps thinking until the tool has answered (here: any full stop is a call)."""
+    """The template keeps thinking until the tool has answered; in this test any full stop is a tool call."""
     blocks, tool_call = engine.agent.blocks, engine.agent.facts.tool_call
     blocks._tool_call = engine.token(".")
     try:
@@ -197,7 +198,7 @@ def grammar_after(engine: Engine) -> None:
 
 @feature("a grammar during thinking: it is kept, and no request fails for a cap", *GRAMMAR)
 def grammar_during(engine: Engine) -> None:
-    """One that never allows the end marker has the last word; one that allows it is ended where the cap says."""
+    """A grammar that never allows the end marker wins over a cap; with one that allows it, thinking ends at the cap."""
     thinking = {**GREEDY, "max_tokens": 30, "structured_outputs": {"regex": "[A-X]{40}"}}
     choice = {**GREEDY, "max_tokens": 30, "structured_outputs": {"regex": "[A-X]{2,40}</think>(walk){3}"}}
     asks = [
@@ -243,7 +244,7 @@ def lora(engine: Engine) -> None:
 
 
 def adapter(folder: Path) -> None:
-    """A small random one for the queries and values of every layer."""
+    """Write a small random adapter for the queries and values of every layer."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""KV connectors: none of them ever hears of a probe, and probes cost what they cost without one."""
+"""KV connectors: no connector is ever told of a probe, and probes cost the same as without a connector."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 EXAMPLE = ("example", "example-async", "example-v2-async")
 NIXL = ("nixl", "nixl-async")
-# Calls that say what becomes of one request, each once for each.
+# Calls that report the course of a single request, each made once for each request.
 OF_ONE = ("on_new_request", "request_finished", "request_finished_all_groups")
 
 
 def _asks(engine: Engine) -> list[Ask]:
-    """Greedy requests that think. vLLM's ExampleConnector breaks at prompts of one token more than full blocks."""
+    """Return greedy requests that think. vLLM's ExampleConnector fails on prompts of full blocks plus one token."""
     params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 250}
     prompts = [engine.prompt(i) for i in range(6)]
     assert all(len(prompt) % engine.agent.block_size != 1 for prompt in prompts), [len(p) for p in prompts]
@@ -32,12 +32,12 @@ def _asks(engine: Engine) -> list[Ask]:
 
 
 def _told(governed: bool) -> collections.Counter[str]:
-    """How often a connector was told of a single request, by method."""
+    """Return how often a connector was told of a single request, by method."""
     return collections.Counter(c["call"] for c in connectors.calls(governed) if c["call"] in OF_ONE)
 
 
 def _metrics(engine: Engine) -> dict[str, int]:
-    """vLLM's counters of what was looked for in its prefix cache and at the connector."""
+    """Return vLLM's counters of the tokens looked up in its prefix cache and at the connector."""
     cached = ("prefix_cache_queries", "prefix_cache_hits")
     found = dict.fromkeys((*cached, *(f"external_{name}" for name in cached), "request_success"), 0)
     for metric in engine.llm.get_metrics():
@@ -47,7 +47,7 @@ def _metrics(engine: Engine) -> dict[str, int]:
 
 
 def _check_events(events: Sequence[Any], sequences: Sequence[list[int]]) -> None:
-    """Each block that is told stored holds what some request says."""
+    """Check that each block reported as stored holds tokens of some request."""
     tokens: dict[Any, list[int]] = {}
     for event in events:
         if type(event).__name__ == "BlockStored":
@@ -59,8 +59,10 @@ def _check_events(events: Sequence[Any], sequences: Sequence[list[int]]) -> None
 
 
 def _check_unnamed(engine: Engine, told: list[dict[str, Any]]) -> None:
-    """The connector was called on both sides, and no call names a probe, but the one with which Model Runner V2 hands
-    over the whole batch that it is about to compute."""
+    """Check that the connector was called on both sides and that no call names a probe.
+
+    The exception is the call with which Model Runner V2 hands over the whole batch that it is about to compute.
+    """
     assert {"SCHEDULER", "WORKER"} <= {call["role"] for call in told}
     naming = {(c["role"], c["call"]) for c in told if any(r.startswith(PREFIX) for r in c["requests"])}
     assert naming <= ({("WORKER", "start_load_kv")} if engine.build.v2 else set()), naming
@@ -83,7 +85,7 @@ def _check(engine: Engine) -> None:
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
     _check_unnamed(engine, connectors.calls(governed=True))
-    # Stock vLLM has answered a request more, at its start; a connector of several tells each of them.
+    # Stock vLLM has answered one more request, at its start; a MultiConnector tells each of its connectors of it.
     told, more = _told(governed=True), _told(governed=False)
     assert {call: n * (len(asks) + 1) for call, n in told.items()} == {call: n * len(asks) for call, n in more.items()}
     stored = [len(list((connectors.folder_of(governed) / "stored").glob("*"))) for governed in (True, False)]
@@ -104,7 +106,7 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# Steps in which nothing is computed, of which a report or two may be made.
+# Steps in which nothing is computed, of which one or two reports are allowed.
 EMPTY_STEPS = 300
 
 
@@ -130,7 +132,7 @@ def multi(engine: Engine) -> None:
 
 @feature("KV that another engine has computed, by NixlConnector: the same", *NIXL)
 def read(engine: Engine) -> None:
-    """Prompts that no cache has are computed by the stock engine; their KV is read from there."""
+    """Prompts that no cache has are computed by the stock engine, and the governed engine reads their KV from it."""
     params = {"temperature": 0.0, "max_tokens": 250}
     asks = [Ask(engine.chat(prompt), params) for prompt in maze.prompts(4, seed=77)]
     first = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}

@@ -1,4 +1,4 @@
-"""Ends of thinking that the agent forces: where asked, once, and as vLLM would have gone on from there."""
+"""Ends of thinking that the agent forces: at the right token, once, and with vLLM's own continuation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-# EAT alone decides, and a probed request waits for it: how long that takes on a busy machine is not the matter.
+# Only EAT decides, and a probed request waits for the decision, so that a busy machine does not change the result.
 HELD = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "eat_hold_ms": 10_000, "rpdi_threshold": 0.0}}
-# Of the prompts of seed 11, the one on which thinking is shortest: 97 tokens.
+# Index of the prompt of seed 11 with the shortest thinking, 97 tokens.
 SHORT = 14
 
 
@@ -39,7 +39,7 @@ def rules(engine: Engine) -> None:
     free = engine.stock.ask(asks)
     before = engine.control.settled().ends["eat"]
     engine.control.apply(HELD)
-    # The engine steps as fast as it can: that a decision is not late is the hold's doing.
+    # The engine steps as fast as it can, so only the hold keeps decisions from being late.
     with engine.watched() as seen:
         governed = engine.tokens(asks)
     late = []
@@ -50,7 +50,8 @@ def rules(engine: Engine) -> None:
         if at < len(after) and after[at] != stock.tokens[at]:
             _, _, measured, *_ = said.probes[-1]
             late.append(at - measured)
-    # On the very token that was measured; a token later under asynchronous scheduling, with drafts at a step's end.
+    # Thinking ends at the very token that was measured, or later by the lookahead under asynchronous scheduling or with
+    # drafts.
     assert late
     assert set(late) <= set(range(1 + engine.agent.tracker.lookahead)), late
     assert engine.control.settled().ends["eat"] > before
@@ -85,13 +86,13 @@ def freeze(engine: Engine) -> None:
 
 @feature("no second end marker when the model ends thinking beside a force", *EVERYWHERE, *RANKS)
 def beside_its_own_end(engine: Engine) -> None:
-    """Forces around the model's own end, as they would come down the stream at that moment."""
+    """Forces arrive around the model's own end, as they might come down the stream at that moment."""
     opening = engine.chat(maze.prompts(SHORT + 1, seed=11)[SHORT])
     ((whole,),) = engine.stock.ask([Ask(opening, {**GREEDY, "max_tokens": 130})])
     prompt = opening + whole.tokens[: whole.tokens.index(engine.end) - 12]
     ((stock,),) = engine.stock.ask([Ask(prompt, {**GREEDY, "max_tokens": 40})])
     natural = stock.tokens.index(engine.end)
-    # With drafts a step brings several tokens, and under asynchronous scheduling the step under way does, too.
+    # With drafts a step makes several tokens, and so does the step under way with asynchronous scheduling.
     apart = 1 + engine.agent.tracker.lookahead // 4
     early = {f"r{i}": tokens * (apart if tokens > 0 else 1) for i, tokens in enumerate(range(4, -3, -1))}
     run = engine.run({name: Ask(prompt, {**GREEDY, "max_tokens": 40}) for name in early})
@@ -112,7 +113,7 @@ def beside_its_own_end(engine: Engine) -> None:
 
 
 def force(engine: Engine, name: str) -> None:
-    """What the link would hand over for a force that the control plane decides now. Id 0: it knows nothing of it."""
+    """Give the agent a force as the link would; decision id 0 keeps the control plane out of it."""
     slots = {live.info.request_id: slot for slot, live in engine.agent.tracker.by_slot.items()}
     wanted = [slot for request_id, slot in slots.items() if request_id.split("-")[0] == name]
     forces = [agent_pb2.ForceEnd(slot=slot, reason=agent_pb2.FORCE_REASON_EAT) for slot in wanted]

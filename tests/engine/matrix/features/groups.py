@@ -1,4 +1,4 @@
-"""Models whose layers keep KV differently: some for a window of tokens only, so in a KV cache group of their own."""
+"""Models with several KV cache groups, because some layers keep KV only for a window of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.policies import DENSE
 if TYPE_CHECKING:
     from tests.engine.matrix.engine import Engine, Observed
 
-# Of each request, how many probes are held against stock vLLM.
+# Number of probes of each request that are compared with stock vLLM.
 CHECKED = 3
 
 
@@ -40,7 +40,7 @@ def groups(engine: Engine) -> None:
 
 
 def _check_probes(engine: Engine, prompt: list[int], tokens: list[int], said: Observed) -> None:
-    """Against stock vLLM's own log-probabilities after the same tokens."""
+    """Compare probes with stock vLLM's own log-probabilities after the same tokens."""
     assert said.probes
     some = said.probes[:: max(1, len(said.probes) // CHECKED)]
     logprobs = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1}

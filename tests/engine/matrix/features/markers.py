@@ -1,7 +1,7 @@
-"""Markers of several tokens, gpt-oss's and Granite's: each token's phase is what the text says, and a forced end goes
-on where the model has begun one.
+"""Markers of several tokens, gpt-oss's and Granite's: each token's phase follows the text.
 
-What the model says is scripted, by place: where the agent writes a token, the script's for that place is left unsaid.
+A forced end continues an end marker that the model has begun. The model's tokens are scripted by position: if the agent
+writes a token, the script's token for that position is skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPTS = {
     "openai_gptoss": "<|start|>user<|message|> so we turn<|end|><|start|>assistant",
     "granite": " so we turn.\n\n",
 }
-# What a token is: of a marker, of thinking, of the answer.
+# Kinds of token: part of a marker, thinking, answer.
 M, T, O = 0, int(Phase.THINK), int(Phase.OUTPUT)  # noqa: E741
 Said = tuple[tuple[str, int], ...]
 
@@ -37,8 +37,8 @@ THOUGHT = " so the walk goes on"
 THOUGHT_TOKENS = 5
 ANSWER = (" then we turn", O)
 BEGIN, END = (ANALYSIS, M), (NEXT + FINAL, M)
-# Thinks, answers, thinks anew: what follows has been said before, so that it is drafted. Until the first marker is
-# complete, what is there of it counts as thinking: a cap for the second thinking must be beyond that.
+# The model thinks, answers and thinks again, in words said before, so that they are drafted. The tokens of the first
+# marker count as thinking until the marker is complete, so a cap for the second thinking must be larger than that.
 AGAIN = (BEGIN, (THOUGHT, T), END, ANSWER, (NEXT + ANALYSIS, M), (THOUGHT, T))
 AGAIN_CAP = 2 * THOUGHT_TOKENS + 3
 THINKS, RESPONDS = "Here is my thought process:", "Here is my response:"
@@ -46,7 +46,10 @@ THINKS, RESPONDS = "Here is my thought process:", "Here is my response:"
 
 @dataclass(frozen=True)
 class Case:
-    """What the model says, what the agent writes then in place of it, and how the model goes on. prompt: its end."""
+    """The model's script, the agent's text in place of it, and the model's continuation.
+
+    prompt: the end of the prompt. ends: number of end markers.
+    """
 
     said: Said
     cap: int | None = None
@@ -57,7 +60,7 @@ class Case:
 
 
 def _begun(pieces: Sequence[str], ends: int, *start: tuple[str, int]) -> dict[str, Case]:
-    """A cap that falls behind each beginning of the end marker of this number; `start` is what comes before."""
+    """Return cases with a cap after each beginning of the end marker number `ends`; `start` is the text before it."""
     thoughts = sum(text == THOUGHT for text, _ in start) + 1
     return {
         f"cap after {n} of end {ends}": Case(
@@ -95,9 +98,11 @@ HARMONY = {
     ),
     "cap in its second thinking": Case((*AGAIN, (" so the walk", T)), AGAIN_CAP, NEXT + FINAL, (ANSWER,), ends=2),
     "a prompt that opens thinking": Case(((THOUGHT, T), END, ANSWER), prompt=ANALYSIS),
-    "such a one, and a cap": Case(((THOUGHT, T),), THOUGHT_TOKENS, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS),
-    "such a one, and a cap of none": Case((), 0, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS),
-    "a prompt that begins to": Case(
+    "a prompt that opens thinking, and a cap": Case(
+        ((THOUGHT, T),), THOUGHT_TOKENS, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS
+    ),
+    "a prompt that opens thinking, and a cap of none": Case((), 0, NEXT + FINAL, (ANSWER,), prompt=ANALYSIS),
+    "a prompt that begins to open thinking": Case(
         (("<|message|>", M), (THOUGHT, T), END, ANSWER), prompt=ANALYSIS.removesuffix("<|message|>")
     ),
     "a prompt that closes it": Case((ANSWER,), 0, ends=0, prompt=FINAL),
@@ -123,20 +128,23 @@ PROSE = {
     "cap of none": Case(((f"{THINKS}\n\n", M),), 0, RESPONDS, (ANSWER,)),
     "cap in its second thinking": Case((*PROSE_AGAIN, (" so the walk", T)), AGAIN_CAP, RESPONDS, (ANSWER,), ends=2),
     "a prompt that opens thinking": Case(((THOUGHT, T), (f" {RESPONDS}", M), ANSWER), prompt=f"{THINKS}\n\n"),
-    "such a one, and a cap": Case(((THOUGHT, T),), THOUGHT_TOKENS, RESPONDS, (ANSWER,), prompt=f"{THINKS}\n\n"),
+    "a prompt that opens thinking, and a cap": Case(
+        ((THOUGHT, T),), THOUGHT_TOKENS, RESPONDS, (ANSWER,), prompt=f"{THINKS}\n\n"
+    ),
     "a prompt that closes it": Case((("so", O), ANSWER), 0, ends=0, prompt=f"{THINKS}{THOUGHT} {RESPONDS}\n\n"),
     **_begun(PROSE_END, 1, (f"{THINKS}\n\n", M)),
     **_begun(PROSE_END, 2, *PROSE_AGAIN),
 }
 CASES = {"openai_gptoss": HARMONY, "granite": PROSE}
 WRITES = {"openai_gptoss": NEXT + FINAL, "granite": RESPONDS}
-# A marker's token, all but certain; a mask's minus infinity stays what it is.
+# Logit of a marker's token, which makes it almost certain; a mask's minus infinity stays as it is.
 SURE = 1e6
 
 
 @feature("markers of several tokens, gpt-oss's and Granite's: a forced end goes on where one is begun", *MARKED)
 def markers(engine: Engine) -> None:
-    """Thinking anew, pieces that come to nothing, caps everywhere in a marker: exact, and nothing else is changed."""
+    """Caps are exact everywhere in a marker, in a second thinking, and after an unfinished marker; nothing else
+    changes."""
     tokenizer = engine.llm.get_tokenizer()
     engine.llm.collective_rpc(follow_script)
     crossed = 0
@@ -159,7 +167,10 @@ def markers(engine: Engine) -> None:
 
 
 def delayed(engine: Engine, case: Case) -> Case:
-    """With asynchronous scheduling a marker that opens thinking past its cap is known a step late: one token of it."""
+    """Return the case as it is with asynchronous scheduling, which may let one token pass after a cap.
+
+    A marker that opens thinking past its cap is then known a step late.
+    """
     late = engine.build.asynchronous and case.cap == 0 and not case.prompt
     return replace(case, said=(*case.said, (" so", T))) if late else case
 
@@ -167,7 +178,7 @@ def delayed(engine: Engine, case: Case) -> Case:
 def scripted(
     engine: Engine, prompt: list[int], script: list[int], cap: int | None
 ) -> tuple[list[int], list[tuple[Any, ...]], list[tuple[int, int]]]:
-    """What the engine says, what the agent reports of each token, and where each step's tokens begin and end."""
+    """Return the engine's output, the agent's report of each token, and where each step's tokens begin and end."""
     engine.llm.collective_rpc(take_script, args=(len(prompt), script))
     own = {} if cap is None else {"extra_args": {"meridian_max_think_tokens": cap}}
     ask = Ask(prompt, {"temperature": 0.0, "max_tokens": len(script), "ignore_eos": True, **own})
@@ -176,7 +187,7 @@ def scripted(
 
 
 def follow_script(worker: Any) -> None:
-    """On each worker: what the model computes of a token is its place, and what follows there is the script's."""
+    """Make each worker's model follow the script: its output depends only on the token's position."""
     model = worker.model_runner.model
     forward, compute_logits = model.forward, model.compute_logits
 
@@ -197,12 +208,12 @@ def follow_script(worker: Any) -> None:
 
 
 def take_script(worker: Any, begin: int, script: list[int]) -> None:
-    """begin: the prompt's length. For the next request, alone."""
+    """Set the script for the next request, which runs alone. begin: the prompt's length."""
     worker.meridian_script = begin, script
 
 
 def tokens_of(tokenizer: Any, said: Said) -> tuple[list[int], list[int]]:
-    """The tokens of a text, and what each is; one that holds any of a marker is of the marker."""
+    """Return the tokens of a text and the kind of each; a token with any part of a marker counts as marker."""
     tokens = list(tokenizer.encode("".join(text for text, _ in said)))
     kinds = [kind for text, kind in said for _ in text]
     at, labels = 0, []
@@ -215,7 +226,7 @@ def tokens_of(tokenizer: Any, said: Said) -> tuple[list[int], list[int]]:
 
 
 def expected(tokenizer: Any, case: Case) -> tuple[list[int], list[int], list[int]]:
-    """The script, what the engine says, and what each token of that is."""
+    """Return the script, the engine's expected output, and the kind of each of its tokens."""
     (said, kinds), (after, more) = tokens_of(tokenizer, case.said), tokens_of(tokenizer, case.after)
     written = list(tokenizer.encode(case.written))
     unsaid = list(tokenizer.encode(" so")) * len(written)
@@ -223,7 +234,7 @@ def expected(tokenizer: Any, case: Case) -> tuple[list[int], list[int], list[int
 
 
 def reported(rows: Sequence[tuple[Any, ...]]) -> list[int]:
-    """What each token is as the agent reported it, with what markers took back."""
+    """Return the kind of each token as the agent reported it, with the tokens that markers took back."""
     labels: list[int] = []
     for phase, flags, *_ in rows:
         if flags & FLAG_MARKER:

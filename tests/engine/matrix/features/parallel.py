@@ -1,4 +1,4 @@
-"""Several workers: every rank is told the same and comes to the same tokens."""
+"""Several workers: every rank gets the same instructions and samples the same tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same_on_every_rank(engine: Engine) -> None:
 
 
 def watch(worker: Any) -> None:
-    """On each worker: keep what it is told to mask, and what it samples."""
+    """Make a worker record the masks that it is given and the tokens that it samples."""
     runner, seen = worker.model_runner, []
     sample_tokens = runner.sample_tokens
 
@@ -46,7 +46,7 @@ def watch(worker: Any) -> None:
 
 
 def watched(worker: Any) -> list[Any]:
-    """What was kept; from now on nothing is."""
+    """Return a worker's records and stop recording."""
     seen, worker.model_runner.sample_tokens = worker.meridian_seen
     found: list[Any] = seen
     return found

@@ -1,4 +1,5 @@
-"""Who runs, who waits, who goes, and in how many pieces: what the agent does must hold through all of it."""
+"""Features of the scheduler: order, waiting, preemption and chunked prompts, through all of which the agent must
+work."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
     from tests.engine.matrix.engine import Engine, Observed
 
-# How many tokens before the end of thinking on that prompt its last paragraph begins; how many on either side of the
-# end are there to be drafted.
+# On the prompt of `drafted`, the last paragraph of thinking begins this many tokens before its end; AROUND tokens on
+# either side of the end are available for drafts.
 LAST_PARAGRAPH, AROUND = 10, 6
 TIGHT = ("tight", "tight-async", "tight-v2", "tight-v2-async")
 
@@ -31,7 +32,8 @@ TIGHT = ("tight", "tight-async", "tight-v2", "tight-v2-async")
     "asynchronous scheduling waits for a step's tokens in steps that carry a force, in no other", "async", "v2-async"
 )
 def overlap(engine: Engine) -> None:
-    """Not for probes; with a cap in the steps that write an end, also one of several tokens."""
+    """Steps with probes do not wait; with a cap, the steps that write an end marker wait, also one of several
+    tokens."""
     asks = [Ask(engine.prompt(i), engine.endless(max_tokens=60)) for i in range(4)]
     engine.control.apply(DENSE)
     with engine.watched() as seen, counted(engine) as free:
@@ -52,7 +54,8 @@ def overlap(engine: Engine) -> None:
 
 
 class counted:  # noqa: N801
-    """Steps inside the block, those that wait for the tokens of the step before, and those that carry a force."""
+    """Counts the steps inside the block: all, those that wait for the step before, those with a force, and those with
+    both."""
 
     def __init__(self, engine: Engine) -> None:
         self._scheduler, self.counts = engine.scheduler, dict.fromkeys(("steps", "waits", "forces", "both"), 0)
@@ -76,7 +79,8 @@ class counted:  # noqa: N801
 
 @feature("drafts: steps of several tokens across the end of thinking, caps inside drafts", *DRAFTS)
 def across_the_boundary(engine: Engine) -> None:
-    """Whole drafts are accepted, the end marker among them; caps at each of their places, and past the model's end."""
+    """Whole drafts are accepted, the end marker among them; caps fall on each of their places and past the model's
+    end."""
     ask, free = drafted(engine)
     end = free.index(engine.end)
     caps = range(1, end + 4)
@@ -90,14 +94,14 @@ def across_the_boundary(engine: Engine) -> None:
         assert forced == ([cap] if cap <= end else []), (cap, forced)
         assert cap < end or answer.tokens == free
         inside += any(begin < at < past for at in forced for begin, past in steps_of(said))
-    # Where only the workers know the drafts, none are made near a cap.
+    # If only the workers know the drafts, no drafts are made near a cap.
     hidden = engine.build.v2 or engine.build.asynchronous
     assert hidden or inside > 3, "no forced end came with tokens before it in its step"
 
 
 @feature("drafts: a sentence that ends within a step is probed at its end", *DRAFTS)
 def within_a_step(engine: Engine) -> None:
-    """Each probe stands at the end of a sentence, with the right value, also where its step went on behind it."""
+    """Each probe is at the end of a sentence, with the right value, even if its step went on after the sentence."""
     at_sentences = {**DENSE["entropy"], "eat_probe_placement": "sentence"}
     engine.control.apply({**DENSE, "entropy": at_sentences})
     asks = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 80}) for i in range(5)]
@@ -108,18 +112,19 @@ def within_a_step(engine: Engine) -> None:
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
         places = [think_tokens for _, _, think_tokens, *_ in said.probes]
-        assert len(places) == len(set(places)), "no end is probed twice"
+        assert len(places) == len(set(places)), "an end is probed twice"
         assert all(flags[tokens[place - 1]] & FLAG_SENTENCE for place in places)
         within += len({*places} - {past for _, past in steps_of(said)})
     assert within, "no sentence ended within a step"
 
 
 def drafted(engine: Engine) -> tuple[Ask, list[int]]:
-    """A request that is about to end thinking in the midst of a step, and what stock vLLM says.
+    """Return a request that is about to end thinking in the middle of a step, and stock vLLM's tokens for it.
 
-    The tokens around its end marker stand before its prompt and nowhere else in it: V1 drafts what followed first, V2
-    what followed last, and either way that is the end. By itself the model says its result twice in each paragraph of
-    its thinking, and so before the end what it has said before line feeds; here the earlier ones say it once.
+    The tokens around its end marker are placed before its prompt and occur nowhere else in it. V1 drafts the first
+    continuation found in the text and V2 the last one, and either way that is the end. The model's own thinking has its
+    result twice in each paragraph, so its end would repeat earlier text; here the earlier paragraphs have the result
+    once.
     """
     opening = engine.chat(maze.prompts(SHORT + 1, seed=11)[SHORT])
     thinks = _stock(engine, Ask(opening, {**GREEDY, "max_tokens": 130}))
@@ -134,7 +139,7 @@ def drafted(engine: Engine) -> tuple[Ask, list[int]]:
 
 
 def _crosses(engine: Engine, ask: Ask, told: list[int], end: int) -> bool:
-    """Whether the governed engine says the same with the end marker in the midst of a step."""
+    """Return whether the end marker is in the middle of a step; the governed engine's tokens must equal stock's."""
     ((answer,),), (said,) = engine.observe([ask])
     assert answer.tokens == told
     engine.check_phases(ask.prompt, told, said)
@@ -147,14 +152,14 @@ def _stock(engine: Engine, ask: Ask) -> list[int]:
 
 
 def steps_of(said: Observed) -> list[tuple[int, int]]:
-    """Where each step's tokens begin, and where they end."""
+    """Return where each step's tokens begin and where they end."""
     past = list(itertools.accumulate(said.steps))
     return list(zip([0, *past], past, strict=False))
 
 
 @feature("chunked prefill, with probes and caps", "chunked", "chunked-v2-async")
 def chunked(engine: Engine) -> None:
-    """Prompts in pieces of at most 16 tokens, beside requests that think and answer, and beside their probes."""
+    """Prompts come in pieces of at most 16 tokens, beside requests that think and answer and beside their probes."""
     engine.control.apply(DENSE)
     asks = [Ask(engine.prompt(i, CLOSED if i == 3 else None), {**GREEDY, "max_tokens": 80}) for i in range(6)]
     assert all(len(ask.prompt) > 2 * engine.scheduler.max_num_scheduled_tokens for ask in asks)
@@ -175,7 +180,7 @@ def chunked(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _probes_beside_pieces(engine: Engine) -> Iterator[list[int]]:
-    """Tokens of each step inside the block that has probes and leaves a prompt unfinished."""
+    """Yield the tokens of each step inside the block that has probes and leaves a prompt unfinished."""
     scheduler, totals = engine.scheduler, list[int]()
     schedule = scheduler.schedule
 
@@ -212,15 +217,19 @@ def uncached(engine: Engine) -> None:
 
 @feature("preemption and resumption in each phase: phases, caps, output as stock's", *TIGHT)
 def preemption(engine: Engine) -> None:
-    """More requests than the cache holds, in vLLM's own order; prompts come in pieces, so they are preempted too."""
+    """There are more requests than the cache holds, in vLLM's own order; prompts come in pieces, so they are preempted,
+    too."""
     engine.control.apply({**NEUTRAL, "scheduler": {"enabled": False}})
     last_goes_first = [squeezed(engine, order) for order in ("taoc", "tcoa", "aoct")]
     assert set().union(*last_goes_first) == {Phase.PROMPT, Phase.THINK, Phase.OUTPUT}, last_goes_first
 
 
 def squeezed(engine: Engine, order: str) -> set[Phase]:
-    """Four requests in this order (t and o think, c with a cap of its own, a answers), then two more while blocks run
-    out. Returns the phases in which some were preempted; all must come out as from stock."""
+    """Run four requests in this order, then two more while blocks run out; return the phases in which some were
+    preempted.
+
+    The letters t and o think, c thinks with a cap of its own, a answers. All outputs must equal stock's.
+    """
     own = {"extra_args": {"meridian_max_think_tokens": 50}}
     capped = {**engine.endless(max_tokens=90), **own}
     asks = {
@@ -262,7 +271,7 @@ def squeezed(engine: Engine, order: str) -> set[Phase]:
 
 @feature("answers are never preempted before thinking", *TIGHT)
 def victims(engine: Engine) -> None:
-    """Stock vLLM preempts the answers that came last; governed, only thinking is preempted. Tokens are the same."""
+    """Stock vLLM preempts the answers that came last; governed, it preempts only thinking. Tokens are the same."""
     asks = {f"think{i}": Ask(engine.prompt(i), engine.endless(max_tokens=90)) for i in range(3)}
     asks |= {f"answer{i}": Ask(engine.prompt(i, CLOSED), engine.endless(max_tokens=80)) for i in range(2)}
     found = {}
@@ -280,7 +289,7 @@ def victims(engine: Engine) -> None:
 
 @feature("blocks past the prompt are reused first", "v1", "async", "v2", "v2-async")
 def reclaim(engine: Engine) -> None:
-    """The prompt's stay cached, those of thinking and answer lose their hash; not where the policy is off."""
+    """The prompt's blocks stay cached, those of thinking and answer lose their hash, unless the policy is off."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     for enabled in (True, False):
         engine.llm.llm_engine.reset_prefix_cache()
@@ -330,7 +339,7 @@ def aborts(engine: Engine) -> None:
 
 @feature("priority policy: answers first between requests of equal priority", "priority", "priority-async")
 def priority(engine: Engine) -> None:
-    """Stock preempts answers that came last; governed it does not, except where a request's own priority says so."""
+    """Stock preempts answers that came last; governed, it does not, unless a request's own priority asks for it."""
 
     def load(strategy: str, think_priority: int) -> tuple[int, int, dict[str, list[int]]]:
         engine.control.apply({"scheduler": {"strategy": strategy}, "entropy": {"shadow": True}})

@@ -1,4 +1,4 @@
-"""What the agent says of tokens: phases, entropy, the end marker's rank, EAT."""
+"""The agent's signals of tokens: phases, entropy, the end marker's rank, EAT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RANKS = ("tp2", "tp2-v2-async")
 
 
 def _as_stock(engine: Engine, **params: Any) -> None:
-    """Prompts that open thinking, leave it to the model or close it: output is stock's, what is said of it is right."""
+    """Check that prompts that open thinking, leave it to the model or close it have stock's output and right
+    signals."""
     templates = [case["template"] for case in cases()]
     seeds = [{"seed": i} if params["temperature"] else {} for i in range(len(templates))]
     asks = [Ask(engine.prompt(i, template), {**params, **seeds[i]}) for i, template in enumerate(templates)]
