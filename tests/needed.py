@@ -123,7 +123,7 @@ NETWORK = Need(
     " container with --cap-add NET_ADMIN,SYS_ADMIN --device /dev/net/tun",
     "tests/chaos",
 )
-# It is installed without its dependencies, because one of them is another build of it for another CUDA version.
+# NIXL is installed without its dependencies, because one of them is another build of NIXL for another CUDA version.
 NIXL = Need(
     "NIXL",
     module("nixl_cu12"),

@@ -1,7 +1,7 @@
 """Compile the CUDA source with NVRTC, CuPy's compiler, for GPUs that this machine need not have.
 
-It also reads the compiler's report on registers, shared memory and spills; `python -m tests.nvrtc` prints the table of
-kernels/cuda_kernel.md.
+The module also reads the compiler's report on registers, shared memory and spills; `python -m tests.nvrtc` prints the
+table of kernels/cuda_kernel.md.
 """
 
 from __future__ import annotations

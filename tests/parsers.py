@@ -49,8 +49,8 @@ HUNYUAN = {
     ">ĊĊ": 1363,
     ">": 29,
 }
-# A checkpoint's own description of its output, which the parser `hf` reads. It has two closers, because such a
-# description may name several.
+# A checkpoint's own description of its output, which the parser `hf` reads. The description has two closers, because a
+# checkpoint may name several.
 TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {"thinking": {"open": "<think>", "close": ["</think>", "<|end_think|>"]}, "content": {}},
@@ -150,7 +150,7 @@ def config_of(tokenizer: Any, folder: Path, parser: str = "", model: str = "m") 
     return SimpleNamespace(model_config=model_config, structured_outputs_config=outputs, reasoning_config=None)
 
 
-# ---------------------------------------------------------------------------------------------- what vLLM itself says
+# ------------------------------------------------------------------------------------------------- vLLM's own answers
 
 
 def agreement(name: str, tokenizer: Any) -> str:

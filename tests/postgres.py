@@ -48,8 +48,8 @@ class Postgres:
         wait_for(self._answers, START_TIMEOUT_S, "PostgreSQL to answer")
 
     def _spawn(self) -> None:
-        # Without fsync, data survives the death of a process, and only processes are killed here. It also saves a
-        # restarted server from going through all files first.
+        # Without fsync, data survives the death of a process, and only processes are killed here. Running without fsync
+        # also saves a restarted server from going through all files first.
         settings = (f"port={self.port}", "listen_addresses=127.0.0.1", "unix_socket_directories=", "fsync=off")
         options = [option for setting in settings for option in ("-c", setting)]
         command = [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *options]

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "data" / "maze-qwen3"
 MARKED = ROOT / "tests" / "data" / "marked"
-# Folder for the state that engines keep for a restart; it is removed with this process. It is no TemporaryDirectory,
-# because its finalizer, made this early, would delay vLLM's finalizers, which end vLLM's processes, until after the
-# wait for those processes.
+# Folder for the state that engines keep for a restart; it is removed with this process. A TemporaryDirectory is not
+# used, because its finalizer, made this early, would delay vLLM's finalizers, which end vLLM's processes, until after
+# the wait for those processes.
 STATE = tempfile.mkdtemp(prefix="meridian-state-")
 atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 ENGINE_ENV = {
@@ -77,8 +77,8 @@ def free_port() -> int:
                 return port
 
 
-# Factor for all timeouts. They are chosen for a quiet machine and only guard against waiting for ever, so they are
-# longer for a machine whose cores are busy with other processes.
+# Factor for all timeouts. The timeouts are chosen for a quiet machine and only guard against waiting for ever; the
+# factor covers a machine whose cores are busy with other processes.
 BUSY = 6
 # Deadline of a call in seconds.
 RPC_S = 60.0

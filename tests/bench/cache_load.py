@@ -144,7 +144,7 @@ def chats(kind: str, tokenizer: Any, seed: int) -> list[Chat]:
 def reachable_blocks(users: int) -> int:
     """Return the number of blocks with which an ideal cache would compute no prefix twice.
 
-    They hold every multi-turn chat's last prompt, each system prompt once, and the tokens that `users` requests
+    The blocks hold every multi-turn chat's last prompt, each system prompt once, and the tokens that `users` requests
     generate.
     """
     shape = MULTI_TURN

@@ -1,7 +1,7 @@
 """An alternative to eviction tiers: cached blocks that no other request ever hit are reused first.
 
-The order follows vLLM pull requests 51909 and 55998. It is a scheduler class for vLLM's own `scheduler_cls`, and only
-the benchmark uses it. It runs in the engine-core process.
+The order follows vLLM pull requests 51909 and 55998. The scheduler class is for vLLM's own `scheduler_cls`, only the
+benchmark uses it, and it runs in the engine-core process.
 """
 
 from __future__ import annotations

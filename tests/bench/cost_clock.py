@@ -1,6 +1,6 @@
 """A clock that books each wrapped function's own time, without the time of wrapped functions that it calls.
 
-The module knows neither vLLM nor the agent. It runs on the thread that it measures.
+The module knows neither vLLM nor the agent. The clock runs on the thread that it measures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker that counts the processor time of its steps and the agent's part of it.
 
-It runs in the engine's worker process, through vLLM's own `--worker-cls`.
+The worker runs in the engine's worker process, through vLLM's own `--worker-cls`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The module owns the labels that calibration reads, and the oracle. A cut appends the end marker to the generated tokens
 and, if the model's answers begin with a fixed phrase, that phrase; the label is the probability of the right answer
 after it. The model would continue from exactly these tokens, so the label is the chance that its own answer is right.
-That the answer begins with the phrase is assumed; the measured accuracy of the arms does not depend on this assumption.
+The label assumes that the answer begins with the phrase; the measured accuracy of the arms does not depend on this
+assumption.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Protocol: one recorded stream is given repeatedly to a new session, with its recorded times. The stream has 64 requests
 at once over 1,000 steps of a fake engine; each request thinks 50 to 800 tokens and answers up to 100, EAT probes run
-every 64 tokens, and all rules are on. There are four arms: without the log, with it, with it and traces of 1 % of the
-requests, and with it and traces of all requests. The arms take turns in changing order, 15 runs of each after one of
-each to warm up. The measure is the process time of the session's own work and, with traces, of the SDK's thread up to
-the export of the last span to a collector in another process. Parsing the messages and connecting to the collector are
-not measured. Ratios are taken within each turn, and their medians reported. The last line is JSON.
+every 64 tokens, and all rules are on. The four arms are: no log, the log, the log and traces of 1 % of the requests,
+and the log and traces of all requests. The arms take turns in changing order, 15 runs of each after one of each to warm
+up. The measure is the process time of the session's own work and, with traces, of the SDK's thread up to the export of
+the last span to a collector in another process. Parsing the messages and connecting to the collector are not measured.
+Ratios are taken within each turn, and their medians reported. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The module owns the agents' streams, each a TCP connection of its own, and the time at which each agent applied a
 revision. When all its agents have applied a revision, it prints a line of JSON: the revision and the monotonic times,
-in seconds, at which each agent wrote its ACK. It has one event loop.
+in seconds, at which each agent wrote its ACK. The program has one event loop.
 """
 
 from __future__ import annotations

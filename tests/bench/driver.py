@@ -1,6 +1,6 @@
 """One governed vLLM engine with its control plane, and requests sent to it with a steady number in flight.
 
-The module owns both processes and the counts of each request. It knows no rule for ending thinking.
+The module owns both processes and the counts of each request. The module knows no rule for ending thinking.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ POLICY: dict[str, Any] = {
     "fallback": {"lease_ms": 2000},
 }
 # Turns off the pace of tests.demo.pace, from which the metered worker derives, so that steps have their own duration.
-# That module imports all of vLLM, so its variable is named here.
+# The variable is named here, because tests.demo.pace imports all of vLLM.
 UNPACED = {"MERIDIAN_DEMO_STEP_MS": "0"}
 # After WARM_STEPS enough requests have ended and begun that those in flight are at all stages of their lengths.
 WARM_STEPS, BACK_S = 300, 90.0
@@ -131,7 +131,8 @@ def cases() -> list[dict[str, Any]]:
 
 
 class Arm:
-    """One engine. Its worker is stopped between the windows, because it would otherwise poll for work for a second."""
+    """One engine, whose worker is stopped between the windows, because it would otherwise poll for work for a
+    second."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,9 +1,9 @@
 """Measure the time that probes cost.
 
 Protocol: the recommended policy in shadow, with an EAT level that no sample is below, so that it probes until thinking
-ends by itself, is compared with the same policy with a floor so high that no probe is requested. Both run the same
-requests and so generate the same tokens. They alternate, each order as often as the other, after one pair to warm up.
-At last the recommended policy itself runs in force. Times are decode times as in `driver.Batch`.
+ends by itself, is compared with the same policy with a floor so high that no probe is requested. Both policies run the
+same requests and so generate the same tokens. The policies alternate, each order as often as the other, after one pair
+to warm up. At last the recommended policy itself runs in force. Times are decode times as in `driver.Batch`.
 """
 
 from __future__ import annotations

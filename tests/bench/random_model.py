@@ -1,8 +1,8 @@
 """A Qwen3 model with random weights, for measurements that depend only on lengths.
 
-It is large enough for the time of a step to matter. In greedy decoding it generates only words, because the output rows
-of markers and other special tokens are zero. Thinking ends at the request's own cap. The tokenizer is the maze's with
-`<tool_call>` added; the chat template has Qwen3's tool turns.
+The model is large enough for the time of a step to matter. In greedy decoding it generates only words, because the
+output rows of markers and other special tokens are zero. Thinking ends at the request's own cap. The tokenizer is the
+maze's with `<tool_call>` added; the chat template has Qwen3's tool turns.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ async def _together(engine: StreamedEngine, requests: Sequence[Request]) -> list
 async def measure_capacity(engine: StreamedEngine, count: int) -> Capacity:
     """Measure a closed loop under stock scheduling, in which a new request is submitted whenever one ends.
 
-    The first and the last requests are left out, because not every place was taken then.
+    The first and the last requests are left out, because not every place of the engine was taken at their times.
     """
     await engine.begin(STOCK)
     waiting = iter(load.requests(CAPACITY_SEED, count))

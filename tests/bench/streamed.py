@@ -1,8 +1,8 @@
 """One vLLM engine behind vLLM's asynchronous client, and the times at which each request's tokens arrived.
 
 The module owns the engine's processes, the control plane if one governs the engine, and the meter on vLLM's own
-statistics. It knows neither policy nor load. The engine core and the worker are processes of their own; this process is
-the client.
+statistics. The module knows neither policy nor load. The engine core and the worker are processes of their own; this
+process is the client.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Setup:
 
 
 class StreamedEngine:
-    """The engine, its client and its control plane. It must be created inside a running event loop."""
+    """The engine, its client and its control plane. The object must be created inside a running event loop."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Run `python -m tests.dashboards` (about five minutes); it needs Debian's `prometheus`, or another one by
 --prometheus.
 
-It prints the number of series of each panel of each dashboard, and writes Prometheus's answers to panels.json. The exit
-status is 1 if a query fails or has no value, because its panel would be empty.
+The program prints the number of series of each panel of each dashboard, and writes Prometheus's answers to panels.json.
+The exit status is 1 if a query fails or has no value, because its panel would be empty.
 """
 
 from __future__ import annotations

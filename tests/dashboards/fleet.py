@@ -1,7 +1,8 @@
 """A small fleet with events to show: two vLLM servers short of memory, a control plane, and a Prometheus.
 
 The module owns the processes and the events, in order: rules in shadow, rules enforced, a rollout that succeeds, a
-rollout that is taken back, a freeze, an engine that ends. It knows nothing of dashboards. It has one event loop.
+rollout that is taken back, a freeze, an engine that ends. The module knows nothing of dashboards and has one event
+loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The demo's course: start everything, send the load, change the policy half-way, report.
 
-It has one event loop. The caller stops the processes through `Children`.
+The demo has one event loop. The caller stops the processes through `Children`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The demo's view of the control plane: FleetService and PolicyService over gRPC, and the operators' own client.
 
-The module owns the observed state of the engine and the observed end of each request's thinking. It has one event loop.
+The module owns the observed state of the engine and the observed end of each request's thinking. The module has one
+event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class PolicyChange:
 
     accepted_s: time at which the control plane accepted meridianctl's UpdatePolicy; it is the revision's own
     create_time, taken before the revision is written to the store. acked_s: time at which FleetService first showed the
-    engine's acknowledgement. Both are time.time() seconds of one host.
+    engine's acknowledgement. Both times are time.time() seconds of one host.
     """
 
     revision: int

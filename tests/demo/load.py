@@ -1,7 +1,7 @@
 """The load: concurrent streaming chat requests through the OpenAI API, timed as a client sees them.
 
-The module owns the requests and their results. It knows nothing of the control plane; the caller decides when the
-policy changes. It has one event loop.
+The module owns the requests and their results. The module knows nothing of the control plane; the caller decides when
+the policy changes. The module has one event loop.
 """
 
 from __future__ import annotations

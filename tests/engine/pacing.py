@@ -1,7 +1,7 @@
 """Steps that wait for the control plane, so that a decision comes one step after its report on however busy a machine.
 
-The module knows which reports an agent of this process has sent on its stream, and which decisions it has received. It
-reads the link and changes nothing in it.
+The module knows which reports an agent of this process has sent on its stream, and which decisions it has received. The
+module reads the link and changes nothing in it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 # All features are on but no token changes: caps are out of reach, and entropy rules are in shadow.
 NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}, "entropy": {"shadow": True}}
 
-# Probes wherever one is possible, and nothing applied.
+# Probes are placed wherever one is possible, and no decision is applied.
 DENSE: dict[str, Any] = {
     "scheduler": {"max_think_tokens": 100_000, "min_think_tokens": 0},
     "entropy": {"shadow": True, "eat_probe_interval_tokens": 1, "eat_probe_placement": "anywhere"},

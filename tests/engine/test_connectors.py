@@ -136,7 +136,7 @@ def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int,
 
 @pytest.mark.parametrize("shared", [3 * BLOCK])
 def test_without_that_it_is(scheduler: Any, shared: int) -> None:
-    """Without the hiding, the connector is told of the probe, so the test above checks something."""
+    """Without hide_from_connector, vLLM tells the connector of the probe, so the test before is not vacuous."""
     run(scheduler, shared)
     named = {call["call"] for call in recorder.calls(governed=False) if f"{PREFIX}1" in call["requests"]}
     assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= named

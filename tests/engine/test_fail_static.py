@@ -153,8 +153,8 @@ def test_frozen_by_the_environment(  # noqa: PLR0917
 
 @pytest.mark.usefixtures("lost")
 def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
-    """While the control plane is down, the default cap and the markers are those of the last start, and the agent says
-    so."""
+    """While the control plane is down, the default cap and the markers are those of the last start, and the link names
+    their revision."""
     text = "Wait . "
     revision = control.apply({**CAPPED, "model": {"maze": {"closing_text": text}}})
     capped = chat(llm, cases(), GREEDY)

@@ -302,7 +302,7 @@ def fork(how: str, link: Any) -> int | None:
 def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
     """The request is as long as the model allows: the agent makes as many calls in a late step as in an early one.
 
-    It reads the request's tokens only for probes, which are requests of these tokens.
+    The agent reads the request's tokens only for probes, which are requests of these tokens.
     """
     control.apply(UNRULED)
     before = control.settled().decisions["probe"]

@@ -253,7 +253,7 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
 ) -> None:
     """Blocks past the prompt lose their hash and head the free queue; the prompt's blocks stay cached.
 
-    With the policy off, all blocks stay cached. They also stay if the output calls a tool (in this test, any sentence
+    With the policy off, all blocks stay cached. Blocks also stay if the output calls a tool (in this test, any sentence
     end does), because the next turn repeats it.
     """
     llm.llm_engine.reset_prefix_cache()

@@ -1,6 +1,6 @@
 """Neither prompts nor output leave a real engine: every byte that it sends is compared with requests' tokens and texts.
 
-That includes faults and refusals.
+The bytes include faults and refusals.
 """
 
 from __future__ import annotations

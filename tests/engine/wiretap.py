@@ -1,7 +1,6 @@
 """A relay between an engine and its control plane that keeps every byte the engine sends.
 
-The module owns the sockets, and reads HTTP/2 frames and gRPC messages from the kept bytes. It changes nothing on the
-way.
+The module owns the sockets, and reads HTTP/2 frames and gRPC messages from the kept bytes. The relay changes no byte.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The agent's side of a stream, without gRPC: an engine of made-up requests that checks every message it receives.
 
-It checks the contract of `agent.proto`: order, ids, targets, and that the control plane sends only changes.
+The fake checks the contract of `agent.proto`: order, ids, targets, and that the control plane sends only changes.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class FakeAgent:
         return record
 
     def preempt(self, name: str, waits: bool = True) -> None:
-        """Preempt a request, or resume it."""
+        """Preempt a request that then waits, or resume it if `waits` is false."""
         tr = self.engine.live[name]
         tr.preempted = waits
         record = self.engine.tracker.record

@@ -1,6 +1,7 @@
 """An engine without vLLM: the agent's real tracker and directives over tokens that a test makes up.
 
-It calls them in the same order as `meridian_agent.engine.agent`. Masks, draft tokens and acceptance work as in vLLM.
+The fake calls tracker and directives in the same order as `meridian_agent.engine.agent`. Masks, draft tokens and
+acceptance work as in vLLM.
 """
 
 from __future__ import annotations

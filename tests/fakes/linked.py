@@ -31,8 +31,8 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
 
 
 class LinkedEngine:
-    """An engine that the test's thread steps in place of an engine core. It reconnects at once, to the first target
-    first."""
+    """An engine that the test's thread steps in place of an engine core. Its link reconnects at once, to the first
+    target first."""
 
     def __init__(
         self,

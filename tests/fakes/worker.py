@@ -1,6 +1,6 @@
 """A vLLM worker without a model: a model runner of either kind with vLLM's attributes, whose logits the test supplies.
 
-It samples the likeliest token of each row and then overwrites the logits, as masks and sampling in place do.
+The runner samples the likeliest token of each row and then overwrites the logits, as masks and sampling in place do.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class EngineBooks:
         settings = self._obeyed[-1]
         return settings.max_think_tokens if settings.HasField("max_think_tokens") else None
 
-    # ----------------------------------------------------------------------------------------------- what is decided
+    # ----------------------------------------------------------------------------------------------------- decisions
 
     def _in_force(self, arrived: Arrived) -> None:
         """Check, before settings are acknowledged, that they are in force or that no request is live."""
@@ -157,7 +157,7 @@ class EngineBooks:
         for watched in self.requests.values():
             watched.force &= ~parts
 
-    # ------------------------------------------------------------------------------------------------ what is sampled
+    # ------------------------------------------------------------------------------------------------- sampled tokens
 
     def before_masks(self) -> None:
         """Note what the agent knows now, because the step's masks are about to be made."""

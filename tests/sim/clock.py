@@ -1,6 +1,6 @@
 """Virtual time: a monotonic clock that moves only on command, a wall clock that can jump, and an event loop's timers.
 
-It replaces the running event loop while the control plane's code runs that needs one; nothing ever waits.
+The virtual time replaces the running event loop while the control plane's code runs that needs one; nothing ever waits.
 """
 
 from __future__ import annotations

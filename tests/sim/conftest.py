@@ -1,4 +1,4 @@
-"""vLLM and what it imports warn a lot; theirs are not our errors."""
+"""Ignore the many warnings of vLLM and of its dependencies, which are not errors of the project."""
 
 import warnings
 

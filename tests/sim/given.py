@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Given:
     """The policies of one engine, for as long as its id is known.
 
-    `free` has the requests whose thinking may have ended in another way than at vLLM's end marker alone. They were live
-    during a freeze, or while a policy with a closing text or with its own markers may have been in force.
+    `free` has the requests whose thinking may have ended in another way than at vLLM's end marker alone. Such requests
+    were live during a freeze, or while a policy with a closing text or with its own markers may have been in force.
     """
 
     def __init__(self) -> None:

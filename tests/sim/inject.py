@@ -53,7 +53,7 @@ Line: TypeAlias = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault. It is raised when `line` is reached for the `nth` time; a line of None raises no fault.
+    """A fault, raised when `line` is reached for the `nth` time; a line of None raises no fault.
 
     early: number of a hook in the run that fails in any case, so that the code after a fault is reached too, or None.
     at_start: raise the fault while the agent is built instead of in its hooks.

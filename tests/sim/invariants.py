@@ -62,7 +62,7 @@ class Invariants:
         if self.trace is not None:
             self.trace.append(f"{who} says {' '.join(str(message).split())}")
 
-    # ------------------------------------------------------------------------------------------------- control's side
+    # -------------------------------------------------------------------------------------------------- control plane
 
     def said(self, session: Session, response: agent_pb2.ConnectResponse) -> None:
         """Check a message of the control plane, while its table is still as it was when it decided."""

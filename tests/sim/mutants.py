@@ -231,7 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        return None if self.hello.fault or freezing.frozen or freezing.void else self.policy",
         "        return None if self.hello.fault or freezing.void else self.policy",
     ),
-    # Caps and floors.
+    # Caps and floors: a cap applies to the token, and no rule ends thinking before the floor.
     Mutant(
         "rules ignore the floor",
         ENDS,
@@ -322,7 +322,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "            output.pending_structured_output_tokens = True\n",
         "            pass\n",
     ),
-    # Order and share.
+    # Order and share: no request is left out for too long, and dispatch orders end with their plan.
     Mutant(
         "left out for ever",
         SHARE,
@@ -389,7 +389,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if due and not (self.frozen or self._settled()) and self.masks",
         "        if due and not self.frozen and self.masks",
     ),
-    # Probes and blocks.
+    # Probes and blocks: a probe needs room in its step, and clients never see one.
     Mutant(
         "a probe beside a prompt in pieces",
         "meridian_agent/engine/queue_order.py",
@@ -439,7 +439,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "lambda b: int(pool[b].ref_cnt))",
         "lambda b: 1)",
     ),
-    # Settings.
+    # Settings: an acknowledged revision is in force, and a refused one is not sent again.
     Mutant(
         "acknowledged before it holds",
         LINK,
@@ -470,7 +470,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        settings = self.delivery.offer(revision, policy)\n",
         "        settings = self.delivery.offer(revision, policy)\n        self._groups.apply(revision, policy)\n",
     ),
-    # The table.
+    # The request table counts every token as the agent does.
     Mutant(
         "taken-back tokens stay counted",
         TABLE,

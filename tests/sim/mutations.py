@@ -79,7 +79,8 @@ def hunt(mutant: Mutant, seeds: range, seconds: float) -> tuple[int, str]:
 
 def hunts(mutants: list[Mutant], seeds: range, seconds: float, jobs: int) -> dict[str, tuple[int, str]]:
     """Hunt all mutations and print each result; return the results of `hunt` by name."""
-    # This import takes long and does not depend on the mutation, so the processes inherit it from this one.
+    # Importing vLLM takes long and does not depend on the mutation, so the hunting processes inherit the import from
+    # this process.
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.structured_output  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs  # noqa: F401

@@ -124,7 +124,7 @@ class SteppedLink(Link):
         except (RuntimeError, MemoryError) as error:
             if "injected" not in str(error):
                 raise
-            # `_stream` and `_run` also do this, whatever has failed.
+            # `_stream` and `_run` also end the stream and let go of the lock, whatever has failed.
             if self.stream is not None:
                 self.stream.cancel()
                 self._end()

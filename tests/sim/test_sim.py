@@ -62,7 +62,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 @pytest.mark.parametrize("seed", [8, 82])
 def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent goes through requests in an order of its own, not in that of their addresses."""
+    """The agent goes through requests in an order that does not depend on their addresses in memory."""
     reached = []
     for salt in (1, 2):
         monkeypatch.setattr(LiveRequest, "__hash__", lambda live, salt=salt: mix(salt, live.slot, live.opened_step))
@@ -72,7 +72,7 @@ def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkey
     assert reached[0] == reached[1]
 
 
-# ------------------------------------------------------------------------------------------- what the simulator found
+# -------------------------------------------------------------------------------------- bugs that the simulator found
 
 
 @contextmanager

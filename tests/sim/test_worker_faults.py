@@ -1,6 +1,6 @@
 """An exception at any line that the agent runs in a worker: the worker samples the same tokens as without the agent.
 
-It also logs the fault, and measures again after its rest.
+The worker also logs the fault, and measures again after its rest.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_signals import SignalBytes
 
 VOCABULARY = 50
-# A step takes a second.
+# Steps of the rest after a fault; a step takes a second of the virtual time.
 REST_STEPS = 3
 ERRORS = (RuntimeError, MemoryError)
 # Excluded requests, drafts and requests of each step: all kinds of step three times, then plain steps until the rest

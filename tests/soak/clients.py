@@ -1,7 +1,7 @@
 """Clients that stream from the server and check every answer. Owns the answers and the complaints about them.
 
-The module does not know the control plane; a function passed in says whether anything was decided meanwhile. It has one
-event loop.
+The module does not know the control plane; a function passed in says whether anything was decided meanwhile. The module
+has one event loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 time.
 
 The module owns the control plane, the proxy in front of it and its policy. Each fault is undone by the method that
-began it. It has one event loop; blocking calls run on threads.
+began it. The module has one event loop; blocking calls run on threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's server under the clients' load, governed or not: the part that a soak and a run of stock vLLM share.
 
-The module owns the server, the clients and the samples over time. It runs on the soak's event loop.
+The module owns the server, the clients and the samples over time. The module runs on the soak's event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The connection from the engine to the control plane, which can be slow, cut, dead or closed.
 
-It runs on the soak's event loop.
+The proxy runs on the soak's event loop.
 """
 
 from __future__ import annotations

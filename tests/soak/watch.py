@@ -28,8 +28,8 @@ MOST_SAMPLES = 400
 # has a file and perhaps a thread.
 LIMITS = {"rss_mb": 12.0, "threads": 2.0, "files": 3.0}
 # Bytes that stock vLLM's engine core and worker each keep of every step: 74,515 steps of the same clients left 2,960
-# and 2,936 kB. They are ZeroMQ's commands of 40 bytes: a process that spins for a message leaves the notification of it
-# unread.
+# and 2,936 kB. These bytes are ZeroMQ's commands of 40 bytes: a process that spins for a message leaves the
+# notification of it unread.
 STOCK_KEEPS = 41
 
 

@@ -1,6 +1,6 @@
 """A `meridian-control` that answers each report, also without a decision; the product's own answers once a second.
 
-Its decisions are the same, so an agent can wait until every decision has arrived.
+The decisions are the product's own, so an agent can wait until every decision has arrived.
 """
 
 from meridian_control.app.main import main

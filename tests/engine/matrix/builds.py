@@ -1,6 +1,7 @@
 """The engines of the matrix: vLLM's runners and schedulers, and the features that can be switched on in each.
 
-The module owns the arguments and the environment of each build. It imports no vLLM, so builds are known without vLLM.
+The module owns the arguments and the environment of each build. The module imports no vLLM, so builds are known without
+vLLM.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Build:
     alone: bool = False
 
     def engine_args(self) -> dict[str, Any]:
-        # Two engines share a GPU.
+        # Two engines share a GPU, so each gets a part of its memory.
         there = {"async_scheduling": self.asynchronous, "gpu_memory_utilization": 0.25} if ON_GPU else {}
         return {**ENGINE_ARGS, "max_logprobs": -1, **there, **self.args}
 

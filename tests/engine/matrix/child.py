@@ -63,7 +63,7 @@ def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
         return "not supported", str(error)[-2000:]
     except Exception:
         failed = traceback.format_exc()[-4000:]
-        # Every other stock engine has answered before.
+        # A stock engine that is not `alone` has answered a request before.
         reason = cannot(engine.stock) if engine.build.alone else ""
         return ("not supported", reason[-2000:]) if reason else ("failed", failed)
     return "passed", ""

@@ -61,8 +61,8 @@ def named(value: Any, depth: int = DEPTH) -> set[str]:
 def courteous() -> Iterator[None]:
     """Keep NIXL's worker from taking the cores of other programs.
 
-    It binds the model's thread to one core and starts a thread that polls without end. Inside the block the first gets
-    its cores back, and the second yields to other programs.
+    NIXL's worker binds the model's thread to one core and starts a thread that polls without end. Inside the block the
+    model's thread gets its cores back, and the polling thread yields to other programs.
     """
     cores, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
     yield

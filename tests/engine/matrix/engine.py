@@ -1,6 +1,6 @@
 """The governed engine that a feature gets, with a stock one beside it, and the checks that features share.
 
-It runs in the process of one build. The module knows no feature.
+The engine runs in the process of one build. The module knows no feature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OPEN = {"open_think": True}
 CLOSED = {"enable_thinking": False}
-# meridian.v1.FinishReason
+# Values of meridian.v1.FinishReason.
 STOP, LENGTH, ABORT = 1, 2, 3
 
 

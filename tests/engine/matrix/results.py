@@ -1,6 +1,6 @@
 """The matrix's results by vLLM version, and the table in the agent's versions.md that is made from them.
 
-The module owns the form of both files. It runs nothing.
+The module owns the form of both files. The module runs no engine.
 """
 
 from __future__ import annotations

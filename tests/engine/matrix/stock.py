@@ -21,7 +21,8 @@ REPEATS = 2
 
 
 class StockFailed(Exception):  # noqa: N818
-    """Stock vLLM itself cannot do it; the text is its error. It is not raised if stock vLLM ends without an error."""
+    """Stock vLLM itself cannot run the request; the text is vLLM's error. A process that ends without an error raises
+    EOFError instead."""
 
 
 def _serve(pipe: Connection, build_name: str) -> None:

@@ -1,7 +1,7 @@
 """A pytest plugin for vLLM's own tests, which puts the agent in front of every scheduler they make.
 
-It also writes down the result of each test. It is loaded with `-p agent_in_front` from this folder and imports nothing
-of this repository's `tests`, because in that process the package of that name is vLLM's.
+The plugin also writes down the result of each test. The plugin is loaded with `-p agent_in_front` from this folder and
+imports nothing of this repository's `tests`, because in that process the package of that name is vLLM's.
 
 SUITE_RESULTS names the file for the results, one JSON object a line; SUITE_ARM is `stock`, `absent` or `live`.
 SUITE_BREAK names a fault that is put into the agent on purpose, to prove that the comparison notices it.
@@ -173,7 +173,7 @@ class InFront:
         """Wait for the answer to a step's report.
 
         The agent does not report a step that computed nothing and changed nothing; such a step's record is continued by
-        the next one. It also reports no step before the first one that began on the present stream.
+        the next one. The agent also reports no step before the first one that began on the present stream.
         """
         link = agent.link
         link.outbox.wake()
