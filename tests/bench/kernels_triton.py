@@ -1,7 +1,8 @@
 """A rival arm: the same signals in Triton, with each row split among programs and a second kernel that combines
 them."""
 
-# mypy would read the kernels as Python, which they are not. mypy: ignore-errors
+# mypy would read the Triton kernels as Python, which they are not.
+# mypy: ignore-errors
 
 from __future__ import annotations
 
