@@ -7,7 +7,7 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2
 
-from meridian_control.cli.console import Output, add, connect, first, new_table, show
+from meridian_control.cli.console import Output, OutputOption, add, connect, first, new_table, show
 
 Since = Annotated[datetime | None, typer.Option(help="Only calls from this time on, UTC.")]
 Until = Annotated[datetime | None, typer.Option(help="Only calls before this time, UTC.")]
@@ -23,7 +23,7 @@ def audit(
     since: Since = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
-    output: Annotated[Output, typer.Option("-o", "--output")] = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """List calls that changed something, and calls that were refused, newest first."""
     request = audit_pb2.ListAuditRequest(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import tomli_w
@@ -48,6 +48,10 @@ class Output(StrEnum):
     table = "table"
     json = "json"
     toml = "toml"
+
+
+# The option `-o` of every command that prints a table.
+OutputOption = Annotated[Output, typer.Option("-o", "--output")]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     Output,
+    OutputOption,
     add,
     as_dict,
     connect,
@@ -26,7 +27,6 @@ from meridian_control.cli.console import (
 )
 from meridian_control.common.enum_names import outcome_name
 
-InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
 Engine = Annotated[str, typer.Option(help="Only this engine's.")]
 
 
@@ -34,7 +34,7 @@ def explain(
     context: typer.Context,
     request: Annotated[str, typer.Argument(help="Request id, the engine's or the client's.")],
     engine: Engine = "",
-    output: InAnyForm = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Tell a request's life: what happened, what was decided, what each rule saw, and what came of it."""
     asked = fleet_pb2.ExplainRequestRequest(request_id=request, engine_id=engine)
@@ -60,7 +60,7 @@ def decisions(
     kind: Annotated[str, typer.Option(help="Only cap, force, probe or tier.")] = "",
     reason: Annotated[str, typer.Option(help="Only for this reason, for example eat.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
-    output: InAnyForm = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """List decisions, newest first."""
     asked = fleet_pb2.ListDecisionsRequest(
@@ -83,7 +83,7 @@ def decisions(
     warn_unreachable(unreachable)
 
 
-def shadow(context: typer.Context, engine: Engine = "", output: InAnyForm = Output.table) -> None:
+def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = Output.table) -> None:
     """Show what the rules in shadow would have done, against what really happened."""
     with connect(context) as client:
         request = fleet_pb2.ListEnginesRequest()

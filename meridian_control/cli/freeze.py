@@ -17,6 +17,7 @@ from meridian_control.cli.console import (
     INVALID,
     Client,
     Output,
+    OutputOption,
     add,
     connect,
     fail,
@@ -111,7 +112,7 @@ def thaw(
         typer.echo("nothing is frozen")
 
 
-def freezes(context: typer.Context, output: Annotated[Output, typer.Option("-o", "--output")] = Output.table) -> None:
+def freezes(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the freezes in force, newest first."""
     with connect(context) as client:
         request = freeze_pb2.ListFreezesRequest()

@@ -12,7 +12,18 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.access.client_credentials import ClientCredentials
 from meridian_control.cli.audit import audit
-from meridian_control.cli.console import FAILED, Client, Output, Target, connect, fail, pages, show, warn_unreachable
+from meridian_control.cli.console import (
+    FAILED,
+    Client,
+    Output,
+    OutputOption,
+    Target,
+    connect,
+    fail,
+    pages,
+    show,
+    warn_unreachable,
+)
 from meridian_control.cli.explain import decisions, explain, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
@@ -46,9 +57,6 @@ for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, r
     app.command()(command)
 
 
-FleetOutput = Annotated[Output, typer.Option("-o", "--output")]
-
-
 @app.callback()
 def options(
     call: typer.Context,
@@ -67,7 +75,7 @@ def options(
 
 
 @app.command()
-def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
+def engines(context: typer.Context, output: OutputOption = Output.table) -> None:
     """List the engines."""
     with connect(context) as client:
         found, unreachable = _engines(client)
@@ -87,7 +95,7 @@ def engines(context: typer.Context, output: FleetOutput = Output.table) -> None:
 def requests(
     context: typer.Context,
     engine: Annotated[str, typer.Option(help="Only this engine's.")] = "",
-    output: FleetOutput = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """List the live requests."""
     with connect(context) as client:

@@ -18,6 +18,7 @@ from meridian_control.cli.console import (
     INVALID,
     Client,
     Output,
+    OutputOption,
     add,
     as_dict,
     connect,
@@ -36,7 +37,6 @@ policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_
 
 
 File = Annotated[Path, typer.Option("-f", "--file", help="Policy file, TOML.")]
-InAnyForm = Annotated[Output, typer.Option("-o", "--output")]
 Revision = Annotated[int, typer.Option(min=0, help="Default: the one in force.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the server check everything, change nothing.")]
 Diff = Annotated[bool, typer.Option("--diff", help="Show what changes.")]
@@ -49,7 +49,7 @@ RequestId = Annotated[str, typer.Option(help="Of your choice; the same one again
 
 
 @policy_app.command("get")
-def policy_get(context: typer.Context, revision: Revision = 0, output: InAnyForm = Output.toml) -> None:
+def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOption = Output.toml) -> None:
     """Print the policy; as a table, only what differs from the defaults."""
     with connect(context) as client:
         stored = current(client, revision)
@@ -130,7 +130,7 @@ def policy_validate(file: File) -> None:
 def policy_history(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
-    output: InAnyForm = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """List the revisions, newest first."""
     with connect(context) as client:
@@ -145,7 +145,7 @@ def policy_diff(
     context: typer.Context,
     before: Annotated[int, typer.Argument(min=0, help="Default: the one before AFTER.")] = 0,
     after: Annotated[int, typer.Argument(min=0, help="Default: the one in force.")] = 0,
-    output: InAnyForm = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Show what differs between two revisions, field by field."""
     with connect(context) as client:
@@ -167,7 +167,7 @@ def policy_explain(
     engine: Annotated[str, typer.Option(help="A connected engine, for what is not said above.")] = "",
     request: Annotated[str, typer.Option(help="A live request, for what is not said above.")] = "",
     revision: Revision = 0,
-    output: InAnyForm = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Show the value of every field for a request or an engine, and which rule gave it."""
     asked = policy_pb2.ExplainPolicyRequest(

@@ -21,6 +21,7 @@ from meridian_control.cli.console import (
     FAILED,
     Client,
     Output,
+    OutputOption,
     add,
     as_dict,
     connect,
@@ -45,7 +46,6 @@ rollout_app = typer.Typer(help="Bring a policy to the fleet in steps, each watch
 
 Rollout = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one, or else the newest.")]
 Active = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one.")]
-Form = Annotated[Output, typer.Option("-o", "--output")]
 Reason = Annotated[str, typer.Option(help="Why, kept with the rollout.")]
 Etag = Annotated[str, typer.Option(help="Etag the rollout must have; default: any.")]
 
@@ -62,7 +62,7 @@ def rollout_start(
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Bring the policy in FILE to the engines, step by step."""
     with connect(context) as client:
@@ -91,7 +91,7 @@ def rollout_status(
     rollout: Rollout = 0,
     *,
     wait: Annotated[bool, typer.Option("--wait", help="Until it has ended or halted; fails unless completed.")] = False,
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Show a rollout: where it is, what it waits for, what its guardrails measure, what happened to it."""
     with connect(context) as client:
@@ -108,7 +108,7 @@ def rollout_status(
 def rollout_list(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """List the rollouts, newest first."""
     with connect(context) as client:
@@ -130,7 +130,7 @@ def rollout_pause(
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Stop the clock of the current step; its engines keep the candidate, and the guardrails hold."""
     request = rollout_pb2.PauseRolloutRequest(
@@ -148,7 +148,7 @@ def rollout_resume(
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Go on after a pause, or after a halt: then the step begins again."""
     request = rollout_pb2.ResumeRolloutRequest(
@@ -166,7 +166,7 @@ def rollout_abort(
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
-    output: Form = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """End it, and put the policy from before in force everywhere, as a new revision."""
     request = rollout_pb2.AbortRolloutRequest(

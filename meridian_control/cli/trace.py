@@ -14,7 +14,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from meridian_control.cli.console import FAILED, Output, connect, console, fail, reported, show_value, warn_unreachable
+from meridian_control.cli.console import (
+    FAILED,
+    Output,
+    OutputOption,
+    connect,
+    console,
+    fail,
+    reported,
+    show_value,
+    warn_unreachable,
+)
 from meridian_control.cli.trace_recorder import Recorder, RecordingLimits
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
@@ -121,7 +131,7 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
     policy: Annotated[Path, typer.Option(help="Policy file to replay them under.")],
-    output: Annotated[Output, typer.Option("-o", "--output")] = Output.table,
+    output: OutputOption = Output.table,
 ) -> None:
     """Run traces through another policy and show what it would have changed. Needs no server."""
     from meridian_control.cli.replay_tables import tables
