@@ -1,8 +1,8 @@
-"""The control plane: decides for a fleet of vLLM engines. Never imports vLLM, torch or the agent.
+"""The control plane takes decisions for a fleet of vLLM engines. The package never imports vLLM, torch or the agent.
 
-`from meridian_control import MeridianConfig, load_config` gives the policy schema and its reader to other programs:
-`load_config(path)` reads a `meridian.toml` and raises PolicyError, a ValueError that names every bad field by its
-dotted path with the value it has, and the file where it cannot be read.
+Other programs read a policy file with `from meridian_control import MeridianConfig, load_config`. `load_config(path)`
+reads a `meridian.toml` and raises PolicyError for a policy that it cannot use. PolicyError is a ValueError that names
+every bad field by its dotted path and value, or the file if the file cannot be read.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ __all__ = ["MeridianConfig", "PolicyError", "load_config"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are asked for: without them the package needs none of its dependencies."""
+    """Import a name in `__all__` at its first use, so that importing the package loads none of its dependencies."""
     if name == "MeridianConfig":
         from meridian_control.policy.model import Policy
 

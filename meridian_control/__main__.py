@@ -1,4 +1,4 @@
-"""`python -m meridian_control` is `meridian-control`."""
+"""Run `meridian-control` as `python -m meridian_control`."""
 
 import sys
 

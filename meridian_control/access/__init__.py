@@ -1,1 +1,2 @@
-"""Decides who may call what and how much, and records it. Knows no service."""
+"""Decides which callers may call which methods and how often, and records their calls. The package imports no service.
+"""

@@ -1,9 +1,9 @@
-"""The audit records: every call that changes something, and every call that was refused, kept in the database.
+"""Keeps the audit records in the database: one for every call that changes something and every call that is refused.
 
-Owns their table and how long they stay. A call's record is on disk before the call is served, so nothing changes
-unrecorded: where it cannot be stored, the call fails. Its outcome is added afterwards; where that cannot be stored the
-caller still gets the true answer, the log has the outcome, and the record stays without one. Runs on the control
-plane's event loop.
+The module owns the table of records and how long records stay. A call's record is on disk before the call is served,
+so that nothing changes without a record; if the record cannot be stored, the call fails. The outcome is added after
+the call. If the outcome cannot be stored, the caller still gets the true answer, the outcome goes to the log, and the
+record stays without an outcome. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The newest that stay. Refusals are counted apart, so that a flood of them drives out nothing else.
+# Largest numbers of kept records, of served calls and of refused calls. The limits are separate, so that a flood of
+# refused calls drives out no record of a served call.
 MAX_RECORDS, MAX_REFUSALS = 100_000, 10_000
-# Refusals recorded a second, in the long run and at once; the rest is counted in the log.
+# Refused calls recorded per second in the long run, and in one burst; the log has the number of those left out.
 REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100
-# Records between two looks for those that are too old.
+# Number of records stored between two deletions of old records.
 PRUNE_EVERY = 500
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 MAX_ERROR_CHARS = 300
@@ -53,7 +54,7 @@ _records = Table(
     Column("method", Text, nullable=False),
     Column("request_id", Text, nullable=False),
     Column("reason", Text, nullable=False),
-    # JSON.
+    # The other fields of the request, as a JSON object of strings.
     Column("details", Text, nullable=False),
     Column("before_etag", Text, nullable=False),
     Column("after_etag", Text, nullable=False),
@@ -64,7 +65,7 @@ _records = Table(
 
 @dataclass(frozen=True)
 class Call:
-    """The facts of a call that are known before the call is served."""
+    """Facts about a call that are known before the call is served."""
 
     principal: str
     role: str
@@ -77,7 +78,7 @@ class Call:
 
 @dataclass(frozen=True)
 class AuditOutcome:
-    """The result of a call; `code` is a status code's name."""
+    """The result of a call. `code` is the name of the call's gRPC status code."""
 
     code: str
     error: str = ""
@@ -87,7 +88,7 @@ class AuditOutcome:
 
 @dataclass(frozen=True)
 class Record:
-    """`id` grows with time; `outcome` has an empty code where none is known."""
+    """An audit record. `id` grows with time. `outcome.code` is empty while the outcome of the call is not known."""
 
     id: int
     time: datetime
@@ -95,12 +96,13 @@ class Record:
     outcome: AuditOutcome
 
 
-# Notes on the call that is being served: "etag" of what it changes, where a service knows better than the request.
+# Notes that a service leaves about the call being served: under "etag" the etag of the thing the call changes, if the
+# service knows it better than the request says.
 changed: ContextVar[dict[str, str]] = ContextVar("changed")
 
 
 class AuditLog:
-    """`clock` gives aware time."""
+    """The audit records in `database`. `clock` returns the time with a time zone."""
 
     def __init__(self, database: Database, clock: Callable[[], datetime]) -> None:
         self._database, self._clock = database, clock
@@ -109,17 +111,17 @@ class AuditLog:
         self._left_out = 0
 
     async def begin(self, call: Call) -> int:
-        """Record that a call is about to be served; returns the record's id. Raises StoreUnavailable."""
+        """Record that a call is about to be served, and return the record's id. Raises StoreUnavailable."""
         return await self._insert(call, AuditOutcome(""))
 
     async def end(self, record_id: int, outcome: AuditOutcome) -> None:
-        """Add what came of it."""
+        """Add the outcome of a call to its record."""
         change = update(_records).where(_records.c.id == record_id).values(_outcome_columns(outcome))
         try:
             async with self._database.writing(tell=False) as connection:
                 await connection.execute(change)
         except StoreUnavailable as error:
-            logger.error("audit record %d lacks its outcome, %s: %s", record_id, outcome, error)
+            logger.error("audit record %d lacks its outcome, which was %s: %s", record_id, outcome, error)
 
     async def refuse(self, call: Call, outcome: AuditOutcome) -> None:
         """Record a call that was not served."""
@@ -127,15 +129,15 @@ class AuditLog:
             self._left_out += 1
             return
         if self._left_out:
-            logger.warning("%d refused calls were not recorded: there were too many at once", self._left_out)
+            logger.warning("%d refused calls were not recorded: too many calls were refused at once", self._left_out)
             self._left_out = 0
         try:
             await self._insert(call, outcome)
         except StoreUnavailable as error:
-            logger.error("a refused call could not be recorded, %s, %s: %s", call, outcome, error)
+            logger.error("cannot record a refused call: %s, %s: %s", call, outcome, error)
 
     async def list(self, limit: int, before: int | None, wanted: list[ColumnElement[bool]]) -> list[Record]:
-        """The newest records that fulfil all of `wanted`, newest first; `before` leaves out that id and all above.
+        """Return the newest records that fulfil all conditions in `wanted`, newest first, with ids below `before`.
 
         Raises StoreUnavailable.
         """
@@ -150,7 +152,7 @@ class AuditLog:
         row = {**vars(call), **_outcome_columns(outcome), "details": json.dumps(call.details), "time": now}
         row = {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
         while True:
-            # No replica waits for another, so an id is made of: the time, and where that is the same, chance.
+            # An id is the time in microseconds and a random part, so that replicas need not agree on the next id.
             record_id = _first_id(now) | secrets.randbits(10)
             try:
                 async with self._database.writing(tell=False) as connection:
@@ -174,7 +176,7 @@ class AuditLog:
 def wanted(
     *, principal: str, method: str, outcome: str, request_id: str, since: datetime | None, until: datetime | None
 ) -> list[ColumnElement[bool]]:
-    """Conditions for `AuditLog.list`; what is empty is left out."""
+    """Return the conditions for `AuditLog.list`; an empty argument gives no condition."""
     columns = _records.c
     method = method if "." in method or not method else f"meridian.v1.{method}"
     pairs = (
@@ -192,7 +194,7 @@ def wanted(
 
 
 def _first_id(time: datetime) -> int:
-    """Ids of that time begin here: microseconds, and room for several in each."""
+    """Return the smallest id of a record made at `time`; 1024 ids belong to each microsecond."""
     return int(time.timestamp() * 1e6) << 10
 
 

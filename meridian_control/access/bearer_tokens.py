@@ -1,7 +1,7 @@
-"""Bearer tokens (JWT, RFC 7519): the keys that sign them, and what must hold of one.
+"""Checks bearer tokens (JWT, RFC 7519) against the keys that sign them.
 
-Owns the checks of signature, issuer, audience and time. The algorithm is the key's, never the token's choice. Knows
-nothing of roles. Keys are read again when their file changes.
+The module owns the checks of signature, issuer, audience and time. The key determines the signature algorithm; the
+token cannot choose one. The module knows nothing about roles. The keys are read again when their file changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meridian_control.common.errors import Unauthenticated
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Clocks of issuer and control plane may differ by so much.
+# Largest difference between the clocks of the issuer and the control plane.
 LEEWAY_S = 30
 MIN_SECRET_BYTES = 32
 _CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
@@ -37,7 +37,7 @@ _COMPLAINTS: tuple[tuple[type[jwt.InvalidTokenError], str], ...] = (
 
 @dataclass(frozen=True)
 class Key:
-    """`key_id` is None where the file names none."""
+    """A key that checks signatures. `key_id` is None if the key file gives the key no id."""
 
     value: Any
     algorithm: str
@@ -45,18 +45,18 @@ class Key:
 
 
 class Tokens:
-    """Tokens of one issuer for one audience. `keys_file` holds a JWKS or one PEM public key; `secret_file` an HMAC
-    secret instead. Raises OSError or ValueError."""
+    """Checks the tokens of one issuer for one audience. `keys_file` holds a JWKS or one PEM public key; `secret_file`,
+    given instead of `keys_file`, holds an HMAC secret. Raises OSError or ValueError if the file cannot be used."""
 
     def __init__(self, issuer: str, audience: str, *, keys_file: Path | None, secret_file: Path | None) -> None:
         self._issuer, self._audience = issuer, audience
         if (file := keys_file or secret_file) is None or (keys_file and secret_file):
-            raise ValueError("jwt: needs either keys_file or secret_file")
+            raise ValueError("jwt: needs either keys_file or secret_file, not both")
         read = _public_keys if keys_file else _secret
         self._keys = Reloaded([file], lambda: read(file))
 
     def claims(self, token: str) -> dict[str, Any]:
-        """The claims of a valid token. Raises Unauthenticated."""
+        """Return the claims of a valid token. Raises Unauthenticated for any other token."""
         try:
             key_id = jwt.get_unverified_header(token).get("kid")
         except jwt.InvalidTokenError:
@@ -94,8 +94,8 @@ def _public_keys(file: Path) -> list[Key]:
     try:
         found = jwt.PyJWKSet.from_dict(json.loads(text)).keys
     except (ValueError, KeyError, jwt.PyJWTError) as error:
-        raise ValueError(f"{file}: is no JWKS: {error}") from error
-    # A secret has no place among public keys.
+        raise ValueError(f"{file}: is no JWKS (JSON Web Key Set): {error}") from error
+    # Symmetric keys ("oct"), which a JWKS may also hold, are secrets and do not belong in a file of public keys.
     keys = [Key(key.key, key.algorithm_name, key.key_id) for key in found if key.key_type != "oct"]
     if not keys:
         raise ValueError(f"{file}: holds no public key")

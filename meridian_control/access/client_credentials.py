@@ -1,7 +1,7 @@
-"""How a client of the control plane shows who it is: TLS files and a token file, by path.
+"""Credentials with which a client of the control plane shows who it is: paths of TLS files and of a token file.
 
-Knows nothing of who the client is: `meridianctl`, or a replica that asks another. The token is read again for every
-call, so that it can be replaced meanwhile.
+The client is `meridianctl`, or a replica that calls another replica; the module does not know which. The token is read
+again for every call, so that its file can be replaced while the client runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import grpc
 
 @dataclass(frozen=True)
 class ClientCredentials:
-    """Paths, empty for none. With `ca` or `cert` connections use TLS; a token is never sent without it."""
+    """Paths of a client's files; an empty path means no file. Connections use TLS if `ca` or `cert` is given. A token
+    is never sent without TLS."""
 
     ca: str = ""
     cert: str = ""
@@ -25,20 +26,20 @@ class ClientCredentials:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Named as the agent's are."""
+        """Return the credentials that the agent's environment variables name (`MERIDIAN_TLS_CA` and so on)."""
         names = ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY", "MERIDIAN_TOKEN_FILE")
         return cls(*(os.environ.get(name, "") for name in names))
 
     def over(self, other: ClientCredentials) -> ClientCredentials:
-        """These credentials, with those of `other` where they are not set."""
+        """Return these credentials, with each unset path taken from `other`."""
         return ClientCredentials(*(getattr(self, field.name) or getattr(other, field.name) for field in fields(self)))
 
     def files(self) -> list[Path]:
-        """The credentials of a connection; the token is read for each call."""
+        """Return the files that a connection needs, without the token file, which each call reads anew."""
         return [Path(path) for path in (self.ca, self.cert, self.key) if path]
 
     def channel(self) -> grpc.ChannelCredentials | None:
-        """For channels, None without TLS. Raises OSError or ValueError where the files cannot be used."""
+        """Return the credentials for a channel, None without TLS. Raises OSError or ValueError for an unusable file."""
         if not self.ca and not self.cert:
             if self.token_file:
                 raise ValueError("a token is only sent over TLS: name the CA of the server's certificate too")
@@ -55,7 +56,7 @@ class ClientCredentials:
 
 
 class _Shown(grpc.AuthMetadataPlugin):
-    """Called by gRPC for each call, on a thread of its own."""
+    """Adds the token to a call. gRPC invokes the plugin for each call, on a thread of gRPC's own."""
 
     def __init__(self, path: str) -> None:
         self._path = path

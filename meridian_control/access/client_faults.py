@@ -1,8 +1,8 @@
-"""Counts by cause what callers do wrong, and tells it in the log in one line each, so many per host and cause.
+"""Counts callers' faults by cause, and logs each fault in one line, with a limited rate of lines per host and cause.
 
-Owns how often something is logged that a caller can bring about. Knows neither gRPC nor what the faults are. A flood of
-nonsense fills neither the log nor memory: what is left out is told as a number, once in SUMMARY_S. Time is passed in;
-belongs to the event loop of the gRPC server.
+The module owns the rate at which the log gets lines that a caller can cause. The module knows neither gRPC nor the
+meaning of the faults. A flood of bad calls fills neither the log nor memory: one line every SUMMARY_S seconds gives the
+number of lines left out. Time is passed in. The module belongs to the event loop of the gRPC server.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Lines of one host and cause, per second in the long run and at once: of faults, and of engines that come and go. Of
-# all hosts together.
+# Limits of log lines as (lines per second in the long run, lines in one burst). FAULTS and CONNECTIONS, for lines about
+# engines that connect and disconnect, are limits per host and cause; ALL is the limit of all hosts together.
 FAULTS, CONNECTIONS, ALL = (0.1, 10), (1.0, 100), (5.0, 1000)
-# Hosts and causes whose rates are remembered; beyond that the oldest is forgotten.
+# Largest number of pairs of host and cause whose rates are remembered; a further pair replaces the oldest.
 REMEMBERED = 1024
 SUMMARY_S = 60.0
-# Named in a summary, those with the most lines left out; the rest is a number.
+# Number of pairs of host and cause that a summary names, beginning with the most lines left out.
 NAMED = 5
 
 
 class ClientFaults:
-    """`clock` gives monotonic seconds. `counts` has every fault by its cause, whether it was logged or not."""
+    """Counts and logs callers' faults. `counts` has the number of faults by cause, whether they were logged or not.
+    `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
@@ -42,16 +43,16 @@ class ClientFaults:
         self._summary: asyncio.TimerHandle | None = None
 
     def note(self, level: int, host: str, cause: str, text: str) -> None:
-        """Count a fault of a caller on `host`, and log `text` at this level where it may be logged.
+        """Count a fault of a caller on `host`, and log `text` at `level` unless the rate of lines is exceeded.
 
-        `cause` is one of a few; it becomes a label of a metric.
+        `cause` must come from a small fixed set, because it becomes a metric label.
         """
         self.counts[cause] += 1
         if logger.isEnabledFor(level) and self.may_log(host, cause):
             logger.log(level, "%s", text)
 
     def may_log(self, host: str, cause: str, rate: tuple[float, int] = FAULTS) -> bool:
-        """Whether there is room for a line more; where there is none it is counted, and told of later as a number."""
+        """Return whether a line may be logged now. A line that may not be logged is counted for the next summary."""
         key, now = (host, cause), self._clock()
         if key not in self._rates:
             if len(self._rates) >= REMEMBERED:
@@ -66,7 +67,7 @@ class ClientFaults:
         return False
 
     def summarise(self) -> None:
-        """Log how much was left out since this was done last, in one line."""
+        """Log in one line how many lines were left out since the last summary."""
         if self._summary is not None:
             self._summary.cancel()
             self._summary = None

@@ -1,8 +1,9 @@
-"""Stands before every service: who calls, whether they may, whether there is room, and the record.
+"""Checks every call before it reaches a service: identifies the caller, checks role and limits, records the call.
 
-Owns the order of these, that every message is parsed here, so that one which cannot be is the caller's fault, and that
-every failure reaches the caller as a status with details. Knows no service: what it says of a request and its answer is
-read off their fields. Runs on the event loop of the gRPC server.
+The module owns the order of these checks. The interceptor parses every message, so that a message that cannot be parsed
+counts as the caller's fault, and turns every failure into a status with details for the caller. The module knows no
+service: audit records are made from the fields of requests and responses. The module runs on the event loop of the gRPC
+server.
 """
 
 from __future__ import annotations
@@ -30,30 +31,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Limits of a call that is no engine's stream.
+# Limits on the request of every call except an engine's stream.
 MAX_REQUEST_BYTES = 1 << 20
 MAX_TEXT_CHARS = 1000
 MAX_DETAIL_CHARS = 200
 UNPARSEABLE = "cannot be parsed"
-# Statuses of errors that are the caller's doing.
+# Status codes of errors that the caller causes.
 CALLERS_FAULTS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# By whether requests and responses are streams.
+# Kinds of gRPC handler, by (the request is a stream, the response is a stream).
 SHAPES = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-# Fields with columns of their own in a record.
+# Request fields that have their own columns in an audit record.
 _APART = {"author", "etag", "reason", "request_id"}
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Services that stream must be async generators, and none may take a stream and answer once."""
+    """The interceptor of the gRPC server. A service method that streams responses must be an async generator. A method
+    that takes a stream and returns one response is not supported."""
 
     def __init__(self, access: Access, limiter: Limiter, audit: AuditLog, faults: ClientFaults | None = None) -> None:
         self.access, self.limiter, self.audit = access, limiter, audit
@@ -70,11 +72,11 @@ class Gate(grpc.aio.ServerInterceptor):
         attribute, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
         gated = _Gated(self, rule, details.method.removeprefix("/"), handler, getattr(handler, attribute))
         behaviour: Any = gated.stream if handler.response_streaming else gated.single
-        # Nothing is parsed for somebody who may not call.
+        # Without a deserializer gRPC hands over bytes, so that nothing is parsed for a caller without permission.
         return make(behaviour, None, handler.response_serializer)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Work that goes on when the call it belongs to ends."""
+        """Start work that continues after its call has ended."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -83,20 +85,20 @@ class Gate(grpc.aio.ServerInterceptor):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Told to whoever still listens.
+            # The call gets the exception if it still waits. Reading the exception keeps asyncio from logging it.
             task.exception()
 
     async def finish(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for work that a caller who hangs up does not undo."""
+        """Wait for work that a cancelled call does not cancel."""
         return await asyncio.shield(self.start(work))
 
     async def settle(self) -> None:
-        """Wait for what ended calls left behind."""
+        """Wait for the work that ended calls have left running."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class _Gated:
-    """One call, around the service's `inner`."""
+    """One call. `inner` is the service's handler, called once the call has passed all checks."""
 
     def __init__(self, gate: Gate, rule: AccessRule, method: str, handler: Handler, inner: Any) -> None:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
@@ -114,7 +116,7 @@ class _Gated:
             await self._failed(error, context)
 
     async def _told(self, request: Message, context: Context) -> Any:
-        """Serve the call between the two halves of its record."""
+        """Record the call, serve it, and add its outcome to the record."""
         record = await self._gate.audit.begin(self._call)
         before = {"etag": getattr(request, "etag", "")}
         changed.set(before)
@@ -154,7 +156,10 @@ class _Gated:
         await self._gate.audit.end(await begun, outcome)
 
     async def _admitted(self, context: Context) -> ExitStack:
-        """A place for a caller who may call. Raises MeridianError."""
+        """Identify the caller, check role and limits, and return the place of the call, to be closed at its end.
+
+        Raises MeridianError.
+        """
         gate, principal, peer = self._gate, NOBODY, context.peer()
         try:
             principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
@@ -174,7 +179,7 @@ class _Gated:
         return Kind.STREAM if self._handler.response_streaming else Kind.CALL
 
     async def _request(self, given: bytes) -> Any:
-        """The message, in the name of who sent it. Raises InvalidRequest."""
+        """Parse the request and set its author to the caller's name. Raises InvalidRequest."""
         try:
             request = self._parsed(given)
         except InvalidRequest as error:
@@ -193,7 +198,7 @@ class _Gated:
         return _Messages(given, parse)
 
     def _parsed(self, given: bytes) -> Any:
-        """The message, within bounds. Raises InvalidRequest."""
+        """Parse the request and check its size and text lengths. Raises InvalidRequest."""
         if len(given) > MAX_REQUEST_BYTES:
             raise InvalidRequest("message", f"must have at most {MAX_REQUEST_BYTES} bytes; got {len(given)}")
         parse: Any = self._handler.request_deserializer
@@ -208,15 +213,15 @@ class _Gated:
         return request
 
     async def _failed(self, error: Exception, context: Context) -> NoReturn:
-        """End the call with what `error` is to its caller."""
+        """End the call with the status that its caller gets for `error`."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
         peer, faults = context.peer(), self._gate.faults
-        told = error if isinstance(error, MeridianError) else MeridianError("the server failed")
+        told = error if isinstance(error, MeridianError) else MeridianError("internal error of the control plane")
         if not isinstance(error, MeridianError):
-            # A fault of ours, which a caller may be able to bring about as often as it likes.
+            # An internal error. A caller may be able to cause it repeatedly, so its log lines are rate-limited.
             if faults.may_log(host_of(peer), "internal"):
-                logger.error("%s failed", self._method, exc_info=error)
+                logger.error("%s failed with an internal error", self._method, exc_info=error)
         elif error.status in CALLERS_FAULTS:
             level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
             faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")
@@ -225,7 +230,8 @@ class _Gated:
 
 
 class _Messages:
-    """The messages of a stream as they come. Not a generator: it stands in the way of every report."""
+    """Iterates over the parsed messages of a stream. The class is no generator, because a generator would add a cost to
+    every report of an engine."""
 
     def __init__(self, given: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> None:
         self._next, self._parse = aiter(given).__anext__, parse
@@ -234,7 +240,7 @@ class _Messages:
         return self
 
     async def __anext__(self) -> Message:
-        """Raises InvalidRequest where the message is none."""
+        """Return the next message. Raises InvalidRequest if it cannot be parsed."""
         given = await self._next()
         try:
             return self._parse(given)
@@ -243,14 +249,16 @@ class _Messages:
 
 
 def _let_go(error: BaseException) -> None:
-    """Drop what an exception keeps alive. gRPC's own exception for a refused call has it as its context, and is part of
-    a circle that only the garbage collector opens: until then each such call would keep its messages and its session.
+    """Drop an exception's traceback, cause and context, which keep a call's messages and session alive.
+
+    gRPC's own exception for a refused call has `error` as its context and is part of a reference cycle, so that the
+    messages and the session would otherwise stay in memory until the garbage collector runs.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _one_line(error: MeridianError) -> str:
-    """Its text and its notes, cut."""
+    """Return the text and the notes of an error in one line of at most MAX_DETAIL_CHARS characters."""
     notes: list[str] = getattr(error, "__notes__", [])
     return " ".join("; ".join((str(error), *notes)).split())[:MAX_DETAIL_CHARS]
 
@@ -260,7 +268,7 @@ def _call(principal: Principal, peer: str, method: str) -> Call:
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer: ipv4:10.0.0.7:41234 without the port."""
+    """Return a peer's address without the port: `ipv4:10.0.0.7` for `ipv4:10.0.0.7:41234`."""
     return peer.rpartition(":")[0]
 
 
@@ -273,13 +281,13 @@ def _outcome(error: Exception, context: Context) -> AuditOutcome:
 
 
 def _details(request: Message) -> dict[str, str]:
-    """The plain fields that are set."""
+    """Return the set scalar fields of a request as text, without those that have columns of their own."""
     plain = [(f, v) for f, v in request.ListFields() if f.message_type is None and not f.is_repeated]
     return {f.name: str(v)[:MAX_DETAIL_CHARS] for f, v in plain if f.name not in _APART}
 
 
 def _etag(response: Message) -> str:
-    """The etag of what the call made: the answer's own, or that of the message in it that has one."""
+    """Return the etag of the thing that a call has made, from the response or from a message in the response."""
     for message in (response, *(value for _, value in response.ListFields() if isinstance(value, Message))):
         if found := getattr(message, "etag", ""):
             return str(found)

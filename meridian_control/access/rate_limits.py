@@ -1,8 +1,8 @@
-"""How much one caller, and all of them together, may ask for, so that engines' streams always have their turn.
+"""Limits the calls of one caller and of all callers together, so that the reports of engines are served in time.
 
-Owns rates and places. Everything is served by one event loop: what a report waits for is what all admitted calls do
-between two of their waits, so their number is bounded, whoever makes them. Engines have places of their own. Time is
-passed in; belongs to the event loop of the gRPC server.
+The module owns the rate of calls and the number of open calls. One event loop serves all calls, and a report may wait
+for every admitted call to give the loop back; the number of open calls therefore has a limit for all callers together.
+Engines' streams have a limit of their own. Time is passed in. The module belongs to the event loop of the gRPC server.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meridian_control.common.errors import TooMany
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Rates of callers that have not been heard for a while are forgotten beyond so many.
+# Number of callers whose rates are kept; beyond it, the rates of callers without recent calls are dropped.
 REMEMBERED = 1024
-# When what is over by then may be tried again.
+# Seconds after which a caller may retry a call that found all places taken.
 RETRY_S = 1.0
 
 
 class Kind(Enum):
-    """A call with one answer, a stream of them, an engine's stream."""
+    """The kinds of call that have separate limits: one response, a stream of responses, an engine's stream."""
 
     CALL = "calls"
     STREAM = "streams"
@@ -35,8 +35,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class CallLimits:
-    """`calls_per_s` and `burst` are one caller's, of calls and streams together; a caller is a principal, or a host
-    where nobody is asked. Another replica is a caller, too."""
+    """Limits on calls. `calls_per_s` and `burst` limit the rate at which one caller begins calls and streams. `calls`
+    and `streams` limit one caller's open calls and streams, and `all_calls`, `all_streams` and `engines` those of all
+    callers together. A caller is a principal, or a host if callers need not authenticate; a replica is a caller, too.
+    """
 
     calls_per_s: float = 200.0
     burst: int = 400
@@ -48,7 +50,7 @@ class CallLimits:
 
 
 class Limiter:
-    """`clock` gives monotonic seconds."""
+    """Admits calls within `limits`. `clock` returns monotonic seconds."""
 
     def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
@@ -56,7 +58,7 @@ class Limiter:
         self._taken: Counter[tuple[Kind, str]] = Counter()
 
     def place(self, kind: Kind, who: str) -> ExitStack:
-        """A place for the time of a call, until what is returned is closed. Raises TooMany."""
+        """Take a place for a call of `who`; closing the returned ExitStack frees the place. Raises TooMany."""
         limits = self._limits
         if kind is Kind.ENGINE:
             bounds = [("", limits.engines)]
@@ -65,7 +67,7 @@ class Limiter:
             each, together = (limits.calls, limits.all_calls) if single else (limits.streams, limits.all_streams)
             bounds = [(who, each), ("", together)]
             if wait_s := self._rate(who).wait_s(self._clock()):
-                raise TooMany(f"more than {limits.calls_per_s:g} calls a second by one caller", wait_s)
+                raise TooMany(f"more than {limits.calls_per_s:g} calls per second by one caller", wait_s)
         for whose, bound in bounds:
             if self._taken[kind, whose] >= bound:
                 raise TooMany(f"{bound} {kind.value} {'by one caller ' if whose else ''}are open", RETRY_S)
@@ -90,14 +92,14 @@ class Limiter:
 
 
 class Rate:
-    """A token bucket."""
+    """A token bucket that gains `per_s` tokens per second and holds at most `burst` tokens."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         self._per_s, self._burst = per_s, burst
         self._tokens, self._at = float(burst), now
 
     def wait_s(self, now: float) -> float:
-        """Take a token: 0 if there was one, else the seconds until there is."""
+        """Take a token and return 0; without a token, return the seconds until the bucket has one."""
         self._tokens = self._at_hand(now)
         self._at = now
         if self._tokens < 1:

@@ -1,6 +1,7 @@
-"""Reads files again when one of them has changed; a file that cannot be used changes nothing.
+"""Reads files again when one of them has changed, and keeps the last usable value if the new files cannot be used.
 
-Knows nothing of what the files mean. Usable on any thread: gRPC's handshakes have threads of their own.
+The module knows nothing about the meaning of the files. A value is usable on any thread, because gRPC performs
+handshakes on threads of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ Value = TypeVar("Value")
 
 
 class Reloaded(Generic[Value]):
-    """`read` makes the value of `paths`. It raises OSError or ValueError where it cannot: at first to the caller, later
-    to the log, once for every change."""
+    """A value read from the files `paths` by `read`, which raises OSError or ValueError if the files cannot be used.
+
+    The constructor passes such an error on. `get` logs such an error, once for every change of the files.
+    """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
         self._paths, self._read = paths, read
@@ -29,16 +32,18 @@ class Reloaded(Generic[Value]):
         self._value = read()
 
     def get(self) -> Value:
-        """The newest value that could be read; the same object while the files stay as they are."""
+        """Return the newest usable value. Unchanged files give the same object."""
         with self._lock:
-            # Looked at before they are read: what changes in between is seen the next time.
+            # The stamps are taken before the files are read, so that the next call notices a change made in between.
             if (stamps := self._stamps()) != self._seen:
                 self._seen = stamps
                 try:
                     self._value = self._read()
-                    logger.info("read again: %s", self._names())
+                    logger.info("%s changed and was read again", self._names())
                 except (OSError, ValueError) as error:
-                    logger.error("%s cannot be used, what was read before holds: %s", self._names(), error)
+                    logger.error(
+                        "%s changed but cannot be used; the old content stays in use: %s", self._names(), error
+                    )
             return self._value
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
@@ -49,7 +54,7 @@ class Reloaded(Generic[Value]):
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes with the file, also where a link beside it is renamed; None where there is none."""
+    """Return a value that changes with the file, also if a symbolic link in its path is replaced; None for no file."""
     try:
         found = path.stat()
     except OSError:

@@ -1,8 +1,8 @@
-"""Decides who may call what.
+"""Decides which callers may call which methods.
 
-Owns the roles, the table of methods, the access file that gives certificates and tokens their roles, and what callers
-may do where no file does. Knows nothing of how a call is served. Runs on the control plane's event loop; the file is
-read again when it changes.
+The module owns the roles, the table of methods, the access file that gives roles to certificates and tokens, and the
+rights of callers without an access file. The module knows nothing about how a call is served, and runs on the control
+plane's event loop. The access file, which is read again when it changes, looks like this:
 
     [jwt]
     issuer = "https://issuer.example"
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     Metadata = Iterable[tuple[str, str | bytes]]
-    # As gRPC's auth_context() has it.
+    # The type of the result of gRPC's auth_context().
     Certificate = Mapping[str, Iterable[bytes]]
 
 
 class Role(IntEnum):
-    """From VIEWER to ADMIN each may do what the ones before it may. AGENT stands apart: it connects as its engine and
-    does nothing else. Where nobody is asked who they are, a caller is ANY, who may do everything, or GUEST, who
-    connects as any engine and reads."""
+    """The roles of callers. OPERATOR may do all that VIEWER may, and ADMIN all that OPERATOR may. An AGENT may connect
+    as its own engine and do nothing else. If callers need not authenticate, a caller is ANY, which may do everything,
+    or GUEST, which may read, and connect as any engine."""
 
     NONE = 0
     AGENT = 1
@@ -57,7 +57,8 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class AccessRule:
-    """The role that may call a method, and whether calls are recorded; `role` None is for everybody, known or not."""
+    """The role that a method requires, and whether its calls are recorded. `role` None admits every caller, also one
+    without credentials."""
 
     role: Role | None
     recorded: bool = False
@@ -67,7 +68,7 @@ OPEN = AccessRule(None)
 READ = AccessRule(Role.VIEWER)
 CHANGE = AccessRule(Role.OPERATOR, recorded=True)
 CONNECT = AccessRule(Role.AGENT)
-# The rule of methods that are not in the table.
+# The rule of methods that are not in RULES.
 UNKNOWN = AccessRule(Role.ADMIN, recorded=True)
 
 RULES: dict[str, AccessRule] = {
@@ -102,14 +103,14 @@ RULES: dict[str, AccessRule] = {
 
 @dataclass(frozen=True)
 class Principal:
-    """A caller. `engines` are globs of the engine ids an agent may connect as."""
+    """A caller of the control plane. `engines` are globs of the engine ids that an agent may connect as."""
 
     name: str
     role: Role
     engines: tuple[str, ...] = ()
 
     def check(self, needed: Role, method: str) -> None:
-        """Raises PermissionDenied unless the role suffices for `method`."""
+        """Check that the role suffices for `method`, which requires the role `needed`. Raises PermissionDenied."""
         if self.role is Role.ANY:
             return
         if self.role is Role.GUEST:
@@ -122,7 +123,7 @@ class Principal:
             raise PermissionDenied(f'"{self.name}" {has}; {method} needs {needed.name.lower()}')
 
     def check_engine(self, engine_id: str) -> None:
-        """Raises PermissionDenied unless it may connect as that engine."""
+        """Check that the principal may connect as the engine `engine_id`. Raises PermissionDenied."""
         anonymous = self.role in (Role.ANY, Role.GUEST)
         if not anonymous and not any(fnmatchcase(engine_id, engine) for engine in self.engines):
             raise PermissionDenied(f'"{self.name}" may not connect as engine "{engine_id}"')
@@ -135,15 +136,15 @@ caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 
 
 def rule_of(method: str) -> AccessRule:
-    """`method` as HTTP/2 spells it: /package.Service/Method."""
+    """Return the rule of a method that is named as in an HTTP/2 path: /package.Service/Method."""
     return RULES.get(method.removeprefix("/"), UNKNOWN)
 
 
 class Access:
-    """Says who calls. Without a file nobody is asked who they are: callers on this host may do everything, those of
-    other hosts too if `everybody` may, else they are guests.
+    """Identifies callers. Without an access file callers need not authenticate: callers on this host may do everything,
+    and callers on other hosts may do everything if `everybody` is set; otherwise they are guests.
 
-    Raises OSError or ValueError where the file cannot be used.
+    Raises OSError or ValueError if the access file cannot be used.
     """
 
     def __init__(self, file: Path | None = None, *, everybody: bool = False) -> None:
@@ -151,7 +152,8 @@ class Access:
         self._everybody = everybody
 
     def identify(self, metadata: Metadata, certificate: Certificate, peer: str) -> Principal:
-        """The caller, by its token, else by its certificate; `peer` is its address as gRPC writes it.
+        """Return the caller that a token names, or a certificate if the call has no token. `peer` is the address of the
+        caller as gRPC writes it.
 
         Raises Unauthenticated.
         """
@@ -166,9 +168,10 @@ class Access:
 
 
 def on_this_host(peer: str) -> bool:
-    """Whether a peer, as gRPC writes it (ipv4:127.0.0.1:41234, ipv6:[::1]:41234, unix:), is a process on this host.
+    """Return whether a peer, as gRPC writes it (ipv4:127.0.0.1:41234, ipv6:[::1]:41234, unix:), runs on this host.
 
-    The host's own network addresses do not count: port forwarders of containers show strangers under them.
+    A peer with one of the host's network addresses does not count, because port forwarders of containers give such an
+    address to callers from other hosts.
     """
     kind, _, rest = peer.partition(":")
     if kind in ("unix", "unix-abstract"):
@@ -207,9 +210,9 @@ class _Identity(_Strict):
     @model_validator(mode="after")
     def _one_name(self) -> Self:
         if len([name for name in (self.uri, self.dns, self.cn, self.subject) if name]) != 1:
-            raise ValueError("names one of uri, dns, cn and subject")
+            raise ValueError("must name exactly one of uri, dns, cn and subject")
         if self.engines and self.role != "agent":
-            raise ValueError("engines are for agents")
+            raise ValueError("engines are allowed for the role agent only")
         return self
 
 
@@ -219,7 +222,7 @@ class _File(_Strict):
 
 
 class Identities:
-    """One version of the access file. Raises OSError or ValueError."""
+    """The identities in one version of the access file. Raises OSError or ValueError if the file cannot be used."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -238,7 +241,8 @@ class Identities:
             self._role_claim = said.role_claim
 
     def of_certificate(self, names: list[tuple[str, str]]) -> Principal:
-        """The principal with these names by kind: uri, dns or cn."""
+        """Return the principal of a certificate. `names` has the certificate's pairs of kind (uri, dns or cn) and name.
+        """
         if not names:
             raise Unauthenticated("no credentials: a bearer token or a client certificate is needed")
         for entry in self._entries:
@@ -250,7 +254,7 @@ class Identities:
 
     def of_token(self, token: str) -> Principal:
         if self._tokens is None:
-            raise Unauthenticated("tokens are not accepted here")
+            raise Unauthenticated("tokens are not accepted: the access file has no [jwt] section")
         claims = self._tokens.claims(token)
         subject, engine = str(claims["sub"]), claims.get("engine")
         own = engine if isinstance(engine, str) else subject
@@ -261,22 +265,22 @@ class Identities:
 
 
 def _principal(name: str, entry: _Identity, own: str) -> Principal:
-    """`own` is the engine that an agent is where the entry names none."""
+    """Return the principal of an entry. An agent whose entry names no engines may connect as the engine `own`."""
     return Principal(name, Role[entry.role.upper()], entry.engines or (glob.escape(own),))
 
 
 def _claimed(said: Any) -> Role:
-    """The one role of a claim, or of a list that may hold other things too."""
+    """Return the role that a claim names, as text or in a list with other entries. Raises Unauthenticated."""
     known = {role.name.lower(): role for role in (Role.AGENT, Role.VIEWER, Role.OPERATOR, Role.ADMIN)}
     names = [name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)]
     roles = {known[name] for name in names if name in known}
     if Role.AGENT in roles and len(roles) > 1:
-        raise Unauthenticated("the token claims the role of an agent and another")
+        raise Unauthenticated("the token claims the role agent and a second role")
     return max(roles, default=Role.NONE)
 
 
 def _names(certificate: Certificate) -> list[tuple[str, str]]:
-    """A verified certificate's names by kind."""
+    """Return the names in a verified certificate as pairs of kind (uri, dns or cn) and name."""
     kinds = (("uri", "peer_uri"), ("dns", "peer_dns"), ("cn", "x509_common_name"))
     return [(kind, name.decode()) for kind, key in kinds for name in certificate.get(key, ())]
 
@@ -284,5 +288,5 @@ def _names(certificate: Certificate) -> list[tuple[str, str]]:
 def _bearer(shown: list[str | bytes]) -> str:
     scheme, _, token = str(shown[0]).partition(" ")
     if len(shown) != 1 or scheme.lower() != "bearer" or not token:
-        raise Unauthenticated("authorization must be one bearer token")
+        raise Unauthenticated("the authorization metadata must hold exactly one bearer token")
     return token.strip()

@@ -1,7 +1,7 @@
-"""TLS of the listener: certificate, key and the CA of clients, renewed by replacing the files.
+"""Provides the TLS credentials of the server, whose certificate, key and client CA are renewed by replacing the files.
 
-Owns what is accepted as a key pair. New files count from the next connection on; connections that are open stay. gRPC
-asks on threads of its own, before each handshake.
+The module owns the checks of a key pair. The next connection uses new files; open connections stay. gRPC asks for the
+credentials before each handshake, on threads of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """TLS with the chain in `cert`; with `client_ca` every client must show a certificate that it signed.
+    """Return TLS credentials with the certificate chain in `cert` and the private key in `key`.
 
-    Raises OSError or ValueError.
+    With `client_ca`, every client must show a certificate that this CA has signed. Raises OSError or ValueError if a
+    file cannot be used.
     """
     paths = [cert, key, *([client_ca] if client_ca else [])]
     files = Reloaded(paths, lambda: _configuration(cert, key, client_ca))
@@ -34,7 +35,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None = None) -> 
         before, given = given, files.get()
         return None if given is before else given
 
-    # None, for no change, is missing from the stubs.
+    # The type stubs of grpc do not allow None, which the function returns for no change.
     fetch: Any = renewed
     return grpc.dynamic_ssl_server_credentials(given, fetch, require_client_authentication=client_ca is not None)
 
@@ -45,8 +46,8 @@ def _configuration(cert: Path, key: Path, client_ca: Path | None) -> Configurati
     try:
         private = load_pem_private_key(secret, password=None)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{key}: is no PEM key without a password") from error
-    # Written one after the other, the two do not fit for a moment.
+        raise ValueError(f"{key}: is no PEM private key without a password") from error
+    # The check can fail for a moment while certificate and key are replaced one after the other.
     if private.public_key() != leaf.public_key():
         raise ValueError(f"{key}: is not the key of {cert}")
     roots = None

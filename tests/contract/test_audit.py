@@ -257,7 +257,10 @@ async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) 
     service.go.set()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))
-    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INTERNAL, "the server failed")
+    assert (raised.value.code(), raised.value.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "internal error of the control plane",
+    )
     (record,) = await log.list(10, None, [])
     assert record.outcome == AuditOutcome("INTERNAL", "RuntimeError", "raise")
 

@@ -117,7 +117,7 @@ async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
     ):
         await Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
         status = await rpc_status.aio.from_call(Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest()))
-        assert status.message == "more than 0.5 calls a second by one caller"
+        assert status.message == "more than 0.5 calls per second by one caller"
         retry = error_details_pb2.RetryInfo()
         assert any(detail.Unpack(retry) for detail in status.details)
         assert 0 < retry.retry_delay.ToMilliseconds() <= 2000

@@ -171,7 +171,7 @@ def test_roles_of_tokens(tmp_path: Path) -> None:
         ({"r": "agent"}, Role.AGENT),
     ):
         assert by_token(found, token(**claims)).role is role, claims
-    with pytest.raises(Unauthenticated, match="the role of an agent and another"):
+    with pytest.raises(Unauthenticated, match="the role agent and a second role"):
         by_token(found, token(r=["agent", "admin"]))
 
 
@@ -251,10 +251,10 @@ def test_who_is_on_this_host(peer: str, local: bool) -> None:
     [
         ("[", "access.toml: "),
         ("x = 1", "access.toml: x: Extra inputs are not permitted"),
-        ('[[identity]]\nrole = "admin"', "names one of uri, dns, cn and subject"),
-        ('[[identity]]\ncn = "a"\ndns = "b"\nrole = "admin"', "names one of uri, dns, cn and subject"),
+        ('[[identity]]\nrole = "admin"', "must name exactly one of uri, dns, cn and subject"),
+        ('[[identity]]\ncn = "a"\ndns = "b"\nrole = "admin"', "must name exactly one of uri, dns, cn and subject"),
         ('[[identity]]\ncn = "a"\nrole = "root"', "identity.0.role: "),
-        ('[[identity]]\ncn = "a"\nrole = "admin"\nengines = ["x"]', "engines are for agents"),
+        ('[[identity]]\ncn = "a"\nrole = "admin"\nengines = ["x"]', "engines are allowed for the role agent only"),
         ('[jwt]\nissuer = "a"\naudience = "b"', "needs either keys_file or secret_file"),
         ('[jwt]\nissuer = ""\naudience = "b"\nsecret_file = "secret"', "jwt.issuer: "),
         ('[jwt]\nissuer = "a"\naudience = "b"\nsecret_file = "no"', "No such file"),
