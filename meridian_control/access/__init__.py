@@ -1,2 +1,1 @@
-"""Decides which callers may call which methods and how often, and records their calls. The package imports no service.
-"""
+"""Decides which callers may call which methods and how often, and records calls. The package imports no service."""

@@ -241,8 +241,7 @@ class Identities:
             self._role_claim = said.role_claim
 
     def of_certificate(self, names: list[tuple[str, str]]) -> Principal:
-        """Return the principal of a certificate. `names` has the certificate's pairs of kind (uri, dns or cn) and name.
-        """
+        """Return the principal of a certificate. `names` has its pairs of kind (uri, dns or cn) and name."""
         if not names:
             raise Unauthenticated("no credentials: a bearer token or a client certificate is needed")
         for entry in self._entries:

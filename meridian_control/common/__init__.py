@@ -1,1 +1,2 @@
-"""Serves every package: errors, enum names, histograms, pages. Imports no other package of ours."""
+"""Code that every package of the control plane uses: errors, enum names, histograms and paging. The package imports
+no other package of the control plane."""

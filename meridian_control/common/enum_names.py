@@ -1,6 +1,6 @@
-"""Values of the protocol's enums as labels, maps, logs and pages write them: `ended_naturally`, `soft_close`, `think`.
+"""Gives the names of the protocol's enum values for metric labels, logs and pages: `ended_naturally`, `soft_close`.
 
-A value of a newer version is `unknown`.
+A value that only a newer version of the protocol defines has the name `unknown`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Errors of the control plane, and how one reaches a gRPC client.
+"""Defines the errors of the control plane and their form in a gRPC status.
 
-Owns the exception tree and its mapping to status codes. Knows nothing of who raises what. Plain values, usable on any
-thread; `abort_with` belongs to the event loop of the gRPC server.
+The module owns the exception classes and their mapping to status codes, and does not know which code raises an error.
+The errors are plain values, usable on any thread; `abort_with` belongs to the event loop of the gRPC server.
 
     MeridianError               INTERNAL             internal
     ├── Unauthenticated         UNAUTHENTICATED      unauthenticated
@@ -19,11 +19,11 @@ thread; `abort_with` belongs to the event loop of the gRPC server.
     ├── NotLeading              UNAVAILABLE          not_leading
     └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
 
-The last column is `code`: the metric label, and in upper case the reason of the google.rpc.ErrorInfo that every error
-carries. Codes are stable. Bad fields are listed in a BadRequest, a state that stands in the way is named in a
-PreconditionFailure, and what may be tried again has a RetryInfo.
+The last column is `code`, which is the metric label and, in upper case, the reason in the google.rpc.ErrorInfo that
+every error carries. Codes are stable. A BadRequest lists bad fields, a PreconditionFailure names the state that forbids
+the call, and a RetryInfo says when a caller may retry.
 """
-# ruff: noqa: N818 - the names are the conditions
+# ruff: noqa: N818 - each class is named after the condition that it reports, without the suffix Error
 
 import math
 from collections.abc import Iterable, Iterator
@@ -38,14 +38,16 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 DOMAIN = "meridian"
 
-# Details travel in trailing metadata, of which peers accept 8 KiB by default; percent-encoding may triple the message.
+# gRPC sends error details in trailing metadata. Peers accept 8 KiB of trailing metadata by default, and
+# percent-encoding may triple the length of the message.
 MAX_MESSAGE_CHARS = 300
 MAX_VIOLATIONS_BYTES = 3000
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One bad field: dotted path, what it must be, and the value it had as text (None where no value matters)."""
+    """One bad field: its dotted path, a message that says what its value must be, and the value as text, None if no
+    value is to be shown."""
 
     path: str
     message: str
@@ -60,30 +62,31 @@ class Violation:
 
 
 class MeridianError(Exception):
-    """Base of every error the control plane raises on purpose."""
+    """Base class of every error that the control plane raises on purpose."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
     def metadata(self) -> dict[str, str]:
-        """Machine-readable facts for ErrorInfo."""
+        """Return machine-readable facts for the ErrorInfo."""
         return {}
 
     def violations(self) -> tuple[Violation, ...]:
-        """Bad fields for BadRequest."""
+        """Return the bad fields for the BadRequest."""
         return ()
 
     def precondition(self) -> tuple[str, str] | None:
-        """The obstacle, for PreconditionFailure: its type, and the thing it was asked of."""
+        """Return the type and the subject of the failed precondition for the PreconditionFailure, None for no such
+        failure."""
         return None
 
     def retry_after_s(self) -> float | None:
-        """When to try again, for RetryInfo."""
+        """Return the seconds after which to retry, for the RetryInfo; None if a retry makes no sense."""
         return None
 
 
 class Unauthenticated(MeridianError):
-    """Nobody knows who calls. The text never holds any of what was shown."""
+    """The caller has no valid credentials. The text of the error never contains any part of the credentials."""
 
     code = "unauthenticated"
     status = grpc.StatusCode.UNAUTHENTICATED
@@ -95,7 +98,7 @@ class PermissionDenied(MeridianError):
 
 
 class HostOnly(PermissionDenied):
-    """Nobody is asked who they are, and `method` is then for callers on the control plane's own host only."""
+    """Callers need not authenticate, so that only callers on the control plane's own host may call `method`."""
 
     code = "host_only"
     flags = ("--access", "--client-ca", "--insecure")
@@ -103,17 +106,17 @@ class HostOnly(PermissionDenied):
     def __init__(self, method: str) -> None:
         super().__init__(
             f"{method.rpartition('.')[2]} is for callers on the control plane's own host (127.0.0.1, ::1 or a Unix "
-            "socket), until meridian-control is started with --access FILE or --client-ca FILE, both with --tls-cert "
-            "and --tls-key, or with --insecure where the network is trusted"
+            "socket). Start meridian-control with --access FILE or --client-ca FILE, either with --tls-cert and "
+            "--tls-key, or on a trusted network with --insecure, to allow it from other hosts"
         )
 
     def metadata(self) -> dict[str, str]:
-        """The flags of meridian-control, any of which lets others call."""
+        """Return the flags of meridian-control, each of which lets callers on other hosts call the method."""
         return {"flags": " ".join(self.flags)}
 
 
 class TooMany(MeridianError):
-    """More than one caller, or all of them, may have."""
+    """A call exceeds the limits of its caller, or of all callers together."""
 
     code = "too_many"
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -127,7 +130,7 @@ class TooMany(MeridianError):
 
 
 class InvalidRequest(MeridianError):
-    """A field of the request itself is unusable."""
+    """A field of the request has an unusable value."""
 
     code = "invalid_request"
     status = grpc.StatusCode.INVALID_ARGUMENT
@@ -141,7 +144,7 @@ class InvalidRequest(MeridianError):
 
 
 class PolicyError(MeridianError, ValueError):
-    """A policy that breaks the schema; lists every bad field, one per line of its text."""
+    """A policy does not fit the schema. The text of the error has one line for each bad field."""
 
     code = "policy_invalid"
     status = grpc.StatusCode.INVALID_ARGUMENT
@@ -155,13 +158,14 @@ class PolicyError(MeridianError, ValueError):
 
 
 class EtagMismatch(MeridianError):
-    """The policy changed since the caller read it. `expected` is the caller's etag, `actual` the current one."""
+    """The policy or the rollout has changed since the caller read it. `expected` is the caller's etag, and `actual` is
+    the current etag."""
 
     code = "etag_mismatch"
     status = grpc.StatusCode.ABORTED
 
     def __init__(self, expected: str, actual: str, what: str = "the policy in force") -> None:
-        super().__init__(f'etag is "{expected}" but {what} has "{actual}": read it again')
+        super().__init__(f'etag is "{expected}", but {what} has the etag "{actual}"; read it again')
         self.expected = expected
         self.actual = actual
 
@@ -178,7 +182,7 @@ class NotFound(MeridianError):
 
 
 class StoredPolicyUnreadable(MeridianError):
-    """A stored revision that this version's schema refuses. Appending a new one is still possible."""
+    """A stored policy revision does not fit this version's schema. A new revision can still be stored."""
 
     code = "stored_policy_unreadable"
     status = grpc.StatusCode.FAILED_PRECONDITION
@@ -202,7 +206,7 @@ class RolloutActive(MeridianError):
     status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, rollout_id: int) -> None:
-        super().__init__(f"rollout {rollout_id} is active: abort it first, or let it end")
+        super().__init__(f"rollout {rollout_id} is active: abort it, or wait until it ends")
         self.rollout_id = rollout_id
 
     def metadata(self) -> dict[str, str]:
@@ -210,7 +214,7 @@ class RolloutActive(MeridianError):
 
 
 class RolloutEnded(MeridianError):
-    """A rollout in `state` cannot be paused, resumed or aborted; `what` was asked for."""
+    """A rollout in `state` cannot be paused, resumed or aborted. `what` is the requested action."""
 
     code = "rollout_ended"
     status = grpc.StatusCode.FAILED_PRECONDITION
@@ -232,25 +236,27 @@ class StoreUnavailable(MeridianError):
 
 
 class NotLeading(MeridianError):
-    """A write that belongs to the leading replica, made by one that leads no more."""
+    """A replica that no longer leads has attempted a write that only the leading replica may make."""
 
     code = "not_leading"
     status = grpc.StatusCode.UNAVAILABLE
 
 
 class RecordingTooSlow(MeridianError):
-    """A client of RecordTrace that took its records more slowly than they came."""
+    """A client of RecordTrace has read its records more slowly than they were recorded."""
 
     code = "recording_too_slow"
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, limit_bytes: int, limit_records: int) -> None:
         limits = f"{limit_bytes >> 20} MiB or {limit_records} records"
-        super().__init__(f"the recording was ended: more than {limits} waited for its client; what it has is complete")
+        super().__init__(
+            f"the recording has ended, because more than {limits} waited for its client; records already sent are valid"
+        )
 
 
 def to_status(error: MeridianError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo always, and what else there is to say of it."""
+    """Return the google.rpc.Status of an error, with an ErrorInfo and the details that apply to the error."""
     info = error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=DOMAIN)
     info.metadata.update({key: _shorten(value) for key, value in error.metadata().items()})
     details: list[Message] = [info]
@@ -275,8 +281,8 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Meridia
     try:
         await context.abort(status.code, status.details, status.trailing_metadata or ())
     except grpc.aio.InternalError:
-        # The caller is gone, and nothing can be sent. gRPC expects the AbortError that `abort` did not come to raise;
-        # whatever is asked of the context next raises it.
+        # The caller has disconnected, so that no status can be sent and `abort` has not raised the AbortError that gRPC
+        # expects. The next use of the context raises the AbortError.
         await context.send_initial_metadata(())
     raise AssertionError("abort returned")
 

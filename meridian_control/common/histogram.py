@@ -1,6 +1,6 @@
-"""Histograms with fixed buckets, so that those of engines, replicas and versions can be added up.
+"""Histograms with fixed buckets, so that histograms of several engines, replicas and versions can be added.
 
-Knows nothing of what is measured. Used from one event loop.
+The module knows nothing about the measured values. A histogram is used from one event loop.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# ISO 3's R10 series from 1 ms to 10 s: each bound about a quarter above the one before, which is how well a quantile
-# can be told.
+# The bounds follow the R10 series of ISO 3 from 1 ms to 10 s. Each bound is about a quarter above the next lower bound,
+# so that a quantile is known within a quarter.
 _R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
 TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
 STEP_BOUNDS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -24,7 +24,8 @@ TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 
 
 class Histogram:
-    """Counts of observations by bucket, and their sum. A bound belongs to the bucket below it."""
+    """Counts of observations by bucket, and the sum of the observations. A value equal to a bound counts in the bucket
+    below that bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = np.array(bounds)
@@ -37,7 +38,7 @@ class Histogram:
             self.sum += float(values.sum())
 
     def __iadd__(self, other: Histogram) -> Histogram:
-        """Adds what another with the same bounds counted."""
+        """Add the counts and the sum of a histogram with the same bounds."""
         self.counts += other.counts
         self.sum += other.sum
         return self
@@ -47,7 +48,7 @@ class Histogram:
 
 
 def time_histogram() -> Histogram:
-    """For times in seconds."""
+    """Return an empty histogram for times in seconds."""
     return Histogram(TIME_BOUNDS_S)
 
 
@@ -56,5 +57,5 @@ def token_histogram() -> Histogram:
 
 
 def step_histogram() -> Histogram:
-    """For counts of engine steps."""
+    """Return an empty histogram for counts of engine steps."""
     return Histogram(STEP_BOUNDS)

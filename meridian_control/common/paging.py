@@ -1,4 +1,4 @@
-"""Pages of a list (AIP-158): sizes and tokens checked. Pure functions."""
+"""Checks page sizes and page tokens of list methods (AIP-158). All functions are pure."""
 
 import re
 
@@ -8,16 +8,19 @@ PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
 
 
 def checked(size: int, token: str, digits: int = 9) -> tuple[int, int | None]:
-    """The entries a page may have, and the number its token carries, None for the first page. Raises InvalidRequest."""
+    """Return the largest number of entries in a page, and the number in the page token, None for the first page.
+
+    Raises InvalidRequest.
+    """
     if size < 0:
         raise InvalidRequest("page_size", f"must be at least 0; got {size}")
     if token and not re.fullmatch(f"[0-9]{{1,{digits}}}", token):
-        raise InvalidRequest("page_token", f"must be one that was returned; got {token!r}")
+        raise InvalidRequest("page_token", f"must be a token that the server has returned; got {token!r}")
     return min(size or PAGE_SIZE, MAX_PAGE_SIZE), int(token) if token else None
 
 
 def page(count: int, size: int, token: str) -> tuple[int, int, str]:
-    """Begin, end and next token of a page of `count` items. Raises InvalidRequest."""
+    """Return begin, end and next page token of a page in a list of `count` items. Raises InvalidRequest."""
     limit, begin = checked(size, token)
     end = min(count, (begin or 0) + limit)
     return begin or 0, end, str(end) if end < count else ""

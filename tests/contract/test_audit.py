@@ -96,7 +96,7 @@ async def test_what_is_recorded(secured: Secured) -> None:
     assert [r.reason for r in by_age[:2]] == ["why\ufffdnot", "why"]
     assert [r.request_id for r in by_age[:3]] == ["r1", "r1", ""]
     assert [dict(r.details) for r in by_age[4:6]] == [{"validate_only": "True"}, {"revision": "1"}]
-    assert by_age[3].error.startswith('etag is "stale" but the policy in force has')
+    assert by_age[3].error.startswith('etag is "stale", but the policy in force has')
     assert by_age[6].error == "reason must have at most 1000 characters; got 1001"
     assert all(r.peer.startswith("ipv4:127.0.0.1:") for r in found)
     times = [r.time.ToDatetime(tzinfo=UTC) for r in by_age]

@@ -177,7 +177,7 @@ async def test_etag(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
     stale = await control("policy", "apply", "-f", file, "--etag", "stale")
     assert stale.exit_code == FAILED
-    assert stale.stderr.startswith('ABORTED: etag is "stale" but the policy in force has ')
+    assert stale.stderr.startswith('ABORTED: etag is "stale", but the policy in force has ')
     assert (await control("policy", "apply", "-f", file, "--etag", "")).stdout.startswith("revision 2 ")
 
 

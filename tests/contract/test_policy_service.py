@@ -262,7 +262,7 @@ async def test_pages_of_history_stay_as_they_are_while_revisions_come(service: S
     ("fields", "complaint"),
     [
         ({"page_size": -1}, "page_size must be at least 0; got -1"),
-        ({"page_token": "x"}, "page_token must be one that was returned; got 'x'"),
+        ({"page_token": "x"}, "page_token must be a token that the server has returned; got 'x'"),
     ],
 )
 async def test_history_refuses(service: Service, fields: dict[str, Any], complaint: str) -> None:

@@ -204,7 +204,7 @@ async def test_a_slow_recorder_is_dropped_and_told(control: Control, monkeypatch
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await read_into(got, slow)
             assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "what it has is complete" in (raised.value.details() or "")
+            assert "records already sent are valid" in (raised.value.details() or "")
             await until(lambda: len(control.fleet.recordings) == 1)
             (left,) = control.fleet.recordings
             left.close()

@@ -214,7 +214,7 @@ async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control
 
 async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:
     await control.begin(CANARY)
-    complaint = (grpc.StatusCode.FAILED_PRECONDITION, "rollout 1 is active: abort it first, or let it end")
+    complaint = (grpc.StatusCode.FAILED_PRECONDITION, "rollout 1 is active: abort it, or wait until it ends")
     for validate_only in (True, False):
         update = policy_pb2.UpdatePolicyRequest(policy=to_proto(NEW), validate_only=validate_only)
         assert await refusal(control.policy.UpdatePolicy(update)) == complaint
@@ -253,7 +253,10 @@ async def test_pause_and_resume(control: Control) -> None:
         assert (await control.stub.PauseRollout(request)).rollout.state == resumed.state == RUNNING, "repeated"
         stale = rollout_pb2.AbortRolloutRequest(etag=paused.etag)
         code, text = await refusal(control.stub.AbortRollout(stale))
-        assert (code, text) == (grpc.StatusCode.ABORTED, 'etag is "1-2" but rollout 1 has "1-3": read it again')
+        assert (code, text) == (
+            grpc.StatusCode.ABORTED,
+            'etag is "1-2", but rollout 1 has the etag "1-3"; read it again',
+        )
         assert (await control.ticks(3)).step == 2
 
 
@@ -522,7 +525,7 @@ async def test_a_directory_waits_for_the_end(
         await asyncio.sleep(0.02)
     watching.cancel()
     assert complaints() == [
-        f"{folder / 'meridian.toml'} is not put in force: rollout 1 is active: abort it first, or let it end"
+        f"{folder / 'meridian.toml'} is not put in force: rollout 1 is active: abort it, or wait until it ends"
     ]
 
 

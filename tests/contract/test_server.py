@@ -203,7 +203,7 @@ async def refused(call: Any) -> str:
 @pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 1000, " 1"])
 async def test_page_tokens_that_were_never_given_out(channel: grpc.aio.Channel, token: str) -> None:
     stub = fleet_pb2_grpc.FleetServiceStub(channel)
-    complaint = "page_token must be one that was returned"
+    complaint = "page_token must be a token that the server has returned"
     assert (await refused(stub.ListEngines(fleet_pb2.ListEnginesRequest(page_token=token)))).startswith(complaint)
     assert (await refused(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_token=token)))).startswith(complaint)
 

@@ -82,7 +82,7 @@ async def test_nothing_is_appended_meanwhile(address: str) -> None:
     async with opened(address) as store:
         await start(store)
         for attempt in (append(store.policies), start(store), store.policies.check("")):
-            with pytest.raises(RolloutActive, match=r"^rollout 1 is active: abort it first, or let it end$"):
+            with pytest.raises(RolloutActive, match=r"^rollout 1 is active: abort it, or wait until it ends$"):
                 await attempt
         assert len(await store.policies.history(9)) == 2
 
