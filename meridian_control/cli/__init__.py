@@ -1,4 +1,4 @@
-"""`meridianctl`: one module for each group of commands.
+"""Implements `meridianctl`, with one module for each group of commands.
 
-Knows the control plane through its gRPC API only: no database, no server.
+The package uses the control plane only through its gRPC API. The package imports neither the database nor the server.
 """

@@ -1,4 +1,4 @@
-"""`meridianctl audit`: who changed what, and who was refused. One thread, blocking calls."""
+"""Implements `meridianctl audit`, which lists the audit records. The module uses one thread and blocking calls."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -9,23 +9,23 @@ from meridian.v1 import audit_pb2
 
 from meridian_control.cli.console import Output, OutputOption, add, connect, first, new_table, show
 
-Since = Annotated[datetime | None, typer.Option(help="Only calls from this time on, UTC.")]
-Until = Annotated[datetime | None, typer.Option(help="Only calls before this time, UTC.")]
+Since = Annotated[datetime | None, typer.Option(help="Show only calls from this time on, in UTC.")]
+Until = Annotated[datetime | None, typer.Option(help="Show only calls before this time, in UTC.")]
 
 
 def audit(
     context: typer.Context,
     *,
-    principal: Annotated[str, typer.Option(help="Only this caller's.")] = "",
-    method: Annotated[str, typer.Option(help="Only calls of this one, as PolicyService/UpdatePolicy.")] = "",
-    outcome: Annotated[str, typer.Option(help="Only calls that ended so, as OK or PERMISSION_DENIED.")] = "",
-    request_id: Annotated[str, typer.Option(help="Only calls with this request id.")] = "",
+    principal: Annotated[str, typer.Option(help="Show only calls of this principal.")] = "",
+    method: Annotated[str, typer.Option(help="Show only calls of a method, as in PolicyService/UpdatePolicy.")] = "",
+    outcome: Annotated[str, typer.Option(help="Show only calls with a status, as in PERMISSION_DENIED.")] = "",
+    request_id: Annotated[str, typer.Option(help="Show only calls with this request id.")] = "",
     since: Since = None,
     until: Until = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many calls.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
-    """List calls that changed something, and calls that were refused, newest first."""
+    """List the calls that changed something and the calls that were refused, newest first."""
     request = audit_pb2.ListAuditRequest(
         page_size=min(limit, 1000),
         principal=principal,

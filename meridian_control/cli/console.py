@@ -1,6 +1,6 @@
-"""Serves every command of `meridianctl`: the connection, tables and JSON, and how a failure is told.
+"""Provides the parts that all commands of `meridianctl` share: the connection, the forms of output, and error messages.
 
-Knows nothing of any command. One thread, blocking calls.
+The module knows no command, and uses one thread and blocking calls.
 """
 
 import json
@@ -31,7 +31,7 @@ from meridian_control.common.errors import PolicyError
 from meridian_control.offline.trace_file import FileError
 
 CALL_TIMEOUT_S = 10.0
-# One WatchFleet message carries the whole fleet.
+# Largest message that the client accepts; one WatchFleet response carries the whole fleet.
 MAX_MESSAGE_BYTES = 64 << 20
 PIPED_WIDTH = 200
 
@@ -50,21 +50,24 @@ class Output(StrEnum):
     toml = "toml"
 
 
-# The option `-o` of every command that prints a table.
+# Option `-o` of every command that prints a table.
 OutputOption = Annotated[Output, typer.Option("-o", "--output")]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the command line says to connect to, and as whom; what it leaves open, the environment and the context
-    file say. ClientCredentials come from where the address comes from, so that none goes to another server."""
+    """The server and the credentials that the command line names; the environment or the context file completes them.
+
+    Credentials that the command line does not give come from the same source as the address, so that no credential is
+    sent to another server.
+    """
 
     server: str
     context: str
     credentials: ClientCredentials
 
     def resolve(self) -> tuple[str, ClientCredentials]:
-        """Address and credentials. Raises FileError."""
+        """Return the address of the server and the credentials for it. Raises FileError."""
         server, context = self.server, self.context
         if not server and not context:
             server, context = os.environ.get("MERIDIAN_SERVER", ""), os.environ.get("MERIDIAN_CONTEXT", "")
@@ -74,7 +77,7 @@ class Target:
         return server or DEFAULT_SERVER, self.credentials.over(ClientCredentials.from_environment())
 
     def channel(self) -> grpc.Channel:
-        """Raises FileError, also for credentials that cannot be used."""
+        """Return a channel to the server. Raises FileError, also if a file of the credentials cannot be read."""
         server, credentials = self.resolve()
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
         try:
@@ -96,7 +99,7 @@ class Client:
 
 
 def new_table(*columns: str) -> Table:
-    """The first column names the row: it keeps its width when the terminal is narrow."""
+    """Return an empty table. The first column, which names the row, keeps its width in a narrow terminal."""
     empty = Table(box=None)
     for index, column in enumerate(columns):
         empty.add_column(column, overflow="fold", no_wrap=index == 0)
@@ -108,7 +111,7 @@ def add(to: Table, *cells: object) -> None:
 
 
 def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
-    """A list, in TOML as an array of tables with the name of what it lists."""
+    """Print a list of messages; TOML has an array of tables that is named after the type of the messages."""
     if output is Output.table:
         console().print(rows)
         return
@@ -121,7 +124,7 @@ def show(messages: Sequence[Message], output: Output, rows: Table) -> None:
 
 
 def show_value(value: Any, output: Output) -> None:
-    """A value as JSON, or a table of them as TOML."""
+    """Print a value as JSON, or a dictionary as TOML."""
     if output is Output.json:
         typer.echo(json.dumps(value, indent=2))
     else:
@@ -129,7 +132,7 @@ def show_value(value: Any, output: Output) -> None:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """Protobuf's JSON form: 64-bit integers are strings, not-a-number is "NaN"."""
+    """Return a message in protobuf's JSON form, in which a 64-bit integer is a string and not-a-number is "NaN"."""
     return json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -141,9 +144,9 @@ def console() -> Console:
 
 
 def warn_unreachable(replicas: Iterable[str]) -> None:
-    """Say on standard error what is missing of an answer about the fleet."""
+    """Name on standard error the replicas whose data is missing from an answer about the fleet."""
     if names := ", ".join(sorted(set(replicas))):
-        typer.echo(f"replicas not heard, what they know is missing: {names}", err=True)
+        typer.echo(f"replicas that did not answer, so that their data is missing: {names}", err=True)
 
 
 def pages(call: Any, request: Any) -> Iterator[Any]:
@@ -156,7 +159,7 @@ def pages(call: Any, request: Any) -> Iterator[Any]:
 
 
 def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
-    """The first entries of a list, over as many of its pages as it takes. field: has a page's entries."""
+    """Return at most `limit` entries of a list method, read page by page from the field `field` of its responses."""
     found: list[Any] = []
     for page in pages(call, request):
         found += getattr(page, field)
@@ -182,7 +185,7 @@ def connect(context: typer.Context) -> Iterator[Client]:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Print what goes wrong, one line each, and leave with the exit code for it."""
+    """Print an error on standard error, one line for each bad field, and exit with the code for the error."""
     try:
         yield
     except PolicyError as error:
@@ -203,7 +206,7 @@ _EXIT_CODES = {
 
 
 def error_lines(error: Any) -> list[str]:
-    """One line per bad field where the server names fields, else one line, with when to try again where it says so."""
+    """Return one line for each bad field that the server names, or one line with the status and the time of a retry."""
     bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     status = rpc_status.from_call(error)
     again = ""

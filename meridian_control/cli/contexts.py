@@ -1,4 +1,4 @@
-"""The context file: control planes by name, so that nobody types addresses. One is the current one.
+"""Reads the context file, which gives names to control planes; `current` is the name of the default context.
 
     current = "staging"
 
@@ -7,8 +7,8 @@
     ca = "staging-ca.pem"
     token_file = "~/.meridian/staging.token"
 
-It is MERIDIAN_CONTEXTS, else meridian/contexts.toml in the user's configuration directory. Paths in it begin at its
-folder.
+MERIDIAN_CONTEXTS names the context file; by default the file is meridian/contexts.toml in the user's configuration
+directory. A relative path in the context file starts at the folder of the context file.
 """
 
 import os
@@ -48,7 +48,7 @@ def path() -> Path:
 
 
 def load() -> Contexts:
-    """The file's contexts, none where there is no file. Raises FileError."""
+    """Return the contexts of the context file, or no contexts if the file does not exist. Raises FileError."""
     file = path()
     try:
         return Contexts.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
@@ -64,9 +64,14 @@ def load() -> Contexts:
 
 
 def find(name: str) -> Context | None:
-    """The context of that name, by default the current one; None where no name is given or set. Raises FileError."""
+    """Return the context with this name, or the current context if `name` is empty; None if no context is current.
+
+    Raises FileError.
+    """
     found = load()
     wanted = name or found.current
     if wanted and wanted not in found.contexts:
-        raise FileError(path(), "", f'has no context "{wanted}"; it has {", ".join(sorted(found.contexts)) or "none"}')
+        raise FileError(
+            path(), "", f'has no context "{wanted}"; known contexts: {", ".join(sorted(found.contexts)) or "none"}'
+        )
     return found.contexts[wanted] if wanted else None

@@ -1,6 +1,7 @@
-"""`meridianctl explain`, `decisions` and `shadow`: why requests were treated as they were.
+"""Implements `meridianctl explain`, `decisions` and `shadow`, which show the decisions about requests and their
+reasons.
 
-Knows the control plane only through its gRPC API. One thread, blocking calls.
+The module uses the control plane only through its gRPC API, on one thread with blocking calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,16 +28,16 @@ from meridian_control.cli.console import (
 )
 from meridian_control.common.enum_names import outcome_name
 
-Engine = Annotated[str, typer.Option(help="Only this engine's.")]
+Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
 
 
 def explain(
     context: typer.Context,
-    request: Annotated[str, typer.Argument(help="Request id, the engine's or the client's.")],
+    request: Annotated[str, typer.Argument(help="Request id, as the engine or the client has it.")],
     engine: Engine = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Tell a request's life: what happened, what was decided, what each rule saw, and what came of it."""
+    """Print the life of a request: its events, the decisions about it, the values each rule saw, and the outcomes."""
     asked = fleet_pb2.ExplainRequestRequest(request_id=request, engine_id=engine)
     with connect(context) as client:
         answer = client.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
@@ -49,20 +50,20 @@ def explain(
         terminal.print(escape(line), highlight=False)
     terminal.print(_life_table(answer.life))
     if answer.life.events_left_out:
-        terminal.print(f"{answer.life.events_left_out} older events were not kept", highlight=False)
+        terminal.print(f"{answer.life.events_left_out} older events are no longer in the decision log", highlight=False)
 
 
 def decisions(
     context: typer.Context,
     *,
     engine: Engine = "",
-    request: Annotated[str, typer.Option(help="Only this request's.")] = "",
-    kind: Annotated[str, typer.Option(help="Only cap, force, probe or tier.")] = "",
-    reason: Annotated[str, typer.Option(help="Only for this reason, for example eat.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
+    request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
+    kind: Annotated[str, typer.Option(help="Show only this kind: cap, force, probe or tier.")] = "",
+    reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many decisions.")] = 50,
     output: OutputOption = Output.table,
 ) -> None:
-    """List decisions, newest first."""
+    """List the decisions about requests, newest first, with the values that each rule compared."""
     asked = fleet_pb2.ListDecisionsRequest(
         engine_id=engine, request_id=request, kind=kind, reason=reason, page_size=min(limit, 1000)
     )
@@ -84,7 +85,7 @@ def decisions(
 
 
 def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = Output.table) -> None:
-    """Show what the rules in shadow would have done, against what really happened."""
+    """Compare, for each engine, the ends of thinking that rules in shadow would have forced with the real ends."""
     with connect(context) as client:
         request = fleet_pb2.ListEnginesRequest()
         answers = list(pages(client.fleet.ListEngines, request))
@@ -102,7 +103,7 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
             mean = f"{row.would_end_think_tokens / row.would_end:.0f}" if row.would_end else ""
             share = f"{row.saved_tokens / row.think_tokens:.1%}" if row.think_tokens else ""
             counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
-            add(rows, e.engine_id, row.section, row.reason or "the first of them", *counts)
+            add(rows, e.engine_id, row.section, row.reason or "first rule to fire", *counts)
     console().print(rows)
 
 
@@ -117,7 +118,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     own = [f"at least {life.min_think_tokens}"] if life.HasField("min_think_tokens") else []
     own += [f"at most {life.max_think_tokens}"] if life.HasField("max_think_tokens") else []
     wishes = f"; asked for {' and '.join(own)} thinking tokens" if own else ""
-    late = ", when this replica first heard of it" if life.joined_late else ""
+    late = " or earlier, when this replica first received it" if life.joined_late else ""
     limits = f"{life.prompt_tokens} prompt tokens, max_tokens {life.max_tokens}{wishes}"
     yield f"opened {life.open_time.ToJsonString()}{late}; {limits}"
     counts = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens"
@@ -127,9 +128,9 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     elif answer.HasField("live"):
         live = answer.live
         counts = f"{live.think_tokens} thinking and {live.output_tokens} answer tokens"
-        yield f"lives, {_phase(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
+        yield f"live, {_phase(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
     else:
-        yield f"its stream is lost: {counts} when last heard of"
+        yield f"end unknown, because the stream is lost: {counts} in the last report"
 
 
 def _life_table(life: fleet_pb2.RequestLife) -> Table:

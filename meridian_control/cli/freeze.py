@@ -1,6 +1,6 @@
-"""`meridianctl freeze`, `thaw` and `freezes`: engines back to stock vLLM, and which are.
+"""Implements `meridianctl freeze`, `thaw` and `freezes`, which put engines back to stock vLLM for a limited time.
 
-Knows the control plane only through its gRPC API. One thread, blocking calls.
+The module uses the control plane only through its gRPC API, on one thread with blocking calls.
 """
 
 import time
@@ -28,13 +28,13 @@ from meridian_control.cli.console import (
 from meridian_control.session.freeze_state import Match
 
 POLL_INTERVAL_S = 0.1
-# Other replicas hear of a freeze within this long.
+# Seconds within which other replicas learn of a freeze.
 HEARD_S = 1.0
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def duration_s(text: str) -> int:
-    """Seconds of `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
+    """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
     number, unit = text[:-1], text[-1:]
     if not number.isdecimal() or unit not in UNITS_S:
         raise typer.BadParameter(f"must be a number and one of s, m, h, d, for example 10m; got {text!r}")
@@ -43,16 +43,18 @@ def duration_s(text: str) -> int:
 
 def freeze(
     context: typer.Context,
-    duration: Annotated[str, typer.Option("--for", help="Time limit, for example 30s, 10m, 2h.")],
+    duration: Annotated[str, typer.Option("--for", help="Duration of the freeze, for example 30s, 10m or 2h.")],
     *,
-    reason: Annotated[str, typer.Option(help="Why; kept with the freeze and said in the engines' logs.")],
-    engine: Annotated[list[str] | None, typer.Option(help="Glob over engine ids; may be repeated.")] = None,
-    model: Annotated[str, typer.Option(help="Glob over the engines' model.")] = "",
-    label: Annotated[list[str] | None, typer.Option(help="key=value that an engine must have; repeatable.")] = None,
+    reason: Annotated[str, typer.Option(help="Reason, stored with the freeze and written to the engines' logs.")],
+    engine: Annotated[list[str] | None, typer.Option(help="Glob of engine ids to freeze; may be repeated.")] = None,
+    model: Annotated[str, typer.Option(help="Glob of models whose engines to freeze.")] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(help="Label of engines to freeze, KEY=VALUE; may be repeated.")
+    ] = None,
     author: Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])] = "",
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the engines to confirm.")] = 10.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.")] = 10.0,
 ) -> None:
-    """Put engines back to stock vLLM until the time is over or they are thawed; without a match, all of them."""
+    """Put all engines, or those that match, back to stock vLLM for a limited time, and print how many confirmed."""
     labels = dict(pair.split("=", 1) if "=" in pair else fail(INVALID, _bad_label(pair)) for pair in label or ())
     match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels)
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
@@ -64,17 +66,17 @@ def freeze(
 
 
 def _bad_label(pair: str) -> str:
-    return f"--label must be key=value; got {pair!r}"
+    return f"--label must be KEY=VALUE; got {pair!r}"
 
 
 def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_s: float) -> None:
-    """Print how many engines have confirmed. Fails when not all did in time."""
+    """Print how many engines have confirmed a freeze; exit with FAILED unless all have confirmed within `wait_s`."""
     began = time.monotonic()
     while True:
         wanted = [engine for engine in _connected(client) if _is_meant(engine, made)]
         missing = [engine.engine_id for engine in wanted if not _is_frozen(engine, made)]
         waited_s = time.monotonic() - began
-        # Only an engine's own replica knows its labels.
+        # Only an engine's own replica can match the engine's labels, and it may learn of the freeze HEARD_S later.
         known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
         if (known and not missing) or waited_s >= wait_s:
             break
@@ -101,15 +103,16 @@ def _is_frozen(engine: fleet_pb2.Engine, made: freeze_pb2.StoredFreeze) -> bool:
 
 
 def thaw(
-    context: typer.Context, freeze_id: Annotated[int, typer.Argument(min=0, help="Default: all freezes.")] = 0
+    context: typer.Context,
+    freeze_id: Annotated[int, typer.Argument(min=0, help="Number of the freeze; default: all freezes.")] = 0,
 ) -> None:
-    """End a freeze, or all of them, before its time."""
+    """End one freeze, or all freezes, before the time limit, and print the ended freezes."""
     with connect(context) as client:
         answer = client.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id), timeout=CALL_TIMEOUT_S)
     for ended in answer.freezes:
         typer.echo(f"freeze {ended.freeze_id} has ended")
     if not answer.freezes:
-        typer.echo("nothing is frozen")
+        typer.echo("no freeze is in force")
 
 
 def freezes(context: typer.Context, output: OutputOption = Output.table) -> None:

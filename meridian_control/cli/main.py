@@ -1,7 +1,7 @@
-"""`meridianctl`: reads and changes policy, shows the fleet and says why, records traces and replays them.
+"""Defines the command line of `meridianctl`, and its commands `engines`, `requests` and `wait`.
 
-Owns the command line and its exit codes, and the commands that look at engines. Knows the control plane only through
-its gRPC API. One thread, blocking calls.
+The module owns the commands' names, the common options and the exit codes. The module uses the control plane only
+through its gRPC API, on one thread with blocking calls.
 """
 
 import time
@@ -35,19 +35,19 @@ from meridian_control.common.enum_names import entropy_backend_name
 
 POLL_INTERVAL_S = 0.3
 
-HELP = """Read and change Meridian's policy, and look at the fleet.
+HELP = """Read and change Meridian's policy, show engines, requests and decisions, and record and replay traces.
 
 Exit codes:
 
-0  ok
+0  the command has succeeded
 
-1  not converged, not completed, nothing to recommend, or a precondition failed
+1  an engine, a rollout or a calibration has not reached its goal, or a precondition has failed
 
-2  usage error, invalid policy, unusable trace or labels
+2  usage error, or an invalid policy, trace, label or context file
 
-3  server, or its policy store, unreachable
+3  the control plane or its policy store cannot be reached
 
-4  not allowed: no credentials, or none that suffice
+4  permission denied: credentials are missing or do not suffice
 """
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -61,12 +61,16 @@ for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, r
 def options(
     call: typer.Context,
     *,
-    server: Annotated[str, typer.Option(help="host:port of the control plane; else MERIDIAN_SERVER.")] = "",
-    context: Annotated[str, typer.Option(help="Its name in the context file; else MERIDIAN_CONTEXT.")] = "",
-    ca: Annotated[str, typer.Option(help="PEM file of the CA of its certificate; else MERIDIAN_TLS_CA.")] = "",
-    cert: Annotated[str, typer.Option(help="PEM file of a client certificate; else MERIDIAN_TLS_CERT.")] = "",
-    key: Annotated[str, typer.Option(help="PEM file of its key; else MERIDIAN_TLS_KEY.")] = "",
-    token_file: Annotated[str, typer.Option(help="File of a bearer token; else MERIDIAN_TOKEN_FILE.")] = "",
+    server: Annotated[
+        str, typer.Option(help="Address of the control plane, host:port; default: MERIDIAN_SERVER.")
+    ] = "",
+    context: Annotated[
+        str, typer.Option(help="Name of a context in the context file; default: MERIDIAN_CONTEXT.")
+    ] = "",
+    ca: Annotated[str, typer.Option(help="PEM file of the control plane's CA; default: MERIDIAN_TLS_CA.")] = "",
+    cert: Annotated[str, typer.Option(help="PEM file of the client certificate; default: MERIDIAN_TLS_CERT.")] = "",
+    key: Annotated[str, typer.Option(help="PEM file of the client certificate's key; default: MERIDIAN_TLS_KEY.")] = "",
+    token_file: Annotated[str, typer.Option(help="File with a bearer token; default: MERIDIAN_TOKEN_FILE.")] = "",
 ) -> None:
     call.obj = Target(server, context, ClientCredentials(ca, cert, key, token_file))
 
@@ -76,7 +80,7 @@ def options(
 
 @app.command()
 def engines(context: typer.Context, output: OutputOption = Output.table) -> None:
-    """List the engines."""
+    """List the engines with their state, policy revision and load."""
     with connect(context) as client:
         found, unreachable = _engines(client)
     show(found, output, engine_table(found))
@@ -94,10 +98,10 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
 @app.command()
 def requests(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Only this engine's.")] = "",
+    engine: Annotated[str, typer.Option(help="Show only requests of this engine.")] = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """List the live requests."""
+    """List the live requests with their signals, ranks and last decisions."""
     with connect(context) as client:
         request = fleet_pb2.ListRequestsRequest(engine_id=engine)
         answers = list(pages(client.fleet.ListRequests, request))
@@ -109,10 +113,12 @@ def requests(
 @app.command()
 def wait(
     context: typer.Context,
-    revision: Annotated[int | None, typer.Option(min=1, help="Default: the one in force now.")] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds.")] = 60.0,
+    revision: Annotated[
+        int | None, typer.Option(min=1, help="Revision to wait for; default: the one in force.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
 ) -> None:
-    """Wait until every connected engine has applied a policy revision."""
+    """Wait until every connected engine has applied a policy revision, and print the engines that have not."""
     deadline = time.monotonic() + timeout
     with connect(context) as client:
         wanted = revision or current(client).revision
@@ -135,12 +141,12 @@ def _connected(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
 
 
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
-    """The error belongs to the revision the engine was last asked to take."""
+    """Return whether the engine has refused the revision or a newer one; `nack_error` is about `engine.revision`."""
     return bool(engine.nack_error) and engine.revision >= revision
 
 
 def _engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-    """All engines, and the replicas that were not heard."""
+    """Return the engines of all replicas, and the ids of the replicas that did not answer."""
     found = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
     unreachable = [name for page in found for name in page.unreachable_replicas]
     return [engine for page in found for engine in page.engines], unreachable

@@ -1,6 +1,7 @@
-"""`meridianctl policy`: reads the policy and its history, changes it, and explains what it comes to.
+"""Implements `meridianctl policy`, which reads the policy and its history, changes it, and explains its values.
 
-Knows the control plane only through its gRPC API, and shares with it the policy schema. One thread, blocking calls.
+The module uses the control plane only through its gRPC API, and shares the policy schema with the control plane.
+The module uses one thread and blocking calls.
 """
 
 import json
@@ -36,21 +37,21 @@ from meridian_control.policy.diff import diff
 policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_args_is_help=True)
 
 
-File = Annotated[Path, typer.Option("-f", "--file", help="Policy file, TOML.")]
-Revision = Annotated[int, typer.Option(min=0, help="Default: the one in force.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the server check everything, change nothing.")]
-Diff = Annotated[bool, typer.Option("--diff", help="Show what changes.")]
+File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML.")]
+Revision = Annotated[int, typer.Option(min=0, help="Revision of the policy; default: the one in force.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the control plane check the call, but change nothing.")]
+Diff = Annotated[bool, typer.Option("--diff", help="Print the fields that change.")]
 Etag = Annotated[
-    str | None, typer.Option(help="Etag the policy in force must have; default: the one it has now; '' for any.")
+    str | None, typer.Option(help="Etag that the policy in force must have; default: its current etag; '' for any.")
 ]
 Author = Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])]
-Reason = Annotated[str, typer.Option(help="Why, kept with the revision.")]
-RequestId = Annotated[str, typer.Option(help="Of your choice; the same one again stores nothing more.")]
+Reason = Annotated[str, typer.Option(help="Reason, stored with the revision.")]
+RequestId = Annotated[str, typer.Option(help="Id of the call, of your choice; a repeated id changes nothing again.")]
 
 
 @policy_app.command("get")
 def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOption = Output.toml) -> None:
-    """Print the policy; as a table, only what differs from the defaults."""
+    """Print the policy; a table has only the fields that differ from their defaults."""
     with connect(context) as client:
         stored = current(client, revision)
     if output is Output.json:
@@ -78,7 +79,7 @@ def policy_apply(
     reason: Reason = "",
     request_id: RequestId = "",
 ) -> None:
-    """Replace the policy in force by the one in FILE."""
+    """Replace the policy in force with the policy in FILE, and print the new revision."""
     with connect(context) as client:
         request = policy_pb2.UpdatePolicyRequest(
             policy=forms.to_proto(forms.load(file)),
@@ -95,7 +96,7 @@ def policy_apply(
 @policy_app.command("rollback")
 def policy_rollback(
     context: typer.Context,
-    revision: Annotated[int, typer.Argument(min=1, help="The revision whose policy is wanted.")],
+    revision: Annotated[int, typer.Argument(min=1, help="Revision whose policy to put in force.")],
     *,
     dry_run: DryRun = False,
     diff: Diff = False,
@@ -104,7 +105,7 @@ def policy_rollback(
     reason: Reason = "",
     request_id: RequestId = "",
 ) -> None:
-    """Put the policy of an older revision in force again, as a new revision."""
+    """Put the policy of an older revision in force again, and print the new revision."""
     with connect(context) as client:
         request = policy_pb2.RollbackPolicyRequest(
             revision=revision,
@@ -120,7 +121,7 @@ def policy_rollback(
 
 @policy_app.command("validate")
 def policy_validate(file: File) -> None:
-    """Check FILE against the schema, without a server."""
+    """Check FILE against the policy schema without a control plane, and print each bad field."""
     with reported():
         forms.load(file)
     typer.echo(f"{file}: valid")
@@ -129,10 +130,10 @@ def policy_validate(file: File) -> None:
 @policy_app.command("history")
 def policy_history(
     context: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many revisions.")] = 20,
     output: OutputOption = Output.table,
 ) -> None:
-    """List the revisions, newest first."""
+    """List the policy revisions, newest first."""
     with connect(context) as client:
         request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
         found = first(limit, client.policy.ListRevisions, request, "revisions")
@@ -143,11 +144,11 @@ def policy_history(
 @policy_app.command("diff")
 def policy_diff(
     context: typer.Context,
-    before: Annotated[int, typer.Argument(min=0, help="Default: the one before AFTER.")] = 0,
-    after: Annotated[int, typer.Argument(min=0, help="Default: the one in force.")] = 0,
+    before: Annotated[int, typer.Argument(min=0, help="Older revision; default: the one before AFTER.")] = 0,
+    after: Annotated[int, typer.Argument(min=0, help="Newer revision; default: the one in force.")] = 0,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show what differs between two revisions, field by field."""
+    """Print the fields that differ between two policy revisions, with both values."""
     with connect(context) as client:
         request = policy_pb2.DiffPoliciesRequest(before=before, after=after)
         answer = client.policy.DiffPolicies(request, timeout=CALL_TIMEOUT_S)
@@ -159,17 +160,17 @@ def policy_diff(
 def policy_explain(
     context: typer.Context,
     *,
-    model: Annotated[str, typer.Option(help="Model or LoRA adapter.")] = "",
+    model: Annotated[str, typer.Option(help="Model or LoRA adapter of the request.")] = "",
     tenant: Annotated[str, typer.Option()] = "",
     slo_class: Annotated[str, typer.Option()] = "",
     effort: Annotated[str, typer.Option()] = "",
-    label: Annotated[list[str] | None, typer.Option(help="An engine's label, NAME=VALUE; may be repeated.")] = None,
-    engine: Annotated[str, typer.Option(help="A connected engine, for what is not said above.")] = "",
-    request: Annotated[str, typer.Option(help="A live request, for what is not said above.")] = "",
+    label: Annotated[list[str] | None, typer.Option(help="Label of the engine, NAME=VALUE; may be repeated.")] = None,
+    engine: Annotated[str, typer.Option(help="Connected engine that gives the values not given above.")] = "",
+    request: Annotated[str, typer.Option(help="Live request that gives the values not given above.")] = "",
     revision: Revision = 0,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show the value of every field for a request or an engine, and which rule gave it."""
+    """Print the value of every policy field for a request or an engine, and the source of the value."""
     asked = policy_pb2.ExplainPolicyRequest(
         revision=revision,
         model=model,
@@ -191,12 +192,12 @@ def policy_explain(
 
 
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
-    """A revision; for 0 the one in force."""
+    """Return a stored policy revision, or for 0 the revision in force."""
     return client.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=revision), timeout=CALL_TIMEOUT_S).revision
 
 
 def _current_etag(client: Client) -> str:
-    """Empty where nothing is stored, or where what is stored can only be replaced."""
+    """Return the etag of the policy in force, empty if no policy is stored or the stored policy cannot be read."""
     try:
         return current(client).etag
     except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""Shows the result of `meridianctl replay` in a terminal: tables and sentences."""
+"""Formats the result of `meridianctl replay` for a terminal, as tables and sentences."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from meridian_control.offline.policy_comparison import Difference
     from meridian_control.policy.model import Policy
 
-# Changed requests shown in a terminal.
+# Largest number of changed requests shown in a terminal.
 SHOWN = 20
 
 
 def tables(found: Difference, policy: Policy) -> list[Table | str]:
-    """The tables and sentences of a terminal, in order."""
+    """Return the tables and sentences in the order in which a terminal shows them."""
     told = figures(found, policy)
     shown: list[Table | str] = [_heading(told)]
     if told["policy_changes"]:
@@ -35,9 +35,9 @@ def tables(found: Difference, policy: Policy) -> list[Table | str]:
         ]
         shown.append(_table(("request", "change", "really ended", "recorded policy", "new policy"), rows))
         if len(requests) > SHOWN:
-            shown.append(f"and {len(requests) - SHOWN} more: -o json has all")
+            shown.append(f"and {len(requests) - SHOWN} more requests; -o json prints all")
     else:
-        shown.append("No request ends elsewhere.")
+        shown.append("The new policy changes no end of thinking.")
     return [*shown, "Not known:", *(f"- {sentence}" for sentence in told["not_known"])]
 
 
@@ -48,7 +48,7 @@ def _heading(told: dict[str, Any]) -> str:
     return (
         f"{told['requests']} requests in {told['reports']} reports of {told['sessions']} sessions"
         f"{f', left out: {left_out}' if left_out else ''}\n"
-        f"recorded under revision {revisions}; {same['count']} of {same['of']} recorded decisions come out again"
+        f"recorded under revision {revisions}; {same['count']} of {same['of']} recorded decisions are reproduced"
     )
 
 

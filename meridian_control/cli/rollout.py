@@ -1,7 +1,7 @@
-"""`meridianctl rollout`: starts rollouts, shows them and steers them.
+"""Implements `meridianctl rollout`, which starts rollouts, shows them, and pauses, resumes or aborts them.
 
-Knows the control plane only through its gRPC API, and shares with it the schemas of policy and plan. One thread,
-blocking calls.
+The module uses the control plane only through its gRPC API, and shares with it the schemas of the policy and of the
+rollout plan. The module uses one thread and blocking calls.
 """
 
 import json
@@ -42,12 +42,16 @@ ACTIVE = (
     rollout_pb2.ROLLOUT_STATE_HALTED,
 )
 
-rollout_app = typer.Typer(help="Bring a policy to the fleet in steps, each watched.", no_args_is_help=True)
+rollout_app = typer.Typer(
+    help="Bring a policy to the fleet in steps, and check guardrails in each step.", no_args_is_help=True
+)
 
-Rollout = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one, or else the newest.")]
-Active = Annotated[int, typer.Argument(min=0, help="Its number; default: the active one.")]
-Reason = Annotated[str, typer.Option(help="Why, kept with the rollout.")]
-Etag = Annotated[str, typer.Option(help="Etag the rollout must have; default: any.")]
+Rollout = Annotated[
+    int, typer.Argument(min=0, help="Number of the rollout; default: the active one, or else the newest.")
+]
+Active = Annotated[int, typer.Argument(min=0, help="Number of the rollout; default: the active one.")]
+Reason = Annotated[str, typer.Option(help="Reason, stored with the rollout.")]
+Etag = Annotated[str, typer.Option(help="Etag that the rollout must have; default: any.")]
 
 
 @rollout_app.command("start")
@@ -55,16 +59,16 @@ def rollout_start(
     context: typer.Context,
     file: File,
     *,
-    steps: Annotated[Path, typer.Option(help="Steps and guardrails, TOML; see rollout/staged_rollout.md.")],
+    steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML; see rollout/staged_rollout.md.")],
     dry_run: DryRun = False,
     diff: Diff = False,
-    etag: Annotated[str, typer.Option(help="Etag the policy in force must have; default: any.")] = "",
+    etag: Annotated[str, typer.Option(help="Etag that the policy in force must have; default: any.")] = "",
     author: Author = "",
     reason: Reason = "",
     request_id: RequestId = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Bring the policy in FILE to the engines, step by step."""
+    """Start a rollout, which brings the policy in FILE to the engines step by step, and print the rollout."""
     with connect(context) as client:
         plan = forms.load_as(Plan, steps)
         request = rollout_pb2.StartRolloutRequest(
@@ -90,10 +94,12 @@ def rollout_status(
     context: typer.Context,
     rollout: Rollout = 0,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended or halted; fails unless completed.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the rollout has ended or halted; fail unless it has completed.")
+    ] = False,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show a rollout: where it is, what it waits for, what its guardrails measure, what happened to it."""
+    """Print a rollout: its state and steps, what it waits for, the values of its guardrails, and its events."""
     with connect(context) as client:
         found = _rollout(client, rollout)
         while wait and found.state in (rollout_pb2.ROLLOUT_STATE_RUNNING, rollout_pb2.ROLLOUT_STATE_PAUSED):
@@ -107,7 +113,7 @@ def rollout_status(
 @rollout_app.command("list")
 def rollout_list(
     context: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many rollouts.")] = 20,
     output: OutputOption = Output.table,
 ) -> None:
     """List the rollouts, newest first."""
@@ -132,7 +138,10 @@ def rollout_pause(
     request_id: RequestId = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Stop the clock of the current step; its engines keep the candidate, and the guardrails hold."""
+    """Stop the clock of the rollout's current step, and print the rollout.
+
+    The engines of the step keep the candidate policy, and the guardrails stay in force.
+    """
     request = rollout_pb2.PauseRolloutRequest(
         rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
     )
@@ -150,7 +159,7 @@ def rollout_resume(
     request_id: RequestId = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Go on after a pause, or after a halt: then the step begins again."""
+    """Continue a paused or halted rollout, and print the rollout. After a halt the current step begins again."""
     request = rollout_pb2.ResumeRolloutRequest(
         rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
     )
@@ -168,7 +177,7 @@ def rollout_abort(
     request_id: RequestId = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """End it, and put the policy from before in force everywhere, as a new revision."""
+    """End a rollout, put the policy from before the rollout in force as a new revision, and print the rollout."""
     request = rollout_pb2.AbortRolloutRequest(
         rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id
     )

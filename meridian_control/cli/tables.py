@@ -1,4 +1,4 @@
-"""Engines and live requests as tables."""
+"""Formats engines and live requests as tables for a terminal."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ def _engine_state(engine: fleet_pb2.Engine) -> str:
 
 
 def _entropy(engine: fleet_pb2.Engine) -> str:
-    """The backend that measures entropy there; empty where an older agent does not say."""
+    """Return the backend that measures entropy on an engine, empty if an older agent does not report the backend."""
     if engine.entropy_backend == agent_pb2.ENTROPY_BACKEND_TORCH:
         return "torch, slower"
     return entropy_backend_name(engine.entropy_backend) if engine.entropy_backend else ""

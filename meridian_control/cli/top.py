@@ -1,6 +1,6 @@
-"""`meridianctl top`: engines and live requests, as they change.
+"""Implements `meridianctl top`, which shows engines and live requests and updates them periodically.
 
-Knows the control plane only through its gRPC API. A second thread listens for the key that ends it.
+The module uses the control plane only through its gRPC API. A second thread waits for the key that ends the command.
 """
 
 import os
@@ -22,14 +22,15 @@ from meridian_control.cli.console import connect, console
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
-# Lines that are neither requests nor engines: two headings, an empty line, the count of what is not shown.
+# Lines of the screen besides engines and requests: two headings, an empty line, and the number of requests not shown.
 OTHER_LINES = 4
 
 
 def top(
-    context: typer.Context, interval_ms: Annotated[int, typer.Option(min=1, help="Time between two updates.")] = 1000
+    context: typer.Context,
+    interval_ms: Annotated[int, typer.Option(min=1, help="Milliseconds between two updates.")] = 1000,
 ) -> None:
-    """Show engines and live requests, longest thinking first, until q or Ctrl-C."""
+    """Show engines and live requests, most thinking tokens first, until q or Ctrl-C."""
     request, terminal = fleet_pb2.WatchFleetRequest(interval_ms=interval_ms), console()
     screen = terminal.is_terminal and sys.stdout.isatty()
     with connect(context) as client:
@@ -50,13 +51,13 @@ def top(
 def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
     room = max(1, terminal.height - len(state.engines) - OTHER_LINES)
     ordered = sorted(state.requests, key=lambda r: (-r.think_tokens, r.engine_id, r.request_id))
-    more = [Text(f"and {len(ordered) - room} more")] if len(ordered) > room else []
+    more = [Text(f"and {len(ordered) - room} more requests")] if len(ordered) > room else []
     return Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
 
 
 @contextmanager
 def _until_q(leave: Callable[[], object]) -> Iterator[None]:
-    """Call `leave` when q is typed; the terminal is as before afterwards."""
+    """Call `leave` when the user types q, and restore the terminal's settings afterwards."""
     if not sys.stdin.isatty():
         yield
         return

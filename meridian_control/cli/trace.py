@@ -1,7 +1,7 @@
-"""`meridianctl record`, `calibrate` and `replay`: traces, and what other rules would have made of them.
+"""Implements `meridianctl record`, `calibrate` and `replay`, which record traces and apply other rules to them.
 
-Knows the control plane only through its gRPC API, and shares with it the policy schema and, offline, the rules. One
-thread, blocking calls.
+The module uses the control plane only through its gRPC API, and shares with it the policy schema and, for replays, the
+rules. The module uses one thread and blocking calls.
 """
 
 import json
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 def record(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="Trace file to write; must not exist.")],
-    engine: Annotated[str, typer.Option(help="Only this engine.")] = "",
-    duration: Annotated[float, typer.Option(min=0, help="Seconds; 0 for until Ctrl-C.")] = 0.0,
-    requests: Annotated[int, typer.Option(min=0, help="Finished requests to record; 0 for no limit.")] = 0,
+    out: Annotated[Path, typer.Argument(help="Trace file to write; must not exist yet.")],
+    engine: Annotated[str, typer.Option(help="Record only this engine.")] = "",
+    duration: Annotated[float, typer.Option(min=0, help="Seconds to record; 0 for until Ctrl-C.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=0, help="Number of finished requests to record; 0 for no limit.")] = 0,
 ) -> None:
-    """Keep what passes between engines and control plane: signals and decisions, no text."""
+    """Write a trace of the messages between engines and control plane: signals and decisions, no text."""
     progress = Console(stderr=True)
     with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
         recorder = Recorder(
@@ -67,20 +67,27 @@ def calibrate(
     traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
     *,
     labels: Annotated[
-        Path | None, typer.Option(help='JSON lines {"request_id", "think_tokens", "correct"}; see calibration.md.')
+        Path | None,
+        typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct"}; see calibration.md.'),
     ] = None,
-    max_loss: Annotated[float, typer.Option(min=0, max=1, help="Accuracy that may be lost, a fraction.")] = 0.01,
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals and bounds.")] = 0.95,
+    max_loss: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest allowed loss of accuracy, as a fraction.")
+    ] = 0.01,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
+    ] = 0.95,
     delay_tokens: Annotated[
-        int, typer.Option(min=1, help="From a sentence end to the end forced there, unless its probe is held.")
+        int, typer.Option(min=1, help="Tokens from a sentence end to the end forced there, unless its probe is held.")
     ] = 2,
-    model: Annotated[str, typer.Option(help="Only this model's requests.")] = "",
-    base: Annotated[Path | None, typer.Option(help="Policy for all other fields; default: the trace's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the policy, TOML.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the frontier, PNG, SVG or PDF.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write all figures, JSON.")] = None,
+    model: Annotated[str, typer.Option(help="Use only requests of this model.")] = "",
+    base: Annotated[
+        Path | None, typer.Option(help="Policy file for all other fields; default: the trace's policy.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the recommended policy to, in TOML.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File to draw the frontier to, as PNG, SVG or PDF.")] = None,
+    report: Annotated[Path | None, typer.Option(help="File to write all figures to, in JSON.")] = None,
 ) -> None:
-    """Replay traces, find the rule that saves most thinking within a loss of accuracy, and write its policy."""
+    """Replay traces, print the rules that save most thinking within a loss of accuracy, and write a policy."""
     try:
         from meridian_control.offline import calibration, calibration_report
 
@@ -109,7 +116,7 @@ def calibrate(
 
 
 def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: str, delay_tokens: int) -> "Replay":
-    """Raises FileError or PolicyError."""
+    """Read the traces, and return the replay that calibration searches. Raises FileError or PolicyError."""
     from meridian_control.offline.correctness import from_labels, from_probes
     from meridian_control.offline.episodes import collect
     from meridian_control.offline.rule_replay import Replay
@@ -130,10 +137,10 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Trace files of `record`.")],
-    policy: Annotated[Path, typer.Option(help="Policy file to replay them under.")],
+    policy: Annotated[Path, typer.Option(help="Policy file to replay the traces under.")],
     output: OutputOption = Output.table,
 ) -> None:
-    """Run traces through another policy and show what it would have changed. Needs no server."""
+    """Replay traces under another policy without a control plane, and print what the policy would have changed."""
     from meridian_control.cli.replay_tables import tables
     from meridian_control.offline.comparison_report import figures
     from meridian_control.offline.policy_comparison import Difference

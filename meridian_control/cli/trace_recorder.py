@@ -1,6 +1,7 @@
-"""The client's side of a recording: FleetService.RecordTrace into a trace file.
+"""Writes the stream of FleetService.RecordTrace to a trace file.
 
-Owns when a recording ends, and what becomes of it when the stream breaks. One thread, blocking calls.
+The module owns the end of a recording, and the retries after the stream breaks off. The module uses one thread
+and blocking calls.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 
     from meridian_control.offline.trace_file import TraceWriter
 
-# A stream that broke off is tried again for this long: servers close streams now and then, and restart.
+# Seconds for which the recorder reconnects after a stream broke off, because servers close streams and restart.
 RECONNECT_S = 30.0
 RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
 class RecordingLimits:
-    """When a recording ends by itself: after so many seconds, or so many requests that it holds whole; 0 for never."""
+    """Limits after which a recording ends: its duration in seconds, and the number of requests recorded from their
+    opening to their end; 0 means no limit."""
 
     duration_s: float = 0.0
     requests: int = 0
@@ -37,22 +39,23 @@ class RecordingLimits:
 
 @dataclass
 class Recorder:
-    """One recording. `breaks` counts how often the stream broke off; requests that lived then are not in the trace."""
+    """One recording. `breaks` is the number of times the stream broke off; requests live at such a time are not in the
+    trace."""
 
     fleet: fleet_pb2_grpc.FleetServiceStub
     out: TraceWriter
     limits: RecordingLimits
     progress: Callable[[TraceWriter], None]
     breaks: int = 0
-    # Replicas that were not heard, at least for a while.
+    # Replicas that did not answer at least once during the recording.
     unreachable: set[str] = field(default_factory=set)
     _writing: bool = False
     _stopped: bool = False
 
     def run(self, engine_id: str) -> None:
-        """Record until a limit or a signal. Raises grpc.RpcError, and FileError when the disk is full.
+        """Record until a limit is reached or a signal arrives. Raises grpc.RpcError, and FileError if the disk is full.
 
-        What was written until then is a whole trace all the same.
+        After an error the file still holds a complete trace of the records written before.
         """
         deadline = time.monotonic() + self.limits.duration_s if self.limits.duration_s else None
         with self._signals(), suppress(KeyboardInterrupt):
@@ -98,7 +101,7 @@ class Recorder:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the recording, never in the middle of a record."""
+        """Let SIGINT and SIGTERM end the recording, but never in the middle of writing a record."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

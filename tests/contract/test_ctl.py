@@ -369,8 +369,11 @@ async def test_where_the_address_comes_from(
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('current = "a"', 'has no context "a"; it has none'),
-        ('current = "a"\n[contexts.c]\nserver = ""\n[contexts.b]\nserver = ""', 'has no context "a"; it has b, c'),
+        ('current = "a"', 'has no context "a"; known contexts: none'),
+        (
+            'current = "a"\n[contexts.c]\nserver = ""\n[contexts.b]\nserver = ""',
+            'has no context "a"; known contexts: b, c',
+        ),
         ("[contexts.a]\nhost = 1", "contexts.a.server: Field required"),
         ("[contexts.a", "Expected ']' at the end of a table declaration (at end of document)"),
     ],
@@ -474,7 +477,7 @@ async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path)
     control.fleet.engines = [fleet_pb2.Engine(engine_id="e", state=CONNECTED, acked_revision=1)]
     control.fleet.requests = [fleet_pb2.LiveRequest(engine_id="e", request_id="r")]
     control.fleet.unreachable = ["b-1", "a-2"]
-    missing = "replicas not heard, what they know is missing: a-2, b-1\n"
+    missing = "replicas that did not answer, so that their data is missing: a-2, b-1\n"
     for command in ("engines", "requests"):
         result = await control(command)
         assert (result.exit_code, result.stderr) == (OK, missing)

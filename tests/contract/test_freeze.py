@@ -328,7 +328,7 @@ async def test_meridianctl(control: Control) -> None:
         assert "1 of 1 connected engines confirmed" in result.output
         assert not two.link.frozen()
         assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
-        assert (await run("thaw", server=server)).output == "nothing is frozen\n"
+        assert (await run("thaw", server=server)).output == "no freeze is in force\n"
         result = await run("thaw", "7", server=server)
         assert (result.exit_code, result.stderr) == (FAILED, "NOT_FOUND: freeze 7 is not in force\n")
         assert "rack" not in (await run("freezes", server=server)).output

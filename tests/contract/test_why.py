@@ -94,7 +94,7 @@ async def test_a_live_request_is_explained_with_what_it_is_now(control: Control)
         await linked.steps_until(linked.caps)
         told = await ctl(control, "explain", "a", "--engine", "engine")
         missing = await ctl(control, "explain", "a", "--engine", "other")
-    assert "lives, thinking: " in told.stdout
+    assert "live, thinking: " in told.stdout
     assert (missing.exit_code, missing.stdout) == (FAILED, "")
     assert missing.stderr.startswith('NOT_FOUND: no request "a" of engine "other" in the decision log')
 
@@ -144,7 +144,7 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
         ("scheduler", "hard_cap", "1", "120"),
     ]
     assert (rows[1]["would_end_think_tokens"], rows[1]["saved_tokens"]) == ("100", "20")
-    assert "the first of them" in text
+    assert "first rule to fire" in text
     assert "16.7%" in text
 
 
@@ -170,7 +170,7 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
     assert (await recording).exit_code == OK
     nothing = await run("replay", trace, "--policy", same, server="127.0.0.1:1")
     assert nothing.exit_code == OK, nothing.output
-    assert "No request ends elsewhere." in nothing.stdout
+    assert "The new policy changes no end of thinking." in nothing.stdout
     told = json.loads((await run("replay", trace, "--policy", same, "-o", "json", server="")).stdout)
     assert (told["requests"], told["left_out"]) == (3, {"began before the trace": 1})
     assert told["decisions_reproduced"]["count"] == told["decisions_reproduced"]["of"] > 3
