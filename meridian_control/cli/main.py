@@ -41,7 +41,7 @@ Exit codes:
 
 0  the command has succeeded
 
-1  an engine, a rollout or a calibration has not reached its goal, or a precondition has failed
+1  an engine, a rollout or a calibration has not reached its goal, or the call has failed otherwise
 
 2  usage error, or an invalid policy, trace, label or context file
 

@@ -1,1 +1,2 @@
-"""Several replicas as one: who lives, who leads, and what the other replicas say. Knows the fleet, not the services."""
+"""Makes several replicas act as one: tracks the live replicas, elects a leader, and asks the other replicas. The
+package knows the fleet, but not the gRPC services."""

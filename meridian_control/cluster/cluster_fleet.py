@@ -1,7 +1,7 @@
-"""The fleet of all replicas: what this one knows, and what the others say when they are asked.
+"""Answers questions about the engines of all replicas, from this replica's own data and the answers of the others.
 
-Owns how their answers become one: an engine that moved is shown once, as the replica with its newest connection has it.
-Runs on the control plane's event loop.
+The module owns the merging of the answers: an engine that moved between replicas appears once, as the replica with its
+newest connection reports it. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -23,39 +23,37 @@ if TYPE_CHECKING:
     from meridian_control.fleet.recording import Recording
 
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-# Between two looks at the others' engines while this replica leads.
+# Seconds between two requests for the engines of the other replicas while this replica leads.
 WATCH_S = 1.0
-# All who watch share what a look saw that began less than this long ago.
+# Seconds for which all watchers share one query of the fleet.
 SHARED_S = 0.05
 
 
 class WholeFleet:
-    """`fleet` has this replica's engines, `peers` the others, None where there can be none.
-
-    `leads` says whether this replica leads.
-    """
+    """The engines of all replicas. `fleet` has this replica's engines. `peers` asks the other replicas, and is None if
+    the store allows only one replica. `leads` returns whether this replica leads."""
 
     def __init__(self, fleet: Fleet, replica_id: str, peers: Peers | None, leads: Callable[[], bool]) -> None:
         self.fleet, self.replica_id, self.peers = fleet, replica_id, peers
         self._leads = leads
-        # The others' newest answers, by replica, while this one leads.
+        # The newest answers of the other replicas, by replica id, kept while this replica leads.
         self._heard: dict[str, list[fleet_pb2.Engine]] = {}
         self._complete = peers is None
-        # The newest look for those who watch, and when it began in the event loop's time.
+        # The newest query of the fleet for watchers, and the time of its start on the event loop's clock.
         self._look: asyncio.Task[fleet_pb2.WatchFleetResponse] | None = None
         self._looked_at = 0.0
 
     # -------------------------------------------------------------------------------------------------------- questions
 
     def local_engines(self) -> list[fleet_pb2.Engine]:
-        """This replica's engines."""
+        """Return the engines that are connected to this replica, or were until recently."""
         engines = self.fleet.engines()
         for engine in engines:
             engine.replica = self.replica_id
         return engines
 
     async def engines(self, local_only: bool = False) -> tuple[list[fleet_pb2.Engine], list[str]]:
-        """All engines, and the replicas that were not heard."""
+        """Return the engines of all replicas, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
             return self.local_engines(), []
         heard, unreachable = await self.peers.ask(_engines)
@@ -64,14 +62,14 @@ class WholeFleet:
     async def requests(
         self, engine_id: str = "", local_only: bool = False
     ) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
-        """All live requests, or those of an engine, and the replicas that were not heard."""
+        """Return the live requests of all engines or of one engine, and the ids of the replicas that did not answer."""
         if self.peers is None or local_only:
             return self.fleet.requests(engine_id), []
         state = await self.state(engine_id)
         return list(state.requests), list(state.unreachable_replicas)
 
     async def state(self, engine_id: str = "", local_only: bool = False) -> fleet_pb2.WatchFleetResponse:
-        """All engines, and the live requests of all or of one."""
+        """Return all engines, and the live requests of all engines or of one engine."""
         if self.peers is None or local_only:
             return fleet_pb2.WatchFleetResponse(engines=self.local_engines(), requests=self.fleet.requests(engine_id))
 
@@ -93,7 +91,8 @@ class WholeFleet:
         return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
 
     async def watched(self) -> fleet_pb2.WatchFleetResponse:
-        """All engines and live requests, by one look for all who ask at about the same time. Not to be changed."""
+        """Return all engines and live requests. Watchers that ask within SHARED_S share one message, and must not
+        change the message."""
         now = asyncio.get_running_loop().time()
         if self._look is None or now - self._looked_at >= SHARED_S:
             self._look, self._looked_at = asyncio.create_task(self.state()), now
@@ -102,9 +101,10 @@ class WholeFleet:
     async def explain(
         self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
     ) -> policy_pb2.ExplainPolicyResponse:
-        """The answer of another replica that knows the engine or request; `unknown` is the answer of this one.
+        """Return the answer of another replica that knows the engine or request.
 
-        Raises NotFound.
+        `unknown` is the error with which this replica answered. Raises NotFound if no replica knows the engine or
+        request.
         """
         asked = policy_pb2.ExplainPolicyRequest()
         asked.CopyFrom(request)
@@ -117,12 +117,12 @@ class WholeFleet:
         if answers:
             return answers[0]
         if unreachable:
-            raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}")
+            raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}")
         raise unknown
 
     @asynccontextmanager
     async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:
-        """A recording that has begun, on the other replicas too as far as they can be reached."""
+        """Record an engine, or all engines, on this replica and on every other replica that can be reached."""
         recording = self.fleet.record(engine_id)
         relay = None
         try:
@@ -141,15 +141,15 @@ class WholeFleet:
     # ------------------------------------------------------------------------------------------------- for the leader
 
     def leads(self) -> bool:
-        """Whether this replica leads, and has heard all others since: what it decides, it decides for all engines."""
+        """Return whether this replica leads and has heard from every other live replica, and so knows all engines."""
         return self._leads() and self._complete
 
     def known_engines(self) -> list[fleet_pb2.Engine]:
-        """All engines; the others' as of their last answer, a second ago as a rule. While this replica leads."""
+        """Return all engines while this replica leads. Engines of other replicas are usually up to WATCH_S old."""
         return once([*self.local_engines(), *(engine for engines in self._heard.values() for engine in engines)])
 
     async def watch(self) -> None:
-        """Keep the others' engines known while this replica leads, until cancelled."""
+        """Ask the other replicas for their engines every WATCH_S seconds while this replica leads, until cancelled."""
         while self.peers is not None:
             if self._leads():
                 heard, unreachable = await self.peers.ask(_engines)
@@ -162,7 +162,7 @@ class WholeFleet:
 
 
 def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
-    """Each engine once: as its newest connection has it, and as gone only where it is connected nowhere."""
+    """Return each engine once, as its newest connection reports it; as gone only if it is connected to no replica."""
     found: dict[tuple[str, str], fleet_pb2.Engine] = {}
     connected: set[str] = set()
     for engine in sorted(engines, key=lambda e: e.connect_time.ToNanoseconds()):

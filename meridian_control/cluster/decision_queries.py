@@ -1,4 +1,4 @@
-"""The decision logs of all replicas as one: what this one knows, and what the others say when they are asked."""
+"""Queries the decision logs of all replicas: this replica's own log, and those of the replicas that it asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -> fleet_pb2.ExplainRequestResponse:
-    """Raises NotFound when no replica that was heard knows the request."""
+    """Return the life of a request, merged from all replicas. Raises NotFound if no answering replica knows it."""
     answers: list[fleet_pb2.ExplainRequestResponse] = []
     unknown: NotFound | None = None
     try:
@@ -38,14 +38,14 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
         answers += others
     if not answers:
         assert unknown is not None
-        raise NotFound(f"{unknown}; not heard: {', '.join(unreachable)}") if unreachable else unknown
+        raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
     told = newest_life(answers)
     told.unreachable_replicas.extend(unreachable)
     return told
 
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
-    """Raises InvalidRequest."""
+    """Return a page of the decisions of all replicas, newest first. Raises InvalidRequest."""
     limit, _ = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
     here = list_decisions(whole.fleet.decisions, request)
     if whole.peers is None or request.local_only:

@@ -1,11 +1,13 @@
-"""Tells which replicas of the control plane live, and which one leads: rows in PostgreSQL, renewed every HEARTBEAT_S.
+"""Tracks which replicas of the control plane live and which replica leads, in rows of PostgreSQL.
 
-Owns the tables `replicas` and `leader`. Knows nothing of what a leader does or of how replicas talk to each other. Only
-for stores that several replicas share. Runs on the control plane's event loop.
+The module owns the tables `replicas` and `leader`. Every HEARTBEAT_S seconds each replica renews its row of `replicas`,
+and the leader also renews the row of `leader`. The module does not know what a leader does, nor how replicas call each
+other. The module is used only with a store that several replicas share, and runs on the control plane's event loop.
 
-Whoever renews the row of `leader` leads for LEASE_S by the database's clock, and by its own for a little less, counted
-from before the renewal was sent. A process that is stopped between asking `leads` and writing would still be wrong, so
-a leader's write begins with `fence`, which fails once somebody else has led. `token` counts the leaders.
+The replica that renews the row of `leader` leads for LEASE_S seconds by the database's clock. By its own clock the
+replica leads for MARGIN_S less, counted from before the renewal was sent. A process could be suspended after `leads`
+has returned true and write later, when another replica leads. A leader's write therefore begins with `fence`, which
+fails once another replica has led. `token` is a counter that grows whenever another replica takes the lead.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-# A replica is dead, and a lease over, when nothing was heard for so long.
+# Seconds without a heartbeat after which a replica counts as dead, and without a renewal after which a lease ends.
 LEASE_S = 5.0
-# A leader stops so long before another may begin.
+# Seconds between the moment a leader stops leading and the moment another replica may lead.
 MARGIN_S = 1.0
-# Rows of the dead stay for so long.
+# Seconds for which the rows of dead replicas are kept.
 FORGET_S = 60.0
 
 _LIVE = text("""INSERT INTO replicas (replica_id, address, heartbeat_at) VALUES (:replica_id, :address, now())
@@ -49,7 +51,7 @@ _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
     RETURNING token""")
 _OTHERS = text("""SELECT replica_id, address FROM replicas
     WHERE replica_id <> :replica_id AND heartbeat_at > now() - make_interval(secs => :lease_s) ORDER BY replica_id""")
-# Locked rows are left out: replicas that come back at the same time do not wait for each other in a circle.
+# SKIP LOCKED leaves out locked rows, so that replicas that come back at the same time do not deadlock.
 _BURY = text("""DELETE FROM replicas WHERE replica_id IN (SELECT replica_id FROM replicas
     WHERE heartbeat_at < now() - make_interval(secs => :forget_s) FOR UPDATE SKIP LOCKED)""")
 _FENCE = text("SELECT token FROM leader WHERE replica_id = :replica_id AND token = :token FOR SHARE")
@@ -59,29 +61,32 @@ _RESIGN = text("UPDATE leader SET expires_at = now() - interval '1 second' WHERE
 
 @dataclass(frozen=True)
 class Replica:
-    """`address` is where the others reach it, host:port."""
+    """A replica. `address` is the host:port at which the other replicas reach the replica."""
 
     replica_id: str
     address: str
 
 
 class Replicas:
-    """This replica among the others. `clock` gives monotonic seconds."""
+    """This replica and the other live replicas. `clock` returns monotonic seconds."""
 
     def __init__(self, database: Database, me: Replica, clock: Callable[[], float] = time.monotonic) -> None:
         self.me = me
-        # The other live ones, by id; as last seen while the database is away.
+        # The other live replicas, ordered by id, as last read from the database.
         self.others: tuple[Replica, ...] = ()
         self._database, self._clock = database, clock
         self._token: int | None = None
         self._leads_until = 0.0
 
     def leads(self) -> bool:
-        """Whether this replica leads now. Local and cheap."""
+        """Return whether this replica leads now, without asking the database."""
         return self._token is not None and self._clock() < self._leads_until
 
     async def beat(self) -> None:
-        """Say that this replica lives, see who else does, and lead if nobody does. Raises StoreUnavailable."""
+        """Renew this replica's row, read the other live replicas, and lead if no other replica does.
+
+        Raises StoreUnavailable.
+        """
         began = self._clock()
         row = {**vars(self.me), "lease_s": LEASE_S, "forget_s": FORGET_S}
         async with self._database.writing(tell=False) as connection:
@@ -98,7 +103,7 @@ class Replicas:
         self.others = others
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Call `beat` every HEARTBEAT_S seconds until cancelled."""
         heard = True
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -107,18 +112,22 @@ class Replicas:
                 heard = True
             except StoreUnavailable as error:
                 if heard:
-                    logger.warning("%s: other replicas do not hear of this one", error)
+                    logger.warning("this replica cannot announce itself to the other replicas: %s", error)
                 heard = False
 
     async def fence(self, connection: AsyncConnection) -> None:
-        """Hold the lead until the connection's transaction ends. Raises NotLeading where another has led since."""
+        """Keep the lead until the connection's transaction ends. Raises NotLeading if another replica has led
+        meanwhile."""
         row = {"replica_id": self.me.replica_id, "token": self._token}
         if self._token is None or await connection.scalar(_FENCE, row) is None:
             self._token = None
-            raise NotLeading(f"replica {self.me.replica_id} does not lead any more")
+            raise NotLeading(f"replica {self.me.replica_id} no longer leads")
 
     async def leave(self) -> None:
-        """Let the others know at once. Raises StoreUnavailable."""
+        """Remove this replica's row and give up the lead, so that another replica can lead at once.
+
+        Raises StoreUnavailable.
+        """
         self._token = None
         async with self._database.writing(tell=False) as connection:
             await connection.execute(_LEAVE, vars(self.me))
@@ -126,12 +135,12 @@ class Replicas:
 
 
 def new_id() -> str:
-    """An id of this process: the host's name, as people know it, and something of its own."""
+    """Return a new replica id for this process: the host name and random digits."""
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def own_host() -> str:
-    """The address that this host has for others, as its routes say; nothing is sent."""
+    """Return this host's address for other hosts, from the routing table. The function sends no packet."""
     for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,9 @@
-"""The other replicas as gRPC clients: what one is asked about the whole fleet, it asks the others.
+"""Calls the other replicas over gRPC, so that each replica can answer questions about the whole fleet.
 
-Owns the channels between replicas. Asked on demand rather than published by each: nothing that changes with every step
-goes through the database, and answers are as fresh as the engine's own replica has them. A replica that does not answer
-within CALL_TIMEOUT_S is left out and named. Runs on the control plane's event loop.
+The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
+that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
+An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S. The module runs on the control
+plane's event loop.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 CALL_TIMEOUT_S = 2.0
-# Between two looks for replicas whose records do not come yet.
+# Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
 OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
-    # An answer carries all of a replica's engines, or requests.
+    # Largest response; a response carries all engines or all requests of a replica.
     ("grpc.max_receive_message_length", 64 << 20),
 ]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another replica."""
+    """Another replica, and the channel to it."""
 
     replica: Replica
     channel: grpc.aio.Channel
@@ -56,21 +57,21 @@ class Peer:
 
 
 class Peers:
-    """`others` are the live replicas besides this one; `credentials` show them who this one is, and are read again when
-    they change. Raises OSError or ValueError where they cannot be used."""
+    """Clients of the other live replicas, which `others` returns. `credentials` authenticate this replica, and their
+    files are read again when they change. Raises OSError or ValueError if a file of the credentials cannot be used."""
 
     def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
         self._others = others
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
-        # Replicas whose failure to answer, or to record, has been logged.
+        # Ids of replicas for which a missing answer, or a missing recording, has already been logged.
         self._silent: set[str] = set()
         self._not_recording: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def _peers(self) -> list[Peer]:
-        """Set the replicas that live now; channels to the others are closed."""
+        """Return the clients of the replicas that live now, and close the channels to replicas that no longer live."""
         live = {replica.replica_id: replica for replica in self._others()}
         renewed = (tls := self._tls.get()) is not self._shown
         self._shown = tls
@@ -83,15 +84,15 @@ class Peers:
         return [self._known[replica_id] for replica_id in sorted(live)]
 
     async def ask(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[dict[str, Answer], list[str]]:
-        """Each replica's answer, by id, and the ids of those that did not. `call` bounds its own time."""
+        """Return the answers by replica id, and the ids of the replicas without an answer. `call` must have a time
+        limit."""
         peers = self._peers()
         answers = await asyncio.gather(*(self._asked(peer, call) for peer in peers))
         heard = {peer.replica.replica_id: answer[0] for peer, answer in zip(peers, answers, strict=True) if answer}
         return heard, [peer.replica.replica_id for peer in peers if peer.replica.replica_id not in heard]
 
     async def ask_who_knows(self, call: Callable[[Peer], Awaitable[Answer]]) -> tuple[list[Answer], list[str]]:
-        """The answers of replicas that know what is asked for, where others answer NOT_FOUND, and the ids of the
-        silent."""
+        """Return all answers except NOT_FOUND, and the ids of the replicas without an answer."""
 
         async def asked(peer: Peer) -> list[Answer]:
             try:
@@ -110,16 +111,16 @@ class Peers:
             answer = await call(peer)
         except grpc.aio.AioRpcError as error:
             if replica_id not in self._silent:
-                logger.warning("replica %s was not heard: %s: %s", replica_id, error.code(), error.details())
+                logger.warning("replica %s did not answer: %s: %s", replica_id, error.code(), error.details())
             self._silent.add(replica_id)
             return []
         self._silent.discard(replica_id)
         return [answer]
 
     async def relay(self, recording: Recording, began: asyncio.Event) -> None:
-        """Bring the others' records into a recording until cancelled, those of replicas that come later too.
+        """Add the records of all other replicas to a recording until cancelled, also of replicas that start later.
 
-        `began` is set once all that live now record, as far as they can be reached.
+        `began` is set once every replica that lives now either records or cannot be reached.
         """
         streams: dict[str, asyncio.Task[None]] = {}
         try:
@@ -136,7 +137,10 @@ class Peers:
             await asyncio.gather(*streams.values(), return_exceptions=True)
 
     def _begin(self, peer: Peer, recording: Recording, streams: dict[str, asyncio.Task[None]]) -> asyncio.Event | None:
-        """Record from a replica, unless that goes on; what is returned is set once it records, or has failed."""
+        """Start to record from a replica unless such a recording already runs.
+
+        The returned event is set once the replica records or its stream has ended.
+        """
         running = streams.get(peer.replica.replica_id)
         if running is not None and not running.done():
             return None
@@ -163,7 +167,7 @@ class Peers:
         except TimeoutError:
             pass
         finally:
-            # At once: by the next look it may be forgotten.
+            # Records of the replica are missing from here on; by its next round `relay` may no longer list the replica.
             recording.unreachable = [*{*recording.unreachable, peer.replica.replica_id}]
             begun.set()
             call.cancel()

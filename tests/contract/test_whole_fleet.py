@@ -147,7 +147,7 @@ async def test_a_dead_replica_is_named_and_then_forgotten(replicated: Replicated
             assert len(shown.unreachable_replicas) == 1
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await asked.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest(engine_id="moved"))
-            complaint = f'no engine "moved" is connected; not heard: {shown.unreachable_replicas[0]}'
+            complaint = f'no engine "moved" is connected; replicas that did not answer: {shown.unreachable_replicas[0]}'
             assert raised.value.details() == complaint
             await until_answer(lambda: _ids(asked), (["stays"], 0))
 
