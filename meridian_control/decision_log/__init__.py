@@ -1,1 +1,1 @@
-"""Why each request was treated as it was: every decision with the values its rule saw. Knows no session."""
+"""Keeps every decision about a request, with the values that its rule saw. The package knows no session."""

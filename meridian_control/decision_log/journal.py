@@ -1,6 +1,7 @@
-"""Writes one session's events to the decision log.
+"""Writes the events of one session to the decision log.
 
-Owns which requests are kept. Time is what the session was given. Runs on the server's event loop.
+The module owns the choice of the requests that are kept. The session passes in the time. The module runs on the
+server's event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FINISH_NAMES = {
 
 
 class Journal:
-    """One session's writer. `now` is the time of the message that is being handled."""
+    """Writes the events of one session. `now` is the time of the message that the session is handling."""
 
     def __init__(self, log: DecisionLog, engine_id: str, incarnation: str, session_id: str, now: datetime) -> None:
         self._log, self._engine_id, self._incarnation, self._session_id = log, engine_id, incarnation, session_id
@@ -42,11 +43,12 @@ class Journal:
         self._lives: dict[int, Life] = {}
 
     def opened(self, opened: agent_pb2.RequestOpened, ratio: float, joined_late: bool = False) -> None:
-        """A request began; it is kept if it belongs to the sample of this share."""
+        """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
         self._lives.pop(opened.slot, None)
         if not sampled(opened.request_id, ratio):
             return
-        # A part of a message keeps all of it alive.
+        # The copy lets the rest of the message be freed: a reference to a part of a protobuf message keeps the whole
+        # message.
         copied = agent_pb2.RequestOpened()
         copied.CopyFrom(opened)
         life = Life(self._engine_id, self._incarnation, self._session_id, copied, self.now, joined_late)
@@ -56,7 +58,7 @@ class Journal:
         self._note(life, "opened", opened.phase)
 
     def snapshot(self, requests: Iterable[agent_pb2.RequestOpened], ratio: float) -> None:
-        """All live requests, told anew: those that are known go on, those that are missing ended unheard."""
+        """Update the lives from a snapshot: continue known requests, begin new ones, and close missing ones."""
         before, self._lives = self._lives, {}
         for opened in requests:
             life = self._log.back((self._engine_id, self._incarnation, opened.request_id))
@@ -73,20 +75,20 @@ class Journal:
                 self._close(life, "unknown")
 
     def closed(self, closed: Iterable[agent_pb2.RequestClosed], table: RequestTable) -> None:
-        """Requests are gone from the engine; the table still has them."""
+        """Close the lives of requests that the engine has closed. The request table must still have the requests."""
         for request in closed:
             if (life := self._lives.pop(request.slot, None)) is not None:
                 self._count(life, request.slot, table)
                 self._close(life, FINISH_NAMES.get(request.reason, "unknown"))
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
-        """Something happened to a request."""
+        """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
         if (life := self._lives.get(change.slot)) is not None:
             life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
             self._note(life, change.kind, change.phase, detail)
 
     def lost(self) -> None:
-        """The stream is gone; a later one may go on with the same requests."""
+        """Note that the stream is lost. A later stream may continue with the same requests."""
         for life in self._lives.values():
             if life.session_id == self._session_id:
                 self._note(life, "stream_lost", agent_pb2.PHASE_UNSPECIFIED)
@@ -94,8 +96,10 @@ class Journal:
         self._lives = {}
 
     def decided(self, made: Decision, shadow: bool, seen: tuple[Seen, int], policy: Policy, revision: int) -> None:
-        """A decision was made about a request from what was seen of it, under this policy and revision; kept where its
-        life is."""
+        """Log a decision about a request if the request's life is kept.
+
+        `seen` has the values that the rule saw, and their index. `policy` and `revision` were in force for the request.
+        """
         slot = made.slot
         if slot is None or (life := self._lives.get(slot)) is None:
             return
@@ -130,7 +134,10 @@ class Journal:
 
 
 def signals_of(seen: Seen, index: int) -> Signals:
-    """A row of the table, or a moment; `signals.rpdi` of one request."""
+    """Return the signals of one request: row `index` of the request table, or moment `index` of a report.
+
+    The RPDI is computed for one request here, by the same formula as `signals.rpdi`.
+    """
     width, count = seen.window.shape[1], seen.entropy_count.item(index)
     total = seen.entropy_sum.item(index)
     ratio = seen.entropy_window_sum.item(index) / width / (total / count) if count >= width and total else math.nan

@@ -1,7 +1,7 @@
-"""The decision log as a file: a JSON line for each decision once its outcome is known, rotated by size.
+"""Writes each decision, once its outcome is known, as a JSON line to a file that is rotated by size.
 
-The event loop only queues; a thread of its own makes the text and writes it. Where it falls behind, decisions are left
-out of the file and counted in the log, never waited for.
+The event loop only queues decisions; a separate thread formats and writes them. If that thread falls behind, decisions
+are left out of the file, and a line in the log says so. The event loop never waits for the file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BYTES, OLD_FILES = 64 << 20, 4
-# Decisions that may wait to be written.
+# Largest number of decisions that wait to be written.
 WAITING = 10_000
 
 
 @contextmanager
 def decision_file(path: Path | None, max_bytes: int = MAX_BYTES) -> Iterator[Callable[[LoggedDecision], None] | None]:
-    """Where settled decisions go, None without a path; what waits is written before it closes. Raises OSError when it
-    cannot be opened."""
+    """Open the file and yield the function that takes settled decisions, None without a path.
+
+    Decisions that wait are written before the file is closed. Raises OSError if the file cannot be opened.
+    """
     if path is None:
         yield None
         return
@@ -62,7 +64,7 @@ class _Queue(QueueHandler):
             self.full = False
         except Full:
             if not self.full:
-                logger.warning("the decision log's file is written too slowly: decisions are left out of it")
+                logger.warning("the decision log file is written too slowly, and decisions are left out of the file")
             self.full = True
 
 
@@ -71,7 +73,7 @@ class _File(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not self.failed:
-            logger.exception("%s: decisions cannot be written", self.baseFilename)
+            logger.exception("%s: decisions cannot be written to this file", self.baseFilename)
         self.failed = True
 
 

@@ -1,8 +1,9 @@
-"""The decision log of one replica: the lives of requests, and every decision about them with what its rule saw.
+"""The decision log of one replica: the lives of requests, and the decisions about them with the values their rules saw.
 
-Owns what is kept and for how long. Knows neither rules nor gRPC. Sessions write to it through a `Journal` each.
-Dispatch plans are not in it: they concern no single request, and under `deadline` there is one in nearly every step,
-which would push out all else. Runs on the server's event loop.
+The module owns what the log keeps and for how long. The module knows neither rules nor gRPC. Each session writes to the
+log through its `Journal`. The log holds no dispatch plans: a plan concerns no single request, and the strategy
+`deadline` makes a plan in nearly every step, so that plans would displace all other entries. The module runs on the
+server's event loop.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.records import Key, Life, LifeEvent
 
-# Kept by a replica: events of all lives together, and decisions in the order in which they were made.
+# Largest numbers of events of all lives together, and of decisions, that a replica keeps.
 MAX_EVENTS, MAX_DECISIONS = 1 << 16, 1 << 15
 
 
 class DecisionLog:
-    """All lives and decisions of a replica. `settled` is called with each decision once its outcome is known, `ended`
-    with each life at its end; neither may raise."""
+    """All lives and decisions of a replica. `settled` is called with each decision once the outcome is known, and
+    `ended` with each life at its end. Neither function may raise an exception."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class DecisionLog:
         self.settled, self.ended = settled, ended
         self.events = 0
         self._max_events = max_events
-        # In the order in which they began, or were over; a request whose stream is lost counts as over.
+        # Live requests in the order in which they began, and requests that are over in the order in which they ended. A
+        # request whose stream is lost counts as over.
         self._live: dict[Key, Life] = {}
         self._over: dict[Key, Life] = {}
         self._decisions: deque[LoggedDecision] = deque(maxlen=max_decisions)
@@ -56,14 +58,14 @@ class DecisionLog:
             self._over[life.key] = self._live.pop(life.key)
 
     def back(self, key: Key) -> Life | None:
-        """A life that goes on in another session, if it is known."""
+        """Return the life of a request that continues in another session, None if the life is unknown or closed."""
         life = self._live.get(key)
         if life is None and (life := self._over.get(key)) is not None and life.close_time is None:
             self._live[key] = self._over.pop(key)
         return life if life is not None and life.close_time is None else None
 
     def add(self, life: Life, event: LifeEvent | LoggedDecision, among: deque[LifeEvent | LoggedDecision]) -> None:
-        """Note an event; where there is no room, the oldest life that is over goes, else the oldest of all."""
+        """Add an event to a life. A full log drops the life that ended first, or the oldest life if no life has ended."""
         if self._live.get(life.key) is not life:
             return
         if len(among) == among.maxlen:
@@ -81,7 +83,7 @@ class DecisionLog:
         self.events -= len(life) if life is not None else 0
 
     def find(self, request_id: str, engine_id: str) -> Life | None:
-        """The newest request of that id; of the client's part of it, where no whole id fits."""
+        """Return the newest life whose request has this id, or whose request has it as the client's part of its id."""
         lives = [
             life
             for life in (*self._over.values(), *self._live.values())
@@ -91,5 +93,5 @@ class DecisionLog:
         return max(exact or lives, key=lambda life: life.open_time, default=None)
 
     def decisions(self, wanted: Callable[[LoggedDecision], bool], before: datetime | None) -> Iterator[LoggedDecision]:
-        """Decisions, newest first; those made before a time."""
+        """Return the wanted decisions, newest first, and only those made before `before` if it is given."""
         return (d for d in reversed(self._decisions) if (before is None or d.time < before) and wanted(d))

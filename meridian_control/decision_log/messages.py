@@ -1,6 +1,6 @@
-"""The decision log as FleetService tells it: lives, decisions, and what each rule compared.
+"""Converts the decision log to messages of FleetService: lives, decisions, and the values that each rule compared.
 
-Owns the way from what the log keeps to messages; pure functions of it.
+The module owns the conversion of the log's records to messages. All functions are pure.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.records import Life, LifeEvent
     from meridian_control.policy.model import Policy
 
-# Signal, its value, an operator, the limit's name and value.
+# A comparison: name and value of the signal, an operator, name and value of the limit.
 Compared = tuple[str, float, str, str, float]
 THINK_TOKENS = "think_tokens"
-# A token is a time in microseconds.
+# Largest number of digits of a page token, which is a time in microseconds.
 TOKEN_DIGITS = 18
 START = datetime.fromtimestamp(0, UTC)
 
@@ -35,21 +35,24 @@ START = datetime.fromtimestamp(0, UTC)
 def explain_request(
     log: DecisionLog, live: Iterable[fleet_pb2.LiveRequest], request: fleet_pb2.ExplainRequestRequest
 ) -> fleet_pb2.ExplainRequestResponse:
-    """Raises NotFound, which says whether such a request lives and is merely not in the sample."""
+    """Return the life of a request.
+
+    Raises NotFound, with a text that says whether the request lives but is not in the sample.
+    """
     life = log.find(request.request_id, request.engine_id) if request.request_id else None
     now = [r for r in live if life is not None and (r.engine_id, r.request_id) == (life.engine_id, _id(life))]
     if life is None:
         where = f' of engine "{request.engine_id}"' if request.engine_id else ""
         if any(r.request_id == request.request_id for r in live):
-            why = "it lives, but is not in the sample (telemetry.decision_log_sample_ratio)"
+            why = "the request lives, but is not in the sample (telemetry.decision_log_sample_ratio)"
         else:
-            why = "it was never here, is not in the sample, or was dropped for newer ones"
+            why = "the request is unknown, is not in the sample, or was dropped for newer requests"
         raise NotFound(f'no request "{request.request_id}"{where} in the decision log: {why}')
     return fleet_pb2.ExplainRequestResponse(life=life_message(life), live=now[0] if now else None)
 
 
 def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
-    """Raises InvalidRequest."""
+    """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
     limit, before_us = paging.checked(request.page_size, request.page_token, TOKEN_DIGITS)
 
     def wanted(made: LoggedDecision) -> bool:
@@ -70,12 +73,12 @@ def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) ->
 
 
 def page_of(decisions: Iterable[fleet_pb2.LoggedDecision], limit: int) -> fleet_pb2.ListDecisionsResponse:
-    """The newest decisions and those of the same moment as the last of them."""
+    """Return a page of the newest decisions, extended by all decisions with the same time as the last on the page."""
     ordered = sorted(decisions, key=_microseconds, reverse=True)
     end = limit
     while 0 < end < len(ordered) and _microseconds(ordered[end]) == _microseconds(ordered[end - 1]):
         end += 1
-    # A full page may be the last one: then another, empty one follows.
+    # A full page always has a next page token, so that an empty page may follow the last decision.
     token = str(_microseconds(ordered[end - 1])) if len(ordered) >= limit else ""
     return fleet_pb2.ListDecisionsResponse(decisions=ordered[:end], next_page_token=token)
 
@@ -85,8 +88,11 @@ def _microseconds(decision: fleet_pb2.LoggedDecision) -> int:
 
 
 def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb2.ExplainRequestResponse:
-    """One life of a request whose engine moved between replicas, from what each of them knows. `answers` is not
-    empty."""
+    """Return the newest life in `answers`, with the parts of that life from all replicas merged.
+
+    Each replica that an engine was connected to has a part of the lives of the engine's requests. `answers` must not be
+    empty.
+    """
     by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
     newest = by_time[-1].life
     parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
@@ -177,7 +183,7 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
 
 
 def compared(made: LoggedDecision) -> list[Compared]:
-    """The values that the rule behind a decision compared, from the policy that held and what was seen then."""
+    """Return the values that the rule behind a decision compared: the signals it saw and the limits of its policy."""
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,

@@ -1,5 +1,4 @@
-"""Defines the records of the decision log: a decision, what its rule saw, and the life of the request that it is
-about."""
+"""Defines the records of the decision log: decisions, the signals that their rules saw, and the lives of requests."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-# Kept of one life, the newest: probes, of which there may be thousands, and all else.
+# Largest numbers of newest probes and of other newest events kept of one life. Probes have a limit of their own,
+# because one request may have thousands of probes.
 LIFE_PROBES, LIFE_EVENTS = 64, 128
 
 Key = tuple[str, str, str]
 
 
 class Signals(NamedTuple):
-    """A request as the rules saw it; NaN and 0 for what was not measured."""
+    """The signals of a request as the rules saw them. NaN and 0 stand for a signal that was not measured."""
 
     phase: int
     think_tokens: int
@@ -35,15 +35,15 @@ class Signals(NamedTuple):
     eat_ema_nats: float
     eat_ema_variance: float
     eat_samples: int
-    # Newest first.
+    # End-marker ranks at the last sentence ends, newest first.
     boundary_ranks: tuple[int, ...]
-    # None for no cap.
+    # Cap in thinking tokens, None for no cap.
     max_think_tokens: int | None
 
 
 @dataclass(eq=False, slots=True)
 class LifeEvent:
-    """An event in a request's life, and the request's state from then on."""
+    """An event in a request's life, with the phase and the token counts of the request after the event."""
 
     number: int
     time: datetime
@@ -56,7 +56,8 @@ class LifeEvent:
 
 @dataclass(eq=False, slots=True)
 class LoggedDecision:
-    """A decision about a request, whose policy held then. The outcome is unspecified until it is known."""
+    """A decision about a request, with the policy in force at the decision. `outcome` is OUTCOME_UNSPECIFIED until the
+    decision has an outcome."""
 
     number: int
     time: datetime
@@ -78,11 +79,11 @@ class LoggedDecision:
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """One request from its opening to its end, as far as this replica heard of it."""
+    """The life of one request from its opening to its end, as far as this replica received it."""
 
     engine_id: str
     incarnation: str
-    # The session that tells of it.
+    # Id of the session that last reported on the request.
     session_id: str
     opened: agent_pb2.RequestOpened
     open_time: datetime
@@ -105,24 +106,25 @@ class Life:
         return sorted((*self.events, *self.probes), key=lambda event: event.number)
 
     def is_called(self, request_id: str) -> bool:
-        """Whether that is its id, or the client's part of it; an empty one is everybody's."""
+        """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any
+        request."""
         own = self.opened.request_id
         return request_id in ("", own) or (request_id in own and request_id in shortened(own))
 
 
 @dataclass(slots=True)
 class Decision:
-    """One decision, from when it is made until its outcome is known."""
+    """A decision between the time it is made and the time its outcome is known."""
 
     decision_id: int
     kind: str
     reason: str
     slot: int | None = None
     request_id: str = ""
-    # Newest step of the engine when it was made.
+    # Newest reported step of the engine when the decision was made.
     step: int = 0
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
-    # In the decision log, where the request's life is kept.
+    # The decision's record in the decision log, None if the request's life is not kept.
     logged: LoggedDecision | None = None
 
     @property

@@ -311,7 +311,7 @@ def test_the_log_forgets_what_ended_first_and_keeps_its_bounds() -> None:
         made.step(6)
         assert made.log.events <= 60
     assert life(made, "lives").open_time.ToDatetime() < life(made, "r49").open_time.ToDatetime()
-    with pytest.raises(NotFound, match="dropped for newer ones"):
+    with pytest.raises(NotFound, match="dropped for newer requests"):
         life(made, "r0")
     assert len(decisions(made)) == 20
     kept = [*made.log._live.values(), *made.log._over.values()]
@@ -325,9 +325,9 @@ def test_live_requests_go_too_where_there_is_no_other_room() -> None:
         made.open(f"r{number}")
         made.step()
     assert made.log.events <= 20
-    with pytest.raises(NotFound, match="never here, is not in the sample, or was dropped"):
+    with pytest.raises(NotFound, match="is unknown, is not in the sample, or was dropped"):
         life(made, "elsewhere")
-    with pytest.raises(NotFound, match="it lives, but is not in the sample"):
+    with pytest.raises(NotFound, match="the request lives, but is not in the sample"):
         life(made, "r0")
 
 
