@@ -51,7 +51,7 @@ class Output(StrEnum):
 
 
 # Option `-o` of every command that prints a table.
-OutputOption = Annotated[Output, typer.Option("-o", "--output")]
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Print the result in this form.")]
 
 
 @dataclass(frozen=True)

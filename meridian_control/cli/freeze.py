@@ -25,6 +25,7 @@ from meridian_control.cli.console import (
     pages,
     show,
 )
+from meridian_control.cli.policy import Author
 from meridian_control.session.freeze_state import Match
 
 POLL_INTERVAL_S = 0.1
@@ -51,7 +52,7 @@ def freeze(
     label: Annotated[
         list[str] | None, typer.Option(help="Label of engines to freeze, KEY=VALUE; may be repeated.")
     ] = None,
-    author: Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])] = "",
+    author: Author = "",
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.")] = 10.0,
 ) -> None:
     """Put all engines, or those that match, back to stock vLLM for a limited time, and print how many confirmed."""

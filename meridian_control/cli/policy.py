@@ -44,7 +44,10 @@ Diff = Annotated[bool, typer.Option("--diff", help="Print the fields that change
 Etag = Annotated[
     str | None, typer.Option(help="Etag that the policy in force must have; default: its current etag; '' for any.")
 ]
-Author = Annotated[str, typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"])]
+Author = Annotated[
+    str,
+    typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"], help="Author to store, unless credentials name the caller."),
+]
 Reason = Annotated[str, typer.Option(help="Reason, stored with the revision.")]
 RequestId = Annotated[str, typer.Option(help="Id of the call, of your choice; a repeated id changes nothing again.")]
 
@@ -161,9 +164,9 @@ def policy_explain(
     context: typer.Context,
     *,
     model: Annotated[str, typer.Option(help="Model or LoRA adapter of the request.")] = "",
-    tenant: Annotated[str, typer.Option()] = "",
-    slo_class: Annotated[str, typer.Option()] = "",
-    effort: Annotated[str, typer.Option()] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the request.")] = "",
+    slo_class: Annotated[str, typer.Option(help="SLO class of the request.")] = "",
+    effort: Annotated[str, typer.Option(help="Effort level of the request.")] = "",
     label: Annotated[list[str] | None, typer.Option(help="Label of the engine, NAME=VALUE; may be repeated.")] = None,
     engine: Annotated[str, typer.Option(help="Connected engine that gives the values not given above.")] = "",
     request: Annotated[str, typer.Option(help="Live request that gives the values not given above.")] = "",
