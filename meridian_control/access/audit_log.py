@@ -88,7 +88,8 @@ class AuditOutcome:
 
 @dataclass(frozen=True)
 class Record:
-    """An audit record. `id` grows with time. `outcome.code` is empty while the outcome of the call is not known."""
+    """One record of the audit log. `id` grows with time. `outcome.code` is empty while the outcome of the call is not
+    known."""
 
     id: int
     time: datetime

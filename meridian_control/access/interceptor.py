@@ -98,7 +98,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 class _Gated:
-    """One call. `inner` is the service's handler, called once the call has passed all checks."""
+    """Serves one call: runs the checks, and calls `inner`, the service's handler, once the call has passed them."""
 
     def __init__(self, gate: Gate, rule: AccessRule, method: str, handler: Handler, inner: Any) -> None:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner

@@ -77,7 +77,8 @@ def _wait_for_confirmations(client: Client, made: freeze_pb2.StoredFreeze, wait_
         wanted = [engine for engine in _connected(client) if _is_meant(engine, made)]
         missing = [engine.engine_id for engine in wanted if not _is_frozen(engine, made)]
         waited_s = time.monotonic() - began
-        # Only an engine's own replica can match the engine's labels, and it may learn of the freeze HEARD_S later.
+        # Only an engine's own replica can match the engine's labels, and that replica learns of the freeze within
+        # HEARD_S.
         known = not made.match.engine_labels or waited_s >= min(HEARD_S, wait_s)
         if (known and not missing) or waited_s >= wait_s:
             break

@@ -49,7 +49,9 @@ Author = Annotated[
     typer.Option(envvar=["MERIDIAN_AUTHOR", "USER"], help="Author to store, unless credentials name the caller."),
 ]
 Reason = Annotated[str, typer.Option(help="Reason, stored with the revision.")]
-RequestId = Annotated[str, typer.Option(help="Id of the call, of your choice; a repeated id changes nothing again.")]
+RequestId = Annotated[
+    str, typer.Option(help="Id of the call, freely chosen; a second call with the id changes nothing.")
+]
 
 
 @policy_app.command("get")

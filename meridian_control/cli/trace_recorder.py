@@ -39,8 +39,8 @@ class RecordingLimits:
 
 @dataclass
 class Recorder:
-    """One recording. `breaks` is the number of times the stream broke off; requests live at such a time are not in the
-    trace."""
+    """Records one trace. `breaks` is the number of times the stream broke off; requests live at such a time are not in
+    the trace."""
 
     fleet: fleet_pb2_grpc.FleetServiceStub
     out: TraceWriter

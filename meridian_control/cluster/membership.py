@@ -61,14 +61,14 @@ _RESIGN = text("UPDATE leader SET expires_at = now() - interval '1 second' WHERE
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica. `address` is the host:port at which the other replicas reach the replica."""
+    """A replica of the control plane. `address` is the host:port at which the other replicas reach the replica."""
 
     replica_id: str
     address: str
 
 
 class Replicas:
-    """This replica and the other live replicas. `clock` returns monotonic seconds."""
+    """Tracks this replica and the other live replicas. `clock` returns monotonic seconds."""
 
     def __init__(self, database: Database, me: Replica, clock: Callable[[], float] = time.monotonic) -> None:
         self.me = me

@@ -57,8 +57,8 @@ class Peer:
 
 
 class Peers:
-    """Clients of the other live replicas, which `others` returns. `credentials` authenticate this replica, and their
-    files are read again when they change. Raises OSError or ValueError if a file of the credentials cannot be used."""
+    """Clients of the other live replicas, which `others` returns. `credentials` authenticate this replica, and changed
+    files are read again. Raises OSError or ValueError if a file of the credentials cannot be used."""
 
     def __init__(self, others: Callable[[], Sequence[Replica]], credentials: ClientCredentials) -> None:
         self._others = others

@@ -65,7 +65,7 @@ class DecisionLog:
         return life if life is not None and life.close_time is None else None
 
     def add(self, life: Life, event: LifeEvent | LoggedDecision, among: deque[LifeEvent | LoggedDecision]) -> None:
-        """Add an event to a life. A full log drops the life that ended first, or the oldest life if no life has ended."""
+        """Add an event to a life. A full log drops the life that ended first, or the oldest if no life has ended."""
         if self._live.get(life.key) is not life:
             return
         if len(among) == among.maxlen:
