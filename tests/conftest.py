@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIRST = (
     "engine",
     "tests/chaos/test_faults.py",
+    "tests/contract/test_rollout_guardrails.py",
     "tests/contract/test_rollout.py",
     "tests/soak/test_soak.py",
     "tests/engine/test_replicated.py",

@@ -26,7 +26,7 @@ from meridian_control.session.session import Session
 from meridian_control.telemetry.request_traces import Tracing
 from tests.contract.test_tracing import Collector
 from tests.fakes.tables import policy
-from tests.unit.test_session import NOW, Stream
+from tests.unit.sessions import NOW, Stream
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -24,8 +24,8 @@ from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
 from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
+from tests.contract.streams import utc_now
 from tests.contract.test_replicas import leased
-from tests.contract.test_stream import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port
 

@@ -17,14 +17,13 @@ from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.test_ctl import FAILED, INVALID, OK, run
 from tests.contract.test_server import Process
-from tests.contract.test_stream import controlling
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from tests.contract.test_stream import Control
+    from tests.contract.streams import Control
     from tests.postgres import Postgres
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -118,12 +117,6 @@ async def test_two_at_once_have_two_numbers(url: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- stream
-
-
-@pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    async with controlling(tmp_path / "meridian.db") as running:
-        yield running
 
 
 @asynccontextmanager

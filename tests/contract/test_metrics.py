@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from meridian_control.rollout.transitions import GuardrailReading
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.fleet_metrics import of_limit
-from tests.contract.test_rollout import ALL, CANARY, starting
+from tests.contract.rollouts import ALL, CANARY, starting
 from tests.contract.test_server import Process
 from tests.fakes.linked import LinkedEngine, until
 

@@ -20,8 +20,8 @@ from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
 from meridian_control.session.session import Session
+from tests.contract.streams import Control, bad_slot, call_to, failure
 from tests.contract.test_ctl import FakeFleet, run
-from tests.contract.test_stream import Control, bad_slot, call_to, controlling, failure
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fakes.linked import LinkedEngine, until
@@ -29,16 +29,9 @@ from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
 OK, FAILED, INVALID, UNREACHABLE = range(4)
-
-
-@pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    async with controlling(tmp_path / "meridian.db") as running:
-        yield running
 
 
 class Recorder:

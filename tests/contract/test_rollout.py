@@ -4,168 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from google.protobuf.json_format import ParseDict
-from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy import directory as policy_dir
-from meridian_control.policy.formats import parse_toml, to_proto
-from meridian_control.policy.store import PolicyStore
-from meridian_control.rollout.driver import Rollouts
-from meridian_control.rollout.store import RolloutStore
-from meridian_control.server.server import ControlServer
-from meridian_control.storage.database import Database
+from meridian_control.policy.formats import to_proto
+from tests.contract.rollouts import (
+    ABORTED,
+    ALL,
+    CANARY,
+    COMPLETED,
+    NEW,
+    PAUSED,
+    RUNNING,
+    Control,
+    Engine,
+    controlling,
+    refusal,
+    starting,
+)
 from tests.contract.test_ctl import FAILED, INVALID, OK, run
 from tests.contract.test_server import Process
-from tests.fakes.agent import hello
-from tests.fakes.engine import END, START, TEXT
-from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.linked import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
-
-    from meridian.v1 import agent_pb2
-
-RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
-OLD, NEW = parse_toml("fallback.lease_ms = 5000"), parse_toml("fallback.lease_ms = 6000")
-CANARY = {"engine_labels": {"pool": "canary*"}, "bake_s": 2.0}
-ALL = {"percent": 100.0, "bake_s": 2.0}
-
-
-class Engine(LinkedEngine):
-    """One with labels, whose policies must never get older."""
-
-    def __init__(self, control: Control | Process, engine_id: str, pool: str) -> None:
-        super().__init__([control.target], engine_id)
-        self.control, self.labels = control, {"pool": pool}
-
-    def hello(self) -> agent_pb2.Hello:
-        return hello(self.engine_id, revision=self.link.revision, labels=self.labels)
-
-    def __enter__(self) -> Engine:
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        given = [settings.revision for settings in self.settings]
-        assert given == sorted(given)
-
-    async def has(self, revision: int) -> None:
-        """It has applied the revision and, where the control plane can be asked, that has heard of it."""
-        await until(lambda: self.link.revision == revision)
-        if isinstance(control := self.control, Control):
-            await until(lambda: control.knows(self.engine_id, revision))
-
-
-class Control:
-    """A control plane in this process with a clock of its own, stopped; `start` again keeps port and store."""
-
-    def __init__(self, store: PolicyStore, leads: bool = True) -> None:
-        self.store, self.port, self.leads = store, 0, leads
-        self.now = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
-
-    def clock(self) -> datetime:
-        return self.now
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        if await self.store.current() is None:
-            await self.store.append(OLD, etag="", author="test", reason="", now=self.now)
-        self.fleet = Fleet(self.clock, refresh=self.refresh)
-        self.rollouts = Rollouts(
-            RolloutStore(self.store), self.fleet, self.clock, self.fleet.engines, lambda: self.leads
-        )
-        await self.rollouts.look()
-        whole = WholeFleet(self.fleet, "alone", None, lambda: True)
-        self.server = ControlServer(self.store, whole, self.clock, rollouts=self.rollouts)
-        self.port = await self.server.start(f"127.0.0.1:{self.port}")
-        self.following = asyncio.create_task(self.rollouts.follow())
-        self.channel = grpc.aio.insecure_channel(self.target, [("grpc.use_local_subchannel_pool", 1)])
-        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
-        self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
-
-    async def refresh(self) -> None:
-        await self.rollouts.look()
-
-    async def kill(self) -> None:
-        self.following.cancel()
-        await self.channel.close()
-        await self.server._server.stop(None)
-        # A database connection in use is not left behind.
-        await self.server._gate.settle()
-        await self.fleet.settle()
-
-    async def begin(self, *steps: dict[str, Any], **fields: Any) -> rollout_pb2.Rollout:
-        return (await self.stub.StartRollout(starting(*steps, **fields))).rollout
-
-    async def ticks(self, count: int = 1) -> rollout_pb2.Rollout:
-        """Seconds of the driver's."""
-        for _ in range(count):
-            self.now += timedelta(seconds=1)
-            await self.rollouts.tick()
-        return await self.get()
-
-    async def get(self, rollout_id: int = 0) -> rollout_pb2.Rollout:
-        return (await self.stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id=rollout_id))).rollout
-
-    async def in_force(self) -> policy_pb2.PolicyRevision:
-        return (await self.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
-
-    async def step(self, engine: LinkedEngine, seconds: float, **wanted: int) -> None:
-        """One engine step that takes so long; its report is there on return."""
-        self.now += timedelta(seconds=seconds)
-        engine.take_inbox()
-        engine.send(engine.engine.run(wanted))
-        await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
-
-    def knows(self, engine_id: str, revision: int) -> bool:
-        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.engines())
-
-    def seen_step(self, engine_id: str) -> int:
-        return max((e.step for e in self.fleet.engines() if e.engine_id == engine_id), default=0)
-
-
-def starting(*steps: dict[str, Any], **fields: Any) -> rollout_pb2.StartRolloutRequest:
-    guardrails, on_violation = fields.pop("guardrails", {}), fields.pop("on_violation", "rollback")
-    plan = {"step": steps, "guardrails": guardrails, "on_violation": on_violation}
-    request = {"policy": to_proto(NEW), "plan": ParseDict(plan, rollout_pb2.RolloutPlan()), **fields}
-    return rollout_pb2.StartRolloutRequest(**request)
-
-
-@asynccontextmanager
-async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control]:
-    store = PolicyStore(await Database.open(address))
-    control = Control(store, leads)
-    await control.start()
-    try:
-        yield control
-    finally:
-        await control.kill()
-        await store.database.close()
 
 
 @pytest.fixture
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
     async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
         yield running
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
 
 
 # ----------------------------------------------------------------------------------------------------- step by step
@@ -277,135 +150,6 @@ async def test_abort(control: Control) -> None:
         assert await refusal(control.stub.PauseRollout(rollout_pb2.PauseRolloutRequest())) == over
         assert await refusal(control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())) == over
         assert await refusal(control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())) == over
-
-
-# --------------------------------------------------------------------------------------------------------- guardrails
-
-
-async def answers(control: Control, engine: Engine, gap_s: float) -> None:
-    """Ten answer tokens, so far apart."""
-    engine.open("answering", prompt=(TEXT,))
-    for _ in range(11):
-        await control.step(engine, gap_s, answering=TEXT)
-    # A new policy is applied at the next step, or at once where none is to come.
-    engine.engine.finish("answering")
-    await control.step(engine, gap_s)
-
-
-async def thinks(control: Control, engine: Engine, wait_s: float, answer_tokens: int, rounds: int = 1) -> None:
-    """Five requests that think, and answer after a wait; in further rounds they think again."""
-    for number in range(5):
-        name = f"r{number}"
-        engine.open(name)
-        await control.step(engine, 0.02, **{name: TEXT})
-        for again in range(rounds):
-            if again:
-                await control.step(engine, 0.02, **{name: START})
-            await control.step(engine, 0.02, **{name: END})
-            await control.step(engine, wait_s, **{name: TEXT})
-        for _ in range(answer_tokens - 1):
-            await control.step(engine, 0.02, **{name: TEXT})
-        engine.engine.finish(name)
-        await control.step(engine, 0.02)
-
-
-async def slow_answers(control: Control, a: Engine, b: Engine) -> None:
-    await answers(control, a, 0.2)
-    await answers(control, b, 0.02)
-
-
-async def late_answers(control: Control, a: Engine, b: Engine) -> None:
-    await thinks(control, a, 0.5, 3)
-    await thinks(control, b, 0.02, 3)
-
-
-async def empty_answers(control: Control, a: Engine, b: Engine) -> None:
-    await thinks(control, a, 0.02, 1)
-    await thinks(control, b, 0.02, 3)
-
-
-async def reentries(control: Control, a: Engine, b: Engine) -> None:
-    await thinks(control, a, 0.02, 2, rounds=2)
-    await thinks(control, b, 0.02, 2)
-
-
-async def gone(control: Control, a: Engine, _: Engine) -> None:
-    a.link._targets[:] = ["127.0.0.1:1"]
-    a.link.restart()
-    await until(lambda: control.fleet.departed)
-    # The candidate's lease is 6 s.
-    await control.ticks(6)
-
-
-CASES: list[Any] = [
-    ({"output_itl_p99_ms": 100.0}, slow_answers, 160, 250),
-    ({"output_itl_p99_ratio": 2.0}, slow_answers, 5, 15),
-    ({"ttot_p99_ms": 100.0}, late_answers, 400, 630),
-    ({"ttot_p99_ratio": 2.0}, late_answers, 10, 40),
-    ({"empty_answer_rate": 0.5}, empty_answers, 1, 1),
-    ({"empty_answer_rate_increase": 0.5}, empty_answers, 1, 1),
-    ({"reentry_rate": 0.5}, reentries, 1, 1),
-    ({"reentry_rate_increase": 0.5}, reentries, 1, 1),
-    ({"degraded_engines": 0}, gone, 1, 1),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: next(iter(case[0])))
-async def test_a_guardrail_takes_the_candidate_back(
-    control: Control, case: tuple[dict[str, float], Any, float, float], caplog: pytest.LogCaptureFixture
-) -> None:
-    limits, traffic, low, high = case
-    ((name, limit),) = limits.items()
-    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
-        await control.begin(CANARY, ALL, guardrails={**limits, "min_observations": 5})
-        await a.has(2)
-        await b.has(1)
-        assert (await control.ticks(1)).state == RUNNING
-        await traffic(control, a, b)
-        found = await control.ticks(2)
-        assert (found.state, found.violation.guardrail, found.violation.limit) == (ROLLED_BACK, name, limit)
-        assert low <= found.violation.value <= high
-        assert found.events[-1].reason.startswith(f"{name} is ")
-        await b.has(found.rollback_revision)
-        assert b.settings[-1].lease_ms == 5000
-        assert (await control.in_force()).reason == f"rollout 1 rolled_back: {found.events[-1].reason}"
-        if name != "degraded_engines":
-            await a.has(3)
-            assert a.settings[-1].lease_ms == 5000
-    assert [r.levelname for r in caplog.records if "rolled_back" in r.message] == ["WARNING"]
-
-
-async def test_a_refusal_halts(control: Control) -> None:
-    """And what an engine refuses it is not sent again; once resumed, the refusal still stands."""
-    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
-        await a.has(1)
-        await b.has(1)
-        a.refusal = "no such parser"
-        await control.begin(CANARY, ALL, on_violation="halt")
-        await until(lambda: [s.revision for s in a.settings] == [1, 2])
-        await until(lambda: [e.nack_error for e in control.fleet.engines()] == ["no such parser", ""])
-        await control.ticks(1)
-        halted = await control.ticks(10)
-        assert (halted.state, halted.step, halted.violation.guardrail) == (HALTED, 1, "nacks")
-        assert (a.link.revision, b.link.revision) == (1, 1)
-        await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())
-        assert (await control.ticks(1)).state == HALTED
-        await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
-        a.refusal = ""
-        await b.has(3)
-        await until(lambda: [s.revision for s in a.settings] == [1, 2, 3])
-
-
-async def test_a_step_waits_for_observations(control: Control) -> None:
-    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
-        await control.begin(CANARY, ALL, guardrails={"output_itl_p99_ratio": 2.0, "min_observations": 5})
-        await a.has(2)
-        await b.has(1)
-        found = await control.ticks(12)
-        assert (found.step, found.waiting_for) == (1, "observations for output_itl_p99_ratio")
-        await answers(control, a, 0.02)
-        await answers(control, b, 0.02)
-        assert (await control.ticks(1)).step == 2
 
 
 # --------------------------------------------------------------------------------------------- restarts and replicas

@@ -20,7 +20,7 @@ from meridian_control.rollout.store import RolloutStore
 from meridian_control.rollout.transitions import By
 from meridian_control.session.freeze_state import Match
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
-from tests.contract.test_stream import Control, controlling, utc_now
+from tests.contract.streams import Control, controlling, utc_now
 from tests.contract.test_why import one_life
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy

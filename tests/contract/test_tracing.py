@@ -15,7 +15,7 @@ from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.telemetry.request_traces import Tracing, phases
 from tests.fakes.tables import policy, tokens
-from tests.unit.test_session import CALIBRATED, EARLY, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,29 +25,22 @@ from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, ru
 from tests.contract.test_ctl import Control as FakeControl
 from tests.contract.test_ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.test_server import Process
-from tests.contract.test_stream import Control, controlling
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
-from tests.unit.test_session import EARLY, stream
+from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from typer.testing import Result
 
     from meridian_control.decision_log.records import LoggedDecision
+    from tests.contract.streams import Control
 
 # A soft close and a cap, in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}
-
-
-@pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    async with controlling(tmp_path / "meridian.db") as running:
-        yield running
 
 
 async def ctl(control: Control, *arguments: object) -> Result:

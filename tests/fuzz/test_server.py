@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from meridian.v1 import agent_pb2_grpc
 
-from tests.contract.test_stream import controlling
+from tests.contract.streams import controlling
 from tests.fakes.linked import LinkedEngine, until
 from tests.fuzz.targets import TARGETS
 

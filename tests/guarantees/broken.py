@@ -86,7 +86,7 @@ BROKEN: tuple[Broken, ...] = (
         "        live.cap = Cap(cap.decision_id, cap.max_think_tokens, False)\n",
         "tests/engine/test_equality.py::test_shadow",
     ),
-    _known(EXACT, "cap one token late", "tests/unit/test_directives.py::test_caps_are_exact"),
+    _known(EXACT, "cap one token late", "tests/unit/test_directives_caps.py::test_caps_are_exact"),
     _new(
         EXACT,
         "cap one token late on an engine",
@@ -98,7 +98,7 @@ BROKEN: tuple[Broken, ...] = (
     _known(
         EXACT,
         "a second token of an ending forgotten",
-        "tests/unit/test_directives.py::test_two_token_endings_over_draft_rows",
+        "tests/unit/test_directives_caps.py::test_two_token_endings_over_draft_rows",
     ),
     _new(
         MEASURED,
@@ -290,7 +290,7 @@ BROKEN: tuple[Broken, ...] = (
         LEASE,
         "        return self._frozen_until > 0 and self.clock() < self._frozen_until\n",
         "        return self._frozen_until > 0\n",
-        "tests/contract/test_stream.py::test_the_agent_thaws_by_itself",
+        "tests/contract/test_stream_leases.py::test_the_agent_thaws_by_itself",
     ),
     _new(
         SETTINGS,
@@ -303,12 +303,12 @@ BROKEN: tuple[Broken, ...] = (
     _known(
         SETTINGS,
         "acknowledged before it holds",
-        "tests/contract/test_stream.py::test_an_ack_waits_for_the_step_that_applies",
+        "tests/contract/test_stream_settings.py::test_an_ack_waits_for_the_step_that_applies",
     ),
     _known(
         SETTINGS,
         "a refused revision sent again",
-        "tests/contract/test_stream.py::test_a_refused_revision_is_not_sent_again_on_a_new_stream",
+        "tests/contract/test_stream_settings.py::test_a_refused_revision_is_not_sent_again_on_a_new_stream",
     ),
     _new(
         UNSET,

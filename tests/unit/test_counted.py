@@ -11,7 +11,7 @@ from meridian_control.fleet.fleet import Fleet
 from meridian_control.session.counters import Totals
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-from tests.unit.test_session import CALIBRATED, EARLY, stream
+from tests.unit.sessions import CALIBRATED, EARLY, stream
 
 
 @pytest.mark.parametrize("shadow", [False, True])

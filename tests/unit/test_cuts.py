@@ -26,7 +26,7 @@ from meridian_control.session.session import Session
 from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-from tests.unit.test_session import NOW
+from tests.unit.sessions import NOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

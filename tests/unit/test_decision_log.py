@@ -23,7 +23,7 @@ from meridian_control.session.session import Session
 from tests.fakes.agent import StreamChecker
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
-from tests.unit.test_session import CALIBRATED, EARLY, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:

@@ -26,7 +26,7 @@ from meridian_control.session.freeze_state import Freeze, Match
 from tests.fakes import traces
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
-from tests.unit.test_session import CALIBRATED, EARLY, Stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream
 
 if TYPE_CHECKING:
     from pathlib import Path

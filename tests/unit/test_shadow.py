@@ -12,7 +12,7 @@ from meridian_control.session.shadow_comparison import Comparison
 from tests.fakes.agent import FakeAgent
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
-from tests.unit.test_session import CALIBRATED, EARLY, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
 SHADOWED = policy(scheduler={"shadow": True}, entropy={"shadow": True})
 NO_CAP = -1

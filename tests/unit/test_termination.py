@@ -112,7 +112,7 @@ def test_the_rpdi_threshold_has_an_effect_and_zero_switches_the_rule_off() -> No
 
 
 def test_the_rpdi_window_has_an_effect() -> None:
-    """The window is the table's: see test_session for how it follows the policy."""
+    """The window is the table's: see test_session_rules for how it follows the policy."""
     rows = [DERAILED | {"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0}]
     assert ends(policy(), table(*rows, window=8)) == [(0, RPDI)]
     assert ends(policy(), table(*rows, window=16)) == []

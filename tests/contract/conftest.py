@@ -1,0 +1,31 @@
+"""Fixtures that several contract tests share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2_grpc
+
+from tests.contract.streams import Control, Scripted, controlling
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    async with controlling(tmp_path / "meridian.db") as running:
+        yield running
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
+    servicer, server = Scripted(), grpc.aio.server()
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(None)

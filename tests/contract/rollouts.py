@@ -1,0 +1,158 @@
+"""A control plane with rollouts, and engines with labels, for the tests of rollouts; the test moves the time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import ParseDict
+from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.policy.store import PolicyStore
+from meridian_control.rollout.driver import Rollouts
+from meridian_control.rollout.store import RolloutStore
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
+from tests.fakes.agent import hello
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from meridian.v1 import agent_pb2
+
+    from tests.contract.test_server import Process
+
+RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
+OLD, NEW = parse_toml("fallback.lease_ms = 5000"), parse_toml("fallback.lease_ms = 6000")
+CANARY = {"engine_labels": {"pool": "canary*"}, "bake_s": 2.0}
+ALL = {"percent": 100.0, "bake_s": 2.0}
+
+
+class Engine(LinkedEngine):
+    """One with labels, whose policies must never get older."""
+
+    def __init__(self, control: Control | Process, engine_id: str, pool: str) -> None:
+        super().__init__([control.target], engine_id)
+        self.control, self.labels = control, {"pool": pool}
+
+    def hello(self) -> agent_pb2.Hello:
+        return hello(self.engine_id, revision=self.link.revision, labels=self.labels)
+
+    def __enter__(self) -> Engine:
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        given = [settings.revision for settings in self.settings]
+        assert given == sorted(given)
+
+    async def has(self, revision: int) -> None:
+        """It has applied the revision and, where the control plane can be asked, that has heard of it."""
+        await until(lambda: self.link.revision == revision)
+        if isinstance(control := self.control, Control):
+            await until(lambda: control.knows(self.engine_id, revision))
+
+
+class Control:
+    """A control plane in this process with a clock of its own, stopped; `start` again keeps port and store."""
+
+    def __init__(self, store: PolicyStore, leads: bool = True) -> None:
+        self.store, self.port, self.leads = store, 0, leads
+        self.now = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+
+    def clock(self) -> datetime:
+        return self.now
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        if await self.store.current() is None:
+            await self.store.append(OLD, etag="", author="test", reason="", now=self.now)
+        self.fleet = Fleet(self.clock, refresh=self.refresh)
+        self.rollouts = Rollouts(
+            RolloutStore(self.store), self.fleet, self.clock, self.fleet.engines, lambda: self.leads
+        )
+        await self.rollouts.look()
+        whole = WholeFleet(self.fleet, "alone", None, lambda: True)
+        self.server = ControlServer(self.store, whole, self.clock, rollouts=self.rollouts)
+        self.port = await self.server.start(f"127.0.0.1:{self.port}")
+        self.following = asyncio.create_task(self.rollouts.follow())
+        self.channel = grpc.aio.insecure_channel(self.target, [("grpc.use_local_subchannel_pool", 1)])
+        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+        self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
+
+    async def refresh(self) -> None:
+        await self.rollouts.look()
+
+    async def kill(self) -> None:
+        self.following.cancel()
+        await self.channel.close()
+        await self.server._server.stop(None)
+        # A database connection in use is not left behind.
+        await self.server._gate.settle()
+        await self.fleet.settle()
+
+    async def begin(self, *steps: dict[str, Any], **fields: Any) -> rollout_pb2.Rollout:
+        return (await self.stub.StartRollout(starting(*steps, **fields))).rollout
+
+    async def ticks(self, count: int = 1) -> rollout_pb2.Rollout:
+        """Seconds of the driver's."""
+        for _ in range(count):
+            self.now += timedelta(seconds=1)
+            await self.rollouts.tick()
+        return await self.get()
+
+    async def get(self, rollout_id: int = 0) -> rollout_pb2.Rollout:
+        return (await self.stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id=rollout_id))).rollout
+
+    async def in_force(self) -> policy_pb2.PolicyRevision:
+        return (await self.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
+
+    async def step(self, engine: LinkedEngine, seconds: float, **wanted: int) -> None:
+        """One engine step that takes so long; its report is there on return."""
+        self.now += timedelta(seconds=seconds)
+        engine.take_inbox()
+        engine.send(engine.engine.run(wanted))
+        await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
+
+    def knows(self, engine_id: str, revision: int) -> bool:
+        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.engines())
+
+    def seen_step(self, engine_id: str) -> int:
+        return max((e.step for e in self.fleet.engines() if e.engine_id == engine_id), default=0)
+
+
+def starting(*steps: dict[str, Any], **fields: Any) -> rollout_pb2.StartRolloutRequest:
+    guardrails, on_violation = fields.pop("guardrails", {}), fields.pop("on_violation", "rollback")
+    plan = {"step": steps, "guardrails": guardrails, "on_violation": on_violation}
+    request = {"policy": to_proto(NEW), "plan": ParseDict(plan, rollout_pb2.RolloutPlan()), **fields}
+    return rollout_pb2.StartRolloutRequest(**request)
+
+
+@asynccontextmanager
+async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control]:
+    store = PolicyStore(await Database.open(address))
+    control = Control(store, leads)
+    await control.start()
+    try:
+        yield control
+    finally:
+        await control.kill()
+        await store.database.close()
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""

@@ -1,0 +1,148 @@
+"""A control plane in this process, a scripted server and calls of a bad client, for the tests of the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import agent_pb2, agent_pb2_grpc
+
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.decisions.request_table import MAX_SLOTS
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.server.server import ControlServer
+from meridian_control.storage.database import Database
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from meridian_control.policy.model import Policy
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Control:
+    """A control plane in this process; `kill` and `start` again keep port and store."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        self.store = store
+        self.port = 0
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self.fleet = Fleet(utc_now, refresh=self.refresh, revision=self.store.get)
+        self.server = ControlServer(self.store, WholeFleet(self.fleet, "alone", None, lambda: True), utc_now)
+        if (current := await self.store.current()) is None:
+            await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
+        else:
+            self.fleet.set_policy(current)
+        self.port = await self.server.start(f"127.0.0.1:{self.port}")
+
+    async def refresh(self) -> None:
+        current = await self.store.current()
+        assert current is not None
+        self.fleet.set_policy(current)
+
+    async def set_policy(self, new: Policy) -> StoredRevision:
+        stored = await self.store.append(new, etag="", author="test", reason="", now=utc_now())
+        self.fleet.set_policy(stored)
+        return stored
+
+    async def kill(self) -> None:
+        await self.server._server.stop(None)
+        # A database connection in use is not left behind.
+        await self.server._gate.settle()
+        await self.fleet.settle()
+
+    def engine(self, engine_id: str = "engine") -> Any:
+        (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]
+        return found
+
+    def names(self) -> list[str]:
+        return [r.request_id for r in self.fleet.requests("")]
+
+
+@asynccontextmanager
+async def controlling(path: Path) -> AsyncIterator[Control]:
+    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
+    control = Control(store)
+    await control.start()
+    try:
+        yield control
+    finally:
+        await control.kill()
+        await store.database.close()
+
+
+class Scripted(agent_pb2_grpc.AgentServiceServicer):
+    """A server that says what a test tells it to, and reads only while `reading` is set."""
+
+    def __init__(self) -> None:
+        self.received: list[agent_pb2.ConnectRequest] = []
+        self.say: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
+        self.reading = asyncio.Event()
+        self.welcomes = True
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any
+    ) -> AsyncIterator[agent_pb2.ConnectResponse]:
+        self.received.append(await anext(request_iterator))
+        if self.welcomes:
+            yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s"))
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                yield await self.say.get()
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
+        await self.reading.wait()
+        async for request in requests:
+            self.received.append(request)
+            await self.reading.wait()
+
+    def kinds(self) -> list[str | None]:
+        return [m.WhichOneof("message") for m in self.received]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def call_to(target: str) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield agent_pb2_grpc.AgentServiceStub(channel).Connect()
+
+
+async def to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await to_the_end(call)
+    return raised.value.code(), raised.value.details() or ""
+
+
+def bad_slot() -> agent_pb2.ConnectRequest:
+    opened = agent_pb2.RequestOpened(slot=MAX_SLOTS, request_id="a")
+    return agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=[opened]))

@@ -1,0 +1,148 @@
+"""Guardrails of rollouts, on a real server and real links: a violated guardrail rolls back or halts the rollout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from meridian.v1 import rollout_pb2
+
+from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine, controlling
+from tests.fakes.engine import END, START, TEXT
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
+        yield running
+
+
+async def answers(control: Control, engine: Engine, gap_s: float) -> None:
+    """Ten answer tokens, so far apart."""
+    engine.open("answering", prompt=(TEXT,))
+    for _ in range(11):
+        await control.step(engine, gap_s, answering=TEXT)
+    # A new policy is applied at the next step, or at once where none is to come.
+    engine.engine.finish("answering")
+    await control.step(engine, gap_s)
+
+
+async def thinks(control: Control, engine: Engine, wait_s: float, answer_tokens: int, rounds: int = 1) -> None:
+    """Five requests that think, and answer after a wait; in further rounds they think again."""
+    for number in range(5):
+        name = f"r{number}"
+        engine.open(name)
+        await control.step(engine, 0.02, **{name: TEXT})
+        for again in range(rounds):
+            if again:
+                await control.step(engine, 0.02, **{name: START})
+            await control.step(engine, 0.02, **{name: END})
+            await control.step(engine, wait_s, **{name: TEXT})
+        for _ in range(answer_tokens - 1):
+            await control.step(engine, 0.02, **{name: TEXT})
+        engine.engine.finish(name)
+        await control.step(engine, 0.02)
+
+
+async def slow_answers(control: Control, a: Engine, b: Engine) -> None:
+    await answers(control, a, 0.2)
+    await answers(control, b, 0.02)
+
+
+async def late_answers(control: Control, a: Engine, b: Engine) -> None:
+    await thinks(control, a, 0.5, 3)
+    await thinks(control, b, 0.02, 3)
+
+
+async def empty_answers(control: Control, a: Engine, b: Engine) -> None:
+    await thinks(control, a, 0.02, 1)
+    await thinks(control, b, 0.02, 3)
+
+
+async def reentries(control: Control, a: Engine, b: Engine) -> None:
+    await thinks(control, a, 0.02, 2, rounds=2)
+    await thinks(control, b, 0.02, 2)
+
+
+async def gone(control: Control, a: Engine, _: Engine) -> None:
+    a.link._targets[:] = ["127.0.0.1:1"]
+    a.link.restart()
+    await until(lambda: control.fleet.departed)
+    # The candidate's lease is 6 s.
+    await control.ticks(6)
+
+
+CASES: list[Any] = [
+    ({"output_itl_p99_ms": 100.0}, slow_answers, 160, 250),
+    ({"output_itl_p99_ratio": 2.0}, slow_answers, 5, 15),
+    ({"ttot_p99_ms": 100.0}, late_answers, 400, 630),
+    ({"ttot_p99_ratio": 2.0}, late_answers, 10, 40),
+    ({"empty_answer_rate": 0.5}, empty_answers, 1, 1),
+    ({"empty_answer_rate_increase": 0.5}, empty_answers, 1, 1),
+    ({"reentry_rate": 0.5}, reentries, 1, 1),
+    ({"reentry_rate_increase": 0.5}, reentries, 1, 1),
+    ({"degraded_engines": 0}, gone, 1, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: next(iter(case[0])))
+async def test_a_guardrail_takes_the_candidate_back(
+    control: Control, case: tuple[dict[str, float], Any, float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    limits, traffic, low, high = case
+    ((name, limit),) = limits.items()
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, ALL, guardrails={**limits, "min_observations": 5})
+        await a.has(2)
+        await b.has(1)
+        assert (await control.ticks(1)).state == RUNNING
+        await traffic(control, a, b)
+        found = await control.ticks(2)
+        assert (found.state, found.violation.guardrail, found.violation.limit) == (ROLLED_BACK, name, limit)
+        assert low <= found.violation.value <= high
+        assert found.events[-1].reason.startswith(f"{name} is ")
+        await b.has(found.rollback_revision)
+        assert b.settings[-1].lease_ms == 5000
+        assert (await control.in_force()).reason == f"rollout 1 rolled_back: {found.events[-1].reason}"
+        if name != "degraded_engines":
+            await a.has(3)
+            assert a.settings[-1].lease_ms == 5000
+    assert [r.levelname for r in caplog.records if "rolled_back" in r.message] == ["WARNING"]
+
+
+async def test_a_refusal_halts(control: Control) -> None:
+    """And what an engine refuses it is not sent again; once resumed, the refusal still stands."""
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await a.has(1)
+        await b.has(1)
+        a.refusal = "no such parser"
+        await control.begin(CANARY, ALL, on_violation="halt")
+        await until(lambda: [s.revision for s in a.settings] == [1, 2])
+        await until(lambda: [e.nack_error for e in control.fleet.engines()] == ["no such parser", ""])
+        await control.ticks(1)
+        halted = await control.ticks(10)
+        assert (halted.state, halted.step, halted.violation.guardrail) == (HALTED, 1, "nacks")
+        assert (a.link.revision, b.link.revision) == (1, 1)
+        await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())
+        assert (await control.ticks(1)).state == HALTED
+        await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+        a.refusal = ""
+        await b.has(3)
+        await until(lambda: [s.revision for s in a.settings] == [1, 2, 3])
+
+
+async def test_a_step_waits_for_observations(control: Control) -> None:
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, ALL, guardrails={"output_itl_p99_ratio": 2.0, "min_observations": 5})
+        await a.has(2)
+        await b.has(1)
+        found = await control.ticks(12)
+        assert (found.step, found.waiting_for) == (1, "observations for output_itl_p99_ratio")
+        await answers(control, a, 0.02)
+        await answers(control, b, 0.02)
+        assert (await control.ticks(1)).step == 2

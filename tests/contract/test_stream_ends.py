@@ -1,0 +1,230 @@
+"""Streams that end or break: the agent connects again and loses no outcome without a report."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.directives import STEP_DECISIONS
+from meridian_agent.core.step_record import StepRecord
+from meridian_agent.link import control_stream as link
+from meridian_agent.link import inbox, outbox
+from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
+from meridian_agent.link.messages import decisions_in
+from meridian_agent.link.outbox import RING_RECORDS
+from tests.contract.streams import Clock, Control, Scripted, controlling
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        assert not engine.link.lapsed()
+        await control.kill()
+        await until(lambda: not engine.link.connected)
+        engine.step()
+        assert not engine.link.lapsed()
+        clock.now += 30.1
+        assert engine.link.lapsed()
+        await control.start()
+        await until(lambda: engine.link.connected)
+        assert engine.link.lapsed(), "nobody knows of its requests yet"
+        await engine.steps_until(lambda: not engine.link.lapsed())
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
+        assert (engine.streams, control.names()) == (2, ["a"])
+        (tr,) = engine.engine.live.values()
+        await until(lambda: control.fleet.requests("")[0].think_tokens == tr.state.think_tokens)
+        engine.engine.finish("a")
+        await engine.steps_until(lambda: not control.engine().open_decisions)
+        assert "agent_off" not in control.engine().outcomes
+        assert control.fleet.totals().unknown_outcomes == 0, "outcomes of the old stream are not this one's"
+
+
+async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.welcomes = False
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        await until(lambda: servicer.received)
+        for _ in range(100):
+            engine.step()
+        assert not engine.link.connected
+        assert engine.link.outbox.ring.qsize() == 0
+        assert engine.link.outbox.reports_dropped == 0, "nothing was promised to anybody"
+        clock.now += 30.1
+        assert engine.link.lapsed()
+
+
+async def test_a_server_that_never_answers_is_left_for_another(
+    scripted: tuple[Scripted, str], control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, target = scripted
+    servicer.welcomes = False
+    monkeypatch.setattr(link, "PATIENCE_S", (0.2, 60.0))
+    with LinkedEngine([target, control.target]) as engine:
+        await until(lambda: servicer.received)
+        await until(lambda: engine.link.connected)
+        assert servicer.kinds() == ["hello"]
+        assert control.engine().engine_id == "engine"
+    assert f"no stream to {target}: no answer within 0 s" in caplog.text
+
+
+async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer with each attempt in vain."""
+    servicer, target = scripted
+    servicer.welcomes = False
+    monkeypatch.setattr(link, "PATIENCE_S", (0.05, 60.0))
+    with LinkedEngine([target]) as engine:
+        began_s = time.monotonic()
+        await until(lambda: servicer.kinds().count("hello") == 6)
+        assert time.monotonic() - began_s > 0.05 * (2**5 - 1)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+        await until(lambda: engine.link.connected)
+
+
+async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: tuple[Scripted, str]) -> None:
+    """Else a fleet of agents would keep one that is about to fail busy with itself."""
+    servicer, target = scripted
+    servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+    began_s = time.monotonic()
+    with LinkedEngine([target]) as engine:
+        for calls in range(1, 7):
+            await until(lambda wanted=calls: servicer.kinds().count("hello") > wanted)  # type: ignore[misc]
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+        assert engine.link.revision == 0
+    low, high = link.BACKOFF_S
+    assert time.monotonic() - began_s > 0.05 * sum(min(high, low * 2**attempt) for attempt in range(1, 7))
+
+
+async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        gaps, dropped = 0, False
+        # A send that waited for the server would not come back.
+        for sent in range(400_000):
+            reports_dropped = engine.link.outbox.reports_dropped
+            record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
+            record.phases = record.flags = record.rows = [2] * 50
+            engine.send(record)
+            before, dropped = dropped, engine.link.outbox.reports_dropped > reports_dropped
+            # What gRPC takes out at last may make room for some records more.
+            gaps += dropped and not before
+            assert engine.link.outbox.ring.qsize() <= RING_RECORDS + 2
+            if engine.link.outbox.reports_dropped >= 100:
+                break
+        assert engine.link.outbox.reports_dropped == 100
+        # It recovers: what had waited arrives, then a snapshot in place of what was lost, and no outcome is missing.
+        servicer.reading.set()
+        await until(lambda: engine.link.outbox.ring.qsize() == 0)
+        last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.outbox.reports_dropped),))
+        engine.send(last)
+        await until(lambda: servicer.received[-1].step.step == sent + 1)
+        assert servicer.kinds()[-2:] == ["snapshot", "step"]
+        assert servicer.kinds().count("snapshot") == 1 + gaps
+        assert servicer.received[-1].step.counters.reports_dropped == 100
+        reported = [o.decision_id for m in servicer.received for o in m.step.outcomes]
+        assert sorted(reported) == list(range(1, sent + 2))
+        assert sum(m.step.steps for m in servicer.received) == sent + 2 - 100
+
+
+async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that stands still: rather than lose a decision unseen, the stream begins anew."""
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for number in range(INBOX_MESSAGES + 1):
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
+        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+        assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the one too many is let go with the others"
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        assert engine.streams == 1, "what the old stream said is gone with it"
+    assert any("connecting anew" in r.message for r in caplog.records)
+
+
+def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:
+    probes = [agent_pb2.EatProbe(decision_id=number + 1, slot=9) for number in range(decisions)]
+    return [agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1, probes=probes))] * messages
+
+
+async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) -> None:
+    """No step takes in more than a little over its share, and in the end each decision has its outcome."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for message in flooding(50, 300):
+            servicer.say.put_nowait(message)
+        await until(lambda: len(engine.link.inbox.messages) == 51)
+        taken = []
+        while engine.link.inbox.messages:
+            before = len(engine.taken)
+            engine.step()
+            taken.append(len(engine.taken) - before)
+        assert max(taken) == -(-STEP_DECISIONS // 300) == 4
+        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in servicer.received) == 50 * 300)
+        assert engine.streams == 1
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_a_flood_past_all_measure_ends_the_stream(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """Whatever waits stays bounded, also for an idle engine, for which the link answers, and nobody reads."""
+    monkeypatch.setattr(outbox, "RING_RECORDS", 50)
+    for name in ("INBOX_MESSAGES", "INBOX_DECISIONS"):
+        monkeypatch.setattr(inbox, name, 50)
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        if not idle:
+            engine.open("a")
+        for message in flooding(300, 1) if idle else flooding(10, 20):
+            servicer.say.put_nowait(message)
+        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+        assert engine.link.outbox.ring.qsize() <= 50 + 50
+        assert sum(decisions_in(m) for m in list(engine.link.inbox.messages) if m) <= 50
+
+
+async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.take_inbox()
+        outcomes = [(1, 1, 0, "")] * 1000
+        for step in range(1, 2 * INBOX_DECISIONS // 1000):
+            engine.send(StepRecord(step=step, outcomes=list(outcomes)))
+            if servicer.kinds().count("hello") == 2:
+                break
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: engine.link.connected)
+        assert engine.link.outbox._outcomes_in - engine.link.outbox._outcomes_out <= 2000
+
+
+async def test_going_away(control: Control, tmp_path: Path) -> None:
+    async with controlling(tmp_path / "other.db") as other:
+        with LinkedEngine([control.target, other.target]) as engine:
+            engine.open("a")
+            await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+            assert not other.fleet.connections
+            await control.server.stop(5.0)
+            await engine.steps_until(lambda: other.names() == ["a"])
+            assert control.fleet.stream_ends in ({"going_away": 1}, {"disconnected": 1})
+            assert not control.fleet.connections
+            (gone,) = control.fleet.engines()
+            assert gone.open_decisions == 0
+            assert sum(gone.decisions.values()) == sum(gone.outcomes.values())

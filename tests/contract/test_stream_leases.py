@@ -1,0 +1,178 @@
+"""Leases and freezes on the stream: the agent notices by itself when decisions are no longer in force."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
+from tests.contract.streams import Clock, Control, Scripted, utc_now
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+
+async def test_a_sections_own_lease(scripted: tuple[Scripted, str]) -> None:
+    """Past it, what the section decided has ended; the others go on until their own, or the general one."""
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        settings = agent_pb2.Settings(nonce=1, revision=1, lease_ms=4000)
+        settings.scheduler_lease_ms, settings.entropy_lease_ms, settings.kv_memory_lease_ms = 1000, 2000, 3000
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await until(lambda: engine.link.revision == 1)
+        engine.link.stop()
+        await until(lambda: not engine.link.connected)
+        found = []
+        for now in (1.0, 1.1, 2.1, 3.1, 4.1):
+            clock.now = now
+            found.append((engine.link.lapsed(), engine.link.state))
+        degraded, stale = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_STALE
+        scheduler = ORDER | CAPS
+        assert found == [
+            (0, stale),
+            (scheduler, stale),
+            (scheduler | RULES, stale),
+            (scheduler | RULES | MEMORY, stale),
+            (ALL_BUT_CAPS | CAPS, degraded),
+        ]
+
+
+@pytest.mark.parametrize("section", ["scheduler", "entropy", "kv_memory"])
+async def test_leases_are_sent_and_answered_within(control: Control, section: str) -> None:
+    """A busy stream without decisions is answered often enough that no lease runs out."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(**{section: {"lease_ms": 300}}))
+        engine.open("a")
+        await engine.steps_until(lambda: control.engine().acked_revision == 2)
+        assert getattr(engine.settings[-1], f"{section}_lease_ms") == 300
+        (connection,) = control.fleet.connections
+        assert connection.session._ack_interval_s == 0.075
+
+
+async def test_the_agent_thaws_by_itself(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        command = agent_pb2.Freeze(nonce=3, remaining_ms=5000, reason="test")
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
+        await engine.steps_until(lambda: "freeze_status" in servicer.kinds())
+        (status,) = (m.freeze_status for m in servicer.received if m.HasField("freeze_status"))
+        assert status == agent_pb2.FreezeStatus(nonce=3, frozen=True)
+        engine.link.stop()
+        await until(lambda: not engine.link.connected)
+        clock.now = 4.9
+        assert engine.link.frozen()
+        clock.now = 5.1
+        assert not engine.link.frozen()
+
+
+async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: tuple[Scripted, str]) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for nonce, remaining_ms in ((1, 60_000), (2, 0)):
+            command = agent_pb2.Freeze(nonce=nonce, remaining_ms=remaining_ms)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
+            await engine.steps_until(lambda count=nonce: servicer.kinds().count("freeze_status") == count)  # type: ignore[misc]
+        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+
+
+async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple[Scripted, str]) -> None:
+    """No step of its own comes any more; the engine is stock vLLM already."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        await until(lambda: engine.link.connected)
+        engine.link.step_aside()
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=1, remaining_ms=1000)))
+        await until(lambda: "freeze_status" in servicer.kinds())
+
+
+async def test_states(control: Control) -> None:
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        assert engine.link.state == agent_pb2.AGENT_STATE_STALE
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        assert engine.link.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
+        await control.kill()
+        await until(lambda: engine.link.state == agent_pb2.AGENT_STATE_STALE)
+        clock.now += 31
+        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+        await until(lambda: control.engine().agent_state == agent_pb2.AGENT_STATE_STALE)
+        control.fleet.clock = lambda: utc_now() + timedelta(seconds=31)
+        assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
+
+
+async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
+    scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: "step" in servicer.kinds())
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: engine.link._unheard_since is None)
+        clock.now = 100.0
+        assert not engine.link.lapsed(), "nothing was said that is to be answered"
+        engine.step()
+        clock.now = 130.0
+        assert not engine.link.lapsed()
+        clock.now = 130.1
+        assert engine.link.lapsed()
+        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: engine.link.connected)
+        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+        assert engine.link.lapsed(), "a new stream is no answer yet"
+        assert servicer.kinds().count("hello") == 2, "and has as long for one as the old one had"
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: not engine.link.lapsed())
+    assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
+
+
+async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+    """And closes each stream: no lease is renewed by that. One answer is enough to go on."""
+    servicer, target = scripted
+    servicer.reading.set()
+    clock = Clock()
+    with LinkedEngine([target], clock=clock) as engine:
+        engine.open("a")
+        for streams in range(1, 5):
+            await engine.steps_until(lambda wanted=streams: servicer.kinds().count("snapshot") == wanted)  # type: ignore[misc]
+            clock.now += 10.0
+            state = engine.link.say_state()
+            assert (state == agent_pb2.AGENT_STATE_DEGRADED) == (streams == 4), f"after {streams * 10} s"
+            assert bool(engine.link.lapsed()) == (streams == 4)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+            await until(lambda wanted=streams: servicer.kinds().count("hello") > wanted and engine.link.connected)  # type: ignore[misc]
+        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        await until(lambda: engine.link.say_state() == agent_pb2.AGENT_STATE_READY)
+
+
+async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
+    """Its last report may have none: hours later it is as ready as ever, and its stream the same."""
+    clock = Clock()
+    with LinkedEngine([control.target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.names() == ["a"])
+        engine.engine.finish("a")
+        await engine.steps_until(lambda: control.names() == [])
+        engine.step()
+        clock.now += 3600.0
+        assert engine.link.state == agent_pb2.AGENT_STATE_READY
+        assert not engine.link.lapsed()
+        engine.open("b")
+        assert not engine.link.lapsed()
+        await engine.steps_until(lambda: control.names() == ["b"])
+        assert (engine.streams, control.fleet.stream_ends) == (1, {})

@@ -1,0 +1,288 @@
+"""Settings on the stream: the agent applies, acknowledges or refuses the policies that a control plane sends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from meridian.v1 import agent_pb2
+
+from meridian_agent.link.inbox import INBOX_MESSAGES
+from meridian_control.common.errors import StoreUnavailable
+from meridian_control.fleet import fleet
+from meridian_control.policy.store import StoredRevision
+from tests.contract.streams import Control, Scripted, utc_now
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+
+async def test_settings_round_trip(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "reasoning parser 'x': unknown"
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().nack_error)
+        shown = control.engine()
+        assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, engine.refusal)
+        assert (engine.link.revision, engine.link.lease_s) == (1, 30.0)
+        engine.refusal = ""
+        await control.set_policy(policy(fallback={"lease_ms": 700}, telemetry={"report_interval_steps": 3}))
+        await until(lambda: control.engine().acked_revision == 3)
+        assert control.engine().nack_error == ""
+        assert (engine.link.revision, engine.link.lease_s, engine.link.report_interval_steps) == (3, 0.7, 3)
+        assert [s.revision for s in engine.settings] == [1, 2, 3]
+        assert control.fleet.totals().nacks == 1
+
+
+async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "QUIET_S", 1.0)
+    monkeypatch.setattr(fleet, "MAX_WAIT_S", 60.0)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        for lease_ms in range(500, 510):
+            await control.set_policy(policy(fallback={"lease_ms": lease_ms}))
+        await until(lambda: control.engine().acked_revision == 11)
+        assert [s.revision for s in engine.settings] == [1, 11]
+
+
+async def test_changes_without_end_are_sent_all_the_same(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only that ends the wait, however long the pauses between changes are on a busy machine.
+    monkeypatch.setattr(fleet, "QUIET_S", 60.0)
+    monkeypatch.setattr(fleet, "MAX_WAIT_S", 1.0)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        revision = 1
+        while len(engine.settings) < 3:
+            revision += 1
+            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+            await asyncio.sleep(0.02)
+        assert revision - 1 > len(engine.settings)
+
+
+async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "no"
+        stored = await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().nack_error)
+        control.fleet.set_policy(stored)
+        control.fleet._send_policies()
+        engine.refusal = ""
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: control.engine().acked_revision == 3)
+        assert [s.revision for s in engine.settings] == [1, 2, 3]
+
+
+async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Control) -> None:
+    """The engine is governed by the last good one instead, also by a control plane that knows nothing of before."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        engine.refusal = "no"
+        await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
+        await until(lambda: control.engine().nack_error)
+        engine.refusal = ""
+        for restart in (engine.link.restart, control.kill):
+            streams = engine.streams
+            if restart is control.kill:
+                await control.kill()
+                await control.start()
+            else:
+                engine.link.restart()
+            engine.open(f"after {streams}")
+            await engine.steps_until(
+                lambda before=streams: engine.streams > before and control.engine().acked_revision == 1  # type: ignore[misc]
+            )
+            await engine.steps_until(engine.caps)
+            shown = control.engine()
+            assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, "no")
+            assert {cap for _, cap in engine.caps()} == {600}
+        assert [s.revision for s in engine.settings] == [1, 2, 1, 1]
+        await control.set_policy(policy(scheduler={"max_think_tokens": 200}))
+        await engine.steps_until(lambda: control.engine().acked_revision == 3)
+        assert control.engine().nack_error == ""
+
+
+async def test_a_new_incarnation_is_asked_again(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.refusal = "no"
+        await until(lambda: control.fleet.connections and control.engine().nack_error)
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.engine().acked_revision == 1)
+
+
+async def test_an_engine_that_cannot_honour_a_policy_keeps_the_one_before(control: Control) -> None:
+    poor = agent_pb2.Capabilities(force_end=True, dispatch=True)
+    with LinkedEngine([control.target], capabilities=poor) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(scheduler={"max_think_tokens": 100}, entropy={"shadow": False}))
+        await until(lambda: control.engine().nack_error)
+        shown = control.engine()
+        assert (shown.revision, shown.acked_revision) == (2, 1)
+        assert "the engine lacks eat_probe, needed for entropy.eat_level_threshold_nats" in shown.nack_error
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        engine.link.restart()
+        await engine.steps_until(lambda: engine.streams == 2 and len(engine.caps()) == 2)
+        assert [s.revision for s in engine.settings] == [1, 1]
+        await control.set_policy(policy(entropy={"shadow": True}))
+        await engine.steps_until(lambda: control.engine().acked_revision == 3)
+
+
+async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await control.set_policy(policy(fallback={"lease_ms": 500}))
+        await until(lambda: len(engine.settings) == 2 and engine.link.arrived)
+        await asyncio.sleep(0.1)
+        assert (control.engine().acked_revision, engine.link.revision, engine.kept) == (1, 1, [1])
+        engine.step()
+        await until(lambda: control.engine().acked_revision == 2)
+        assert (engine.link.revision, engine.kept) == (2, [1, 2])
+
+
+async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tuple[Scripted, str]) -> None:
+    """An engine that falls idle and wakes again and again, while settings and freezes come."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        await until(lambda: engine.link.connected)
+        for number in range(1, 401):
+            settings = agent_pb2.Settings(nonce=number, revision=number, lease_ms=30_000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=number)))
+
+        def wake_and_sleep() -> bool:
+            engine.open("a")
+            engine.step()
+            engine.engine.abort("a")
+            engine.step()
+            return len([k for k in servicer.kinds() if k in {"settings_status", "freeze_status"}]) >= 800
+
+        await until(wake_and_sleep, 60)
+        said = [m.settings_status.nonce for m in servicer.received if m.HasField("settings_status")]
+        assert sorted(said) == list(range(1, 401))
+        said = [m.freeze_status.nonce for m in servicer.received if m.HasField("freeze_status")]
+        assert sorted(said) == list(range(1, 401))
+        assert engine.link.revision == 400
+
+
+async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: tuple[Scripted, str]) -> None:
+    """Nonces begin anew with every stream."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        for revision in (7, 8):
+            settings = agent_pb2.Settings(nonce=1, revision=revision, lease_ms=1000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+            await until(lambda wanted=revision: [s.revision for s in engine.settings][-1:] == [wanted])  # type: ignore[misc]
+            if revision == 7:
+                engine.link.restart()
+                await until(lambda: servicer.kinds().count("hello") == 2)
+        await engine.steps_until(lambda: "settings_status" in servicer.kinds())
+        said = [m.settings_status.revision for m in servicer.received if m.HasField("settings_status")]
+        assert said == [8]
+
+
+async def test_a_surprise_in_the_tokenizer_is_a_refusal(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.link._prepare = {}.__getitem__  # type: ignore[assignment]
+        await until(lambda: control.fleet.connections and control.engine().nack_error)
+        assert "TypeError" in control.engine().nack_error
+        assert engine.streams <= 1
+
+
+async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: Control) -> None:
+    await control.set_policy(policy(fallback={"lease_ms": 500}))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 2)
+        await until(lambda: control.fleet._sending is None)
+        engine.take_inbox()
+        assert [s.revision for s in engine.settings] == [2]
+
+
+ABSURD: dict[str, dict[str, Any]] = {
+    "no lease": {},
+    "a lease of a millisecond": {"lease_ms": 1},
+    "a section's lease": {"lease_ms": 1000, "entropy_lease_ms": 1},
+    "an interval without end": {"lease_ms": 1000, "report_interval_steps": 1 << 31},
+    "a text without end": {"lease_ms": 1000, "closing_text": "x" * 100_000},
+    "a marker without end": {"lease_ms": 1000, "think_end_token_ids": [1] * 1000},
+}
+
+
+@pytest.mark.parametrize("fields", ABSURD.values(), ids=ABSURD.keys())
+async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, str], fields: dict[str, Any]) -> None:
+    """They are refused, and the stream goes on: taken in, a lease of 0 was over before any answer."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        engine.open("a")
+        settings = agent_pb2.Settings(nonce=1, revision=7, **fields)
+        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await engine.steps_until(lambda: "settings_status" in servicer.kinds())
+        (status,) = [m.settings_status for m in servicer.received if m.HasField("settings_status")]
+        assert (status.nonce, status.revision) == (1, 0)
+        assert " must " in status.error
+        await engine.steps_until(lambda: servicer.kinds().count("step") > 5)
+        assert servicer.kinds().count("hello") == 1
+        assert engine.settings == []
+        assert engine.link.refused == {}, "a server's own revision of that number is another one"
+
+
+async def test_settings_for_an_idle_engine(scripted: tuple[Scripted, str]) -> None:
+    """However many come while it rests, or its agent is off, the newest are all that is kept; each is answered."""
+    servicer, target = scripted
+    servicer.reading.set()
+    with LinkedEngine([target]) as engine:
+        for nonce in range(1, INBOX_MESSAGES + 3):
+            settings = agent_pb2.Settings(nonce=nonce, revision=nonce, lease_ms=30_000)
+            servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
+        await until(lambda: engine.link.revision == INBOX_MESSAGES + 2, 30)
+        await until(lambda: servicer.kinds().count("settings_status") == INBOX_MESSAGES + 2, 30)
+        assert (len(engine.link.arrived), servicer.kinds().count("hello")) == (0, 1)
+        engine.open("a")
+        engine.step()
+        assert engine.link.held is not None
+        assert engine.link.held[0].revision == INBOX_MESSAGES + 2
+
+
+@pytest.mark.parametrize(("ahead", "given"), [(2, 2), (9, 2)], ids=["of this replica", "of the store"])
+async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control, ahead: int, given: int) -> None:
+    """Another replica stored what this one has not heard of; or it is a store that began anew."""
+    await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
+    engine = LinkedEngine([control.target])
+    engine.link.revision = ahead
+    with engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == given)
+        assert [settings.revision for settings in engine.settings] == [given]
+
+
+async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RETRY_S", 0.01)
+    refusals = 0
+    away = True
+
+    async def refresh() -> None:
+        nonlocal refusals
+        if away:
+            refusals += 1
+            raise StoreUnavailable("away")
+        await control.refresh()
+
+    monkeypatch.setattr(control.fleet, "_refresh", refresh)
+    engine = LinkedEngine([control.target])
+    engine.link.revision = 3
+    with engine, LinkedEngine([control.target], "other") as other:
+        await until(lambda: refusals > 2 and other.settings)
+        await control.set_policy(policy())
+        await until(lambda: other.link.revision == 2)
+        assert not engine.settings
+        await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
+        away = False
+        await until(lambda: engine.settings and other.link.revision == 3)
+        assert [settings.revision for settings in engine.settings] == [3]

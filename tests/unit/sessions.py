@@ -1,0 +1,111 @@
+"""A session connected to a fake agent that checks every message, for the tests of sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
+
+from meridian_agent.link.messages import step_report as merge
+from meridian_control.decision_log.journal import Journal
+from meridian_control.decision_log.log import DecisionLog
+from meridian_control.session.session import Session
+from tests.fakes.agent import ALL, FakeAgent, Script, hello
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from meridian_agent.core.step_record import StepRecord
+    from meridian_control.policy.model import Policy
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+EARLY = {"min_think_tokens": 0}
+CALIBRATED = {
+    "shadow": False,
+    "ema_alpha": 1.0,
+    "eat_warmup_samples": 4,
+    "eat_probe_interval_tokens": 2,
+    "rpdi_threshold": 0.0,
+}
+
+
+@dataclass
+class Stream:
+    """A session and a fake agent, connected; `now` moves on only when a test says so."""
+
+    agent: FakeAgent = field(default_factory=FakeAgent)
+    capabilities: agent_pb2.Capabilities = field(default_factory=lambda: ALL)
+    hello_fields: dict[str, Any] = field(default_factory=dict)
+    now: datetime = NOW
+    revision: int = 0
+    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
+    responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
+    log: DecisionLog = field(default_factory=DecisionLog)
+
+    def __post_init__(self) -> None:
+        self.agent.checker.capabilities = self.capabilities
+        self.hello = hello(capabilities=self.capabilities, **self.hello_fields)
+        journal = Journal(self.log, self.hello.engine_id, self.hello.incarnation, "s", self.now)
+        self.session = Session("s", self.hello, self.now, journal)
+        self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+
+    def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:
+        self.responses += responses
+        for response in responses:
+            self.agent.receive(response)
+
+    def pump(self) -> list[agent_pb2.ConnectResponse]:
+        """Exchange messages until both sides have said all; returns what the session said."""
+        before = len(self.responses)
+        while said := self.agent.heard():
+            for message in said:
+                self.trace.append((self.now, message))
+                self.deliver(self.session.on_message(message, self.now))
+        return self.responses[before:]
+
+    def apply(self, new: Policy) -> list[agent_pb2.ConnectResponse]:
+        self.revision += 1
+        self.trace.append((self.now, (self.revision, new)))
+        before = len(self.responses)
+        self.deliver(self.session.on_policy(self.revision, new))
+        self.pump()
+        return self.responses[before:]
+
+    def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
+        """Engine steps; returns all directives that came, merged."""
+        merged = agent_pb2.Directives()
+        for _ in range(count):
+            self.agent.step()
+            self.now += timedelta(milliseconds=then_ms)
+            for response in self.pump():
+                merged.MergeFrom(response.directives)
+        return merged
+
+    def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
+        entropy = fields.pop("entropy_nats", 0.5)
+        return self.agent.open(name, Script(think, answer, entropy), **fields).slot
+
+    def say(self, steps: int = 1, **fields: Any) -> None:
+        """A report that the agent did not make, of the steps that come next."""
+        step = self.session._ledger.step + steps
+        self.session.on_message(step_report(step=step, steps=steps, **fields), self.now)
+
+    def merged(self, records: list[StepRecord]) -> None:
+        """One report of steps that the agent has made, at the time of the last one."""
+        report = merge(records)
+        self.session.on_message(agent_pb2.ConnectRequest(step=report), NOW + timedelta(seconds=records[-1].ended_s))
+
+    def balanced(self) -> bool:
+        totals = self.session.totals
+        return sum(totals.decisions.values()) == sum(totals.outcomes.values()) + len(self.session.open_decisions)
+
+
+def stream(first: Policy | None = None, **fields: Any) -> Stream:
+    made = Stream(**fields)
+    made.apply(first or policy())
+    return made
+
+
+def step_report(**fields: Any) -> agent_pb2.ConnectRequest:
+    return agent_pb2.ConnectRequest(step=agent_pb2.StepReport(**{"step": 1, "steps": 1, **fields}))
