@@ -1,7 +1,7 @@
-"""A process with the agent's real link that forks over and over, as `test_forks` starts it, until it stands still.
+"""A process with the agent's real link that forks many times, as `test_forks` starts it.
 
-Arguments: the server's address, how many forks, `anew` to have the stream begin anew beside them, and files of a CA and
-a token, or none.
+Arguments: the server's address, the number of forks, `anew` to restart the stream before each fork, and the files of a
+CA and of a token. `anew` and the files may be missing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meridian_agent.link import control_stream as link_module
 from meridian_agent.link.credentials import AgentCredentials
 from tests.fakes.linked import LinkedEngine
 
-# A fork that takes longer, with all that its child does, stands still: then this process says where, and ends.
+# A fork that takes longer, with all that its child does, has hung: the process then prints its stacks and exits.
 STANDS_S = 120.0
 STEP_S = 0.003
-# Longest until the fork: from the stream's end, as its channel is closed and another one opened, or from a report, as
-# its answer comes.
+# Longest delay before a fork, so that forks fall into the moments in which the link closes a channel and opens another
+# one, or in which the answer to a report arrives.
 DELAY_S = 0.004
 
 
 def main(target: str, forks: str, anew: str = "", ca: str = "", token_file: str = "") -> None:
     chance = random.Random(3)
-    # A stream that ends at once does not make the next one wait.
+    # The link does not wait before the next stream, even if a stream ends at once.
     link_module.SETTLED_S = 0.0
     with LinkedEngine([target], credentials=AgentCredentials(ca=ca, token_file=token_file)) as engine:
         engine.open("a")
@@ -47,7 +47,7 @@ def main(target: str, forks: str, anew: str = "", ca: str = "", token_file: str 
         faulthandler.cancel_dump_traceback_later()
     print(f"forked {forks} times over {engine.streams} streams", flush=True)
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    assert "grpc_global_tim" in threads, "gRPC's core went with the stream"
+    assert "grpc_global_tim" in threads, "gRPC's core was shut down with the stream"
 
 
 def until_connected(engine: LinkedEngine) -> None:
@@ -58,7 +58,7 @@ def until_connected(engine: LinkedEngine) -> None:
 
 
 def fork() -> None:
-    """The child ends at once."""
+    """Fork a child that exits at once, and wait for the child."""
     pid = os.fork()
     if not pid:
         os._exit(0)
@@ -67,6 +67,6 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
-    # That forks are no good with threads is what is tried here.
+    # Python warns about forks of a process with threads, which is what this program tests.
     warnings.simplefilter("ignore", DeprecationWarning)
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A gRPC server behind the gate, open to everybody: services are served in tests as they are served."""
+"""A gRPC server behind the control plane's gate, open to everybody, for tests of single services."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def gated(database: Database) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
-    """A server to add services to and start, and its address; stopped in the end."""
+    """Yield a server, to which the caller adds services before starting it, and its address; stop the server at the
+    end."""
     gate = Gate(Access(), Limiter(CallLimits()), AuditLog(database, lambda: datetime.now(UTC)))
     server = grpc.aio.server(interceptors=[gate])
     port = server.add_insecure_port("127.0.0.1:0")

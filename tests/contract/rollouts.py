@@ -1,4 +1,4 @@
-"""A control plane with rollouts, and engines with labels, for the tests of rollouts; the test moves the time."""
+"""A control plane with rollouts and engines with labels, for the tests of rollouts; the tests set the clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL = {"percent": 100.0, "bake_s": 2.0}
 
 
 class Engine(LinkedEngine):
-    """One with labels, whose policies must never get older."""
+    """An engine with labels, which asserts at its end that it never got an older revision than before."""
 
     def __init__(self, control: Control | Process, engine_id: str, pool: str) -> None:
         super().__init__([control.target], engine_id)
@@ -56,14 +56,16 @@ class Engine(LinkedEngine):
         assert given == sorted(given)
 
     async def has(self, revision: int) -> None:
-        """It has applied the revision and, where the control plane can be asked, that has heard of it."""
+        """Wait until the engine has applied the revision and, if the control plane runs in this process, has
+        acknowledged it there."""
         await until(lambda: self.link.revision == revision)
         if isinstance(control := self.control, Control):
             await until(lambda: control.knows(self.engine_id, revision))
 
 
 class Control:
-    """A control plane in this process with a clock of its own, stopped; `start` again keeps port and store."""
+    """A control plane in this process, whose clock moves only when a test moves it. A second `start` keeps port and
+    store."""
 
     def __init__(self, store: PolicyStore, leads: bool = True) -> None:
         self.store, self.port, self.leads = store, 0, leads
@@ -99,7 +101,7 @@ class Control:
         self.following.cancel()
         await self.channel.close()
         await self.server._server.stop(None)
-        # A database connection in use is not left behind.
+        # Wait for calls that still use a database connection.
         await self.server._gate.settle()
         await self.fleet.settle()
 
@@ -107,7 +109,7 @@ class Control:
         return (await self.stub.StartRollout(starting(*steps, **fields))).rollout
 
     async def ticks(self, count: int = 1) -> rollout_pb2.Rollout:
-        """Seconds of the driver's."""
+        """Advance the clock by `count` seconds with one tick of the rollout driver each, and return the rollout."""
         for _ in range(count):
             self.now += timedelta(seconds=1)
             await self.rollouts.tick()
@@ -120,7 +122,7 @@ class Control:
         return (await self.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
 
     async def step(self, engine: LinkedEngine, seconds: float, **wanted: int) -> None:
-        """One engine step that takes so long; its report is there on return."""
+        """Make one engine step that takes `seconds`, and wait until its report has arrived."""
         self.now += timedelta(seconds=seconds)
         engine.take_inbox()
         engine.send(engine.engine.run(wanted))

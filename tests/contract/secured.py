@@ -1,4 +1,4 @@
-"""A control plane in the test's process with TLS and an access file, and clients of it by name."""
+"""A control plane in the test's process with TLS and an access file, and clients that call it by their names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from meridian_control.access.client_credentials import ClientCredentials
     from meridian_control.access.rate_limits import CallLimits
 
-# By common name; "nobody" has a certificate and no role.
+# A client whose certificate has one of these common names has the role of the same name; the client "nobody" has a
+# certificate and no role.
 ROLES = ("viewer", "operator", "admin", "agent")
 ACCESS = "".join(f'[[identity]]\ncn = "{role}"\nrole = "{role}"\n' for role in ROLES)
 
@@ -37,7 +38,7 @@ def utc_now() -> datetime:
 
 
 class Secured:
-    """`stop` and `start` again keep port and store."""
+    """A control plane with TLS; a `start` after a `stop` keeps port and store."""
 
     def __init__(
         self, folder: Path, store: PolicyStore, limits: CallLimits | None = None, client_ca: bool = True
@@ -75,7 +76,7 @@ class Secured:
         return agent.AgentCredentials(**vars(self.credentials(name)))
 
     def channel(self, who: str | ClientCredentials) -> grpc.aio.Channel:
-        """A connection of its own, in the name of `who`."""
+        """Open a connection of its own with the credentials of `who`."""
         credentials = self.credentials(who) if isinstance(who, str) else who
         options = [("grpc.use_local_subchannel_pool", 1)]
         tls = credentials.channel()
@@ -83,7 +84,7 @@ class Secured:
 
 
 class Clients:
-    """The services over one channel."""
+    """The stubs of the control plane's services over one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
@@ -95,7 +96,7 @@ class Clients:
 async def securing(
     folder: Path, address: str = "", limits: CallLimits | None = None, client_ca: bool = True
 ) -> AsyncIterator[Secured]:
-    """`address` is the database's, by default a SQLite file in `folder`."""
+    """Run a `Secured` on the database at `address`, by default a SQLite file in `folder`."""
     store = PolicyStore(await Database.open(address or f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
     secured = Secured(folder, store, limits, client_ca)
     try:

@@ -1,4 +1,5 @@
-"""A control plane in this process, a scripted server and calls of a bad client, for the tests of the stream."""
+"""A control plane in this process, a scripted server, and calls of a client that misbehaves, for tests of the
+stream."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def utc_now() -> datetime:
 
 
 class Control:
-    """A control plane in this process; `kill` and `start` again keep port and store."""
+    """A control plane in this process; a `start` after a `kill` keeps port and store."""
 
     def __init__(self, store: PolicyStore) -> None:
         self.store = store
@@ -62,7 +63,7 @@ class Control:
 
     async def kill(self) -> None:
         await self.server._server.stop(None)
-        # A database connection in use is not left behind.
+        # Wait for calls that still use a database connection.
         await self.server._gate.settle()
         await self.fleet.settle()
 
@@ -87,7 +88,8 @@ async def controlling(path: Path) -> AsyncIterator[Control]:
 
 
 class Scripted(agent_pb2_grpc.AgentServiceServicer):
-    """A server that says what a test tells it to, and reads only while `reading` is set."""
+    """A server that sends the responses which a test puts into `say`, and reads requests only while `reading` is
+    set."""
 
     def __init__(self) -> None:
         self.received: list[agent_pb2.ConnectRequest] = []

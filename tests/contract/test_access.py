@@ -1,4 +1,4 @@
-"""TLS, identities and roles on a real server: real handshakes on loopback, certificates made for the test."""
+"""TLS, identities and roles on a real server: real handshakes on loopback, with certificates made for the test."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
 
 
 async def code_of(secured: Secured, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """What comes of calling a method with an empty message; OK for a stream that begins."""
+    """Call a method with an empty message and return the status code, which is OK if a stream begins."""
     call: Any = channel.stream_stream(f"/{method}")()
     await call.write(b"")
     await call.done_writing()
@@ -78,12 +78,13 @@ async def engines(channel: grpc.aio.Channel) -> Any:
 
 
 def test_every_method_has_a_decision() -> None:
-    """Whoever adds a method says in `access.RULES` who may call it."""
+    """`access.RULES` says for every method who may call the method."""
     assert set(METHODS) <= set(RULES)
 
 
 def test_the_table() -> None:
-    """What changes something is recorded and not for viewers; what nobody decided on is for administrators only."""
+    """Methods that change something are recorded and closed to viewers; a method without a rule is for administrators
+    only."""
     unknown = rule_of("/meridian.v1.NewService/Do")
     assert (unknown.role, unknown.recorded) == (Role.ADMIN, True)
     reading = ("Get", "List", "Watch", "Diff", "Explain", "ServerReflection", "Check", "Connect")
@@ -182,7 +183,8 @@ async def test_an_agent_is_its_own_engine_only(secured: Secured) -> None:
 
 
 async def test_the_link_takes_new_files_for_its_next_stream(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
-    """Its certificate's authority is replaced while it runs: refused with the old one, connected with the new one."""
+    """The server's CA is replaced while the link runs: no stream begins with the old files, and one begins with the new
+    files."""
     credentials = secured.agent("agent")
     with LinkedEngine([secured.target], "agent", credentials=credentials) as engine:
         engine.open("a")
@@ -250,7 +252,8 @@ async def test_certificates_that_are_not_accepted(secured: Secured) -> None:
 
 
 async def test_certificates_are_renewed_without_a_restart(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
-    """Of both sides at once, by replacing files one after the other; an open connection stays."""
+    """Server and client replace their certificate files one after the other; a connection that is already open stays
+    open."""
     old = secured.credentials("viewer")
     old_ca = secured.folder / "old-ca.pem"
     shutil.copy(old.ca, old_ca)
@@ -279,13 +282,14 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
 
 @pytest.mark.parametrize("whose", ["server", "viewer"])
 async def test_certificates_that_expire(secured: Secured, whose: str) -> None:
-    """Open connections stay, new ones are refused until there is a new certificate."""
+    """After a certificate has expired, open connections stay, and new ones are refused until there is a new
+    certificate."""
     expires_s = time.time() + 2
     issued = secured.authority.issue(whose, lasts=timedelta(seconds=2))
     viewer = issued.credentials() if whose == "viewer" else secured.credentials("viewer")
     async with secured.channel(viewer) as opened:
         await engines(opened)
-        # A certificate's end is in whole seconds.
+        # A certificate stores its end in whole seconds, so the test waits for one second more.
         await until(lambda: time.time() > expires_s + 1)
         async with secured.channel(viewer) as channel:
             assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
@@ -305,7 +309,7 @@ def token(key: str = SECRET, **claims: Any) -> str:
 
 @pytest.fixture
 async def by_token(tmp_path: Path) -> AsyncIterator[Secured]:
-    """Without client certificates."""
+    """A control plane whose clients show tokens instead of certificates."""
     async with securing(tmp_path, client_ca=False) as running:
         (tmp_path / "secret").write_text(SECRET)
         running.access.write_text('[jwt]\nissuer = "issuer"\naudience = "meridian"\nsecret_file = "secret"\n')
@@ -313,7 +317,7 @@ async def by_token(tmp_path: Path) -> AsyncIterator[Secured]:
 
 
 async def shown(secured: Secured, shown: str) -> grpc.StatusCode:
-    """What comes of a read with that token, from a file as clients have it."""
+    """Make a read call with the token `shown`, which the client reads from a file, and return the status code."""
     file = secured.folder / "token"
     file.write_text(shown + "\n")
     async with secured.channel(ClientCredentials(ca=str(secured.authority.file), token_file=str(file))) as channel:
@@ -364,7 +368,8 @@ async def test_an_agent_by_token(by_token: Secured) -> None:
 def test_replicas_know_each_other_by_certificate(
     tmp_path: Path, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One lists the other's engine, until that one's role is taken away."""
+    """One replica lists the other replica's engine, until the access file no longer gives the replicas' certificate a
+    role."""
     authority, access = Authority(tmp_path), tmp_path / "access.toml"
     own = authority.issue("replica")
     access.write_text(ACCESS + '[[identity]]\ncn = "replica"\nrole = "operator"\n')

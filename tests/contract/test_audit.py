@@ -33,7 +33,7 @@ NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of either kind."""
+    """Return the address of an empty database, of each kind in turn."""
     if request.param == "postgresql":
         return str(request.getfixturevalue("postgres").database())
     return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
@@ -52,7 +52,7 @@ async def records(secured: Secured, **fields: Any) -> list[audit_pb2.AuditRecord
 
 
 async def ended(call: Any) -> Any:
-    """A call's answer, or its status code."""
+    """Return a call's answer, or its status code if the call fails."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -60,7 +60,8 @@ async def ended(call: Any) -> Any:
 
 
 async def test_what_is_recorded(secured: Secured) -> None:
-    """Success, refusal by role, failure, trial and bad request of changes; reads and records of reads are not."""
+    """Changes are recorded, whether they succeed, fail, are refused by role, are only validated or are malformed;
+    reads, also of audit records, are not recorded."""
     policy = policy_pb2.Policy()
     async with secured.channel("operator") as channel, secured.channel("viewer") as viewing:
         operator, viewer = Clients(channel), Clients(viewing)
@@ -198,11 +199,12 @@ async def test_a_flood_of_refusals_is_cut_off(address: str, monkeypatch: pytest.
         await database.close()
 
 
-# ------------------------------------------------------------------------------------- when the record cannot be kept
+# ------------------------------------------------------------------------------------------ failures of the audit log
 
 
 class Slow(policy_pb2_grpc.PolicyServiceServicer):
-    """Updates do what the test wants."""
+    """A PolicyService whose updates wait for the test, and then succeed, fail or lose their outcome as the test
+    wants."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -252,7 +254,7 @@ async def test_a_caller_that_hangs_up_does_not_end_the_record(slow: tuple[Slow, 
 
 
 async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) -> None:
-    """The caller hears no more than that; the record has the kind of error."""
+    """The caller hears only that the server failed; the audit record has the type of the exception."""
     service, log, stub = slow
     service.go.set()
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -268,7 +270,8 @@ async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) 
 async def test_an_outcome_that_cannot_be_recorded(
     slow: tuple[Slow, AuditLog, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller gets the true answer, the log has the outcome; the next call is not served without a record."""
+    """If an outcome cannot be recorded, the caller still gets the true answer, and the outcome goes to the log. The
+    next call, which cannot be recorded either, is refused."""
     service, _, stub = slow
     service.go.set()
     service.drop = True
@@ -298,7 +301,7 @@ async def test_a_request_that_is_too_large(slow: tuple[Slow, AuditLog, Any]) -> 
 
 
 async def ctl(secured: Secured, who: str, *arguments: str) -> Any:
-    """meridianctl in somebody's name, from a context file."""
+    """Run meridianctl with the certificate of `who`, which a context file names."""
     issued = secured.authority.issue(who)
     contexts = secured.folder / "contexts.toml"
     fields = (
@@ -320,7 +323,7 @@ async def test_meridianctl(tmp_path: Path) -> None:
         assert refused.stderr.startswith('PERMISSION_DENIED: "viewer" is viewer; ')
         assert (await ctl(secured, "operator", "audit")).exit_code == 4
         table = await ctl(secured, "admin", "audit")
-        # Long cells go on below.
+        # Cells that are too long continue on indented lines below.
         heading, *rows = [line.split() for line in table.stdout.splitlines() if not line.startswith("  ")]
         assert heading == ["time", "principal", "role", "peer", "method", "outcome", "before", "after", "what", "why"]
         assert [(row[1], row[4], row[5]) for row in rows] == [

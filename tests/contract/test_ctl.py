@@ -35,14 +35,15 @@ OK, FAILED, INVALID, UNREACHABLE = range(4)
 
 
 class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
-    """Serves what the test puts in, one entry a page."""
+    """A FleetService that serves the engines and requests which the test sets, one entry per page."""
 
     def __init__(self) -> None:
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
         self.watch_ends = False
-        # What a recording gets, and the status it then ends with; None for a stream that stays.
+        # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
+        # open.
         self.records: list[fleet_pb2.TraceRecord] = []
         self.records_end: grpc.StatusCode | None = None
 
@@ -99,7 +100,7 @@ class Control:
 
 
 async def run(*arguments: object, server: str) -> Result:
-    """Run the command line on a thread, so that the server's loop goes on."""
+    """Run the command line on a thread, so that the server's event loop goes on."""
     environment = {"MERIDIAN_SERVER": server, "USER": "ann", "NO_COLOR": "1"}
     command = [str(argument) for argument in arguments]
     result = await asyncio.to_thread(CliRunner().invoke, app, command, env=environment)
@@ -236,7 +237,7 @@ async def applied(control: Control, file: Path, text: str, *options: object) -> 
 
 
 def rows(result: Result) -> list[list[str]]:
-    """A table's cells, none of which has spaces in it."""
+    """Return the cells of a printed table, in which no cell contains a space."""
     assert result.exit_code == OK
     return [line.split() for line in result.stdout.splitlines()]
 
@@ -343,7 +344,8 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_where_the_address_comes_from(
     control: Control, file: Path, contexts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line, then the environment, then the file; an address before a name."""
+    """The command line goes before the environment, the environment before the file, and an address before a context's
+    name."""
     nowhere = "127.0.0.1:1"
     contexts.write_text(
         f'current = "here"\n[contexts.here]\nserver = "{control.address}"\n[contexts.gone]\nserver = "{nowhere}"'
@@ -482,7 +484,7 @@ async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path)
         result = await control(command)
         assert (result.exit_code, result.stderr) == (OK, missing)
     result = await control("wait", "--timeout", 0)
-    assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of theirs may lag"
+    assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of unreachable replicas may lag behind"
 
 
 async def test_wait_stops_at_a_refusal(control: Control) -> None:

@@ -1,6 +1,9 @@
-"""Store and delivery as one state machine: real servers, the agents' real links. Whatever writers do at once, whichever
-ACKs get lost, whoever reconnects, dies, or does not hear of changes for a while: revisions never go backwards on an
-engine, nothing acknowledged is lost, and in the end every engine has the newest policy."""
+"""Policy store and delivery as one state machine, with real servers and the agents' real links.
+
+Writers write at once, ACKs get lost, and engines and replicas reconnect, die or hear of no changes for a while. Still
+revisions never go backwards on an engine, no acknowledged revision is lost, and in the end every engine has the newest
+policy.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENGINES = 3
-# What happens between two rules.
+# Time that servers and links get between two rules.
 PAUSE_S = 0.02
 CONVERGED_S = 20.0
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 class Engine(LinkedEngine):
-    """`applied` has what it put in force, in order. It can refuse, and lose its stream in place of its next ACK."""
+    """An engine that lists in `applied` the revisions that it put in force, in order. The engine can refuse settings,
+    and can lose its stream instead of sending its next ACK."""
 
     def __init__(self, targets: list[str], name: str, rng: random.Random) -> None:
         super().__init__(targets, name, shuffle=rng.shuffle)
@@ -62,7 +66,7 @@ class Engine(LinkedEngine):
 
 
 class Replica:
-    """A control plane in this process, on a port of its own."""
+    """A control plane in this process, with a port of its own."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -94,7 +98,7 @@ class Replica:
         self.following: asyncio.Task[None] = asyncio.create_task(self.store.follow(self.fleet.set_policy))
 
     async def die(self) -> None:
-        """Without a word to anybody."""
+        """Stop the replica without telling any engine or replica."""
         self.alive = False
         self.following.cancel()
         await self.server._server.stop(None)
@@ -104,7 +108,7 @@ class Replica:
 
 
 class DeliveryMachine(RuleBasedStateMachine):
-    """One replica on SQLite."""
+    """The state machine with one replica on SQLite."""
 
     address: str
     replica_count = 1
@@ -113,7 +117,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.number = 0
-        # Policies of acknowledged revisions.
+        # The number in the policy of each acknowledged revision.
         self.acknowledged: dict[int, int] = {}
         self.replicas = [Replica(self.address) for _ in range(self.replica_count)]
         for replica in self.replicas:
@@ -208,7 +212,7 @@ class DeliveryMachine(RuleBasedStateMachine):
                 await replica.start()
             elif replica.following.done():
                 replica.hear()
-        # One that nobody has refused.
+        # Write a revision that no engine has refused.
         await self._write(self.replicas[0])
         while 1000 + self.number not in self.acknowledged.values():
             await self._write(self.replicas[0])
@@ -239,7 +243,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
 
 class ReplicatedMachine(DeliveryMachine):
-    """Two replicas on PostgreSQL."""
+    """The state machine with two replicas on PostgreSQL."""
 
     postgres: Postgres
     replica_count = 2
@@ -299,7 +303,7 @@ def quick() -> settings:
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
-        # An example that fails takes CONVERGED_S: it is not made smaller.
+        # Hypothesis does not shrink an example that fails, because each failure takes CONVERGED_S.
         phases=[Phase.generate],
     )
 

@@ -1,5 +1,8 @@
-"""Callers that send nonsense, or hang up: what they cost a real control plane in lines, bytes and memory, and that the
-others are served meanwhile. `python -m tests.fuzz.flood` floods one by hand for as long as one likes."""
+"""Callers that send nonsense or hang up: what they cost a real control plane in log lines, bytes and memory, while
+other callers are served.
+
+`python -m tests.fuzz.flood` floods a control plane by hand, for any time.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# Of each kind of call, and connections; before memory is looked at first, and then.
+# Numbers of calls of each kind, and of connections: before memory is measured for the first time, and after that.
 WARM, CALLS = 40, 160
-# One host's lines: FAULTS' for a few causes, and two for each engine that may be told of.
+# Limits of what one flooding host may cost. Its log lines are those that FAULTS allows for a few causes, and two for
+# each engine that may be named.
 MAX_LINES, MAX_BYTES, MAX_GROWTH_MB = 500, 60_000, 12
 ANSWERS = {
     "stream of garbage": INVALID,
@@ -76,7 +80,7 @@ async def test_a_flood_costs_a_few_lines_and_little_memory(own: Process) -> None
     counted = await asyncio.to_thread(value, own, "meridian_client_faults_total", cause="invalid_request")
     assert counted >= (WARM + CALLS) * sum(code is INVALID for code in ANSWERS.values())
     for code in ("UNKNOWN", "INTERNAL"):
-        # Those are for bugs; a caller that is gone while it is refused is none.
+        # UNKNOWN and INTERNAL are for bugs of the server; a caller that hangs up while it is refused is no bug.
         assert await asyncio.to_thread(value, own, "grpc_server_handled_total", grpc_code=code) == 0, code
     assert await own.terminate() == 0
     log = own.log()
@@ -89,7 +93,8 @@ async def test_a_flood_costs_a_few_lines_and_little_memory(own: Process) -> None
 
 
 async def test_what_was_refused_is_not_kept_until_the_garbage_is_collected(tmp_path: Path) -> None:
-    """gRPC's exception for a call that was ended is part of a circle: what hangs on it stays for a while."""
+    """gRPC's exception for an ended call is part of a reference cycle, so the objects that it refers to stay until a
+    collection. A session must not be among them."""
     async with opened(tmp_path, Access()) as running:
         flood = Flood(f"{HERE}:{running.port}")
         gc.collect()
@@ -97,7 +102,7 @@ async def test_what_was_refused_is_not_kept_until_the_garbage_is_collected(tmp_p
         try:
             await flood.run(4)
             await until(lambda: not running.fleet.connections)
-            # To ask an object for its class may warn, as some of torch's do.
+            # `isinstance` would ask each object for its class, which makes some of torch's objects warn.
             kept = [found for found in gc.get_objects() if type(found) is Session]
         finally:
             gc.enable()
@@ -117,7 +122,7 @@ async def test_no_path_ends_the_server(tmp_path: Path, path: bytes) -> None:
 
 
 async def frame_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The next frame's kind and payload. Raises IncompleteReadError at the end of the connection."""
+    """Return the next frame's kind and payload. Raises IncompleteReadError at the end of the connection."""
     head = await reader.readexactly(9)
     return head[3], await reader.readexactly(int.from_bytes(head[:3]))
 
@@ -132,7 +137,7 @@ async def frame_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 async def test_who_says_nothing_does_not_keep_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, said: bytes
 ) -> None:
-    """Each option ends such a connection; gRPC's own are minutes and never."""
+    """Each of these options ends a silent connection; gRPC's own values are several minutes and never."""
     assert dict(control_server.SERVER_OPTIONS)[option] <= 5 * 60_000
     short: Any = [(name, 100 if name == option else value) for name, value in control_server.SERVER_OPTIONS]
     monkeypatch.setattr(control_server, "SERVER_OPTIONS", short)

@@ -1,6 +1,7 @@
-"""Forks of an engine's process beside a stream: neither that process nor a child ever stands still, and streams go on.
+"""Forks of an engine's process beside a stream: neither that process nor a child ever hangs, and streams go on.
 
-The link and its server are real, and so are the forks, in a process of its own for gRPC's environment.
+The link, its server and the forks are real. The forks run in a process of their own, so that the test can set gRPC's
+environment variables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Answers(agent_pb2_grpc.AgentServiceServicer):
-    """Welcomes, and answers each report at once. What each stream showed is kept."""
+    """A server that welcomes agents and answers each report at once. `shown` lists the tokens that the streams
+    presented."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -40,7 +42,7 @@ class Answers(agent_pb2_grpc.AgentServiceServicer):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[Answers, str, str]]:
-    """Its answers, where it listens, and where with TLS, with the authority `ca.pem` in the folder."""
+    """Yield the service, its address without TLS and its address with TLS; `ca.pem` in the folder is the authority."""
     answers, issued = Answers(), Authority(tmp_path).issue("server")
     server = grpc.server(ThreadPoolExecutor(16))
     agent_pb2_grpc.add_AgentServiceServicer_to_server(answers, server)
@@ -59,7 +61,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Answers, str, str]]:
 def test_nobody_stands_still(
     server: tuple[Answers, str, str], tmp_path: Path, how: str, support: str, forks: int
 ) -> None:
-    """Without the variable, which is gRPC's default, its core has its threads stop all the same."""
+    """Even without GRPC_ENABLE_FORK_SUPPORT, which is gRPC's default, gRPC's core stops its threads for a fork."""
     answers, plain, tls = server
     arguments = [plain, str(forks), "" if how == "serving" else "anew"]
     if how == "token":
@@ -70,7 +72,7 @@ def test_nobody_stands_still(
     try:
         assert process.popen.wait(600) == 0, process.output()[-4000:]
     finally:
-        # Its children, too, if they stand still.
+        # This call also kills children that hang.
         process.kill()
     said = re.search(rf"forked {forks} times over (\d+) streams", process.output())
     assert said, process.output()[-4000:]

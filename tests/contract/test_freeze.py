@@ -88,7 +88,7 @@ async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
         assert made == Freeze(1, match, "ann", "döner\n", NOW, NOW + MINUTE)
         assert one.told == [(made,)]
     async with stored(url) as again:
-        assert await again.store.look() == (made,), "it outlives a restart"
+        assert await again.store.look() == (made,), "a freeze outlives a restart"
         again.now = NOW + MINUTE - timedelta(microseconds=1)
         assert await again.store.look() == (made,)
         again.now = NOW + MINUTE
@@ -106,7 +106,7 @@ async def test_thawing_ends_one_or_all(url: str) -> None:
         assert [f.freeze_id for f in await one.store.thaw(0)] == [3, 1]
         assert one.told[-1] == ()
         assert await one.store.thaw(0) == []
-        assert (await one.store.add(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "numbers are not used again"
+        assert (await one.store.add(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "freeze ids are not used again"
 
 
 async def test_two_at_once_have_two_numbers(url: str) -> None:
@@ -163,13 +163,14 @@ async def test_a_recording_of_a_frozen_engine_begins_with_that(control: Control)
 
 
 async def test_frozen_and_thawed(control: Control) -> None:
-    """While frozen nothing is decided and every open decision has its outcome; afterwards all is told anew."""
+    """While an engine is frozen nothing is decided, and every open decision gets its outcome; after the thaw the
+    control plane sends all decisions again."""
     with LinkedEngine([control.target]) as engine:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         made = await freeze(control.target)
         await until(lambda: engine.link.arrived)
-        assert not confirmed(control), "it holds from the next step on"
+        assert not confirmed(control), "a freeze takes effect in the next step"
         await engine.steps_until(lambda: confirmed(control))
         shown = control.engine().freeze
         assert (list(shown.freeze_ids), shown.end_time) == ([1], made.end_time)
@@ -241,7 +242,8 @@ async def test_time_ends_a_freeze(control: Control) -> None:
 
 
 async def test_a_restart_forgets_no_freeze(control: Control) -> None:
-    """Neither the control plane's nor the engine's; and one thawed meanwhile ends when they meet again."""
+    """Neither a restart of the control plane nor one of the engine ends a freeze. A thaw that comes while engine and
+    control plane are apart takes effect when they connect again."""
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections)
         await freeze(control.target)
@@ -261,7 +263,7 @@ async def test_a_restart_forgets_no_freeze(control: Control) -> None:
 
 
 async def test_frozen_by_its_own_environment(control: Control) -> None:
-    """Neither the control plane nor time ends that."""
+    """Neither the control plane nor time ends a freeze that the engine's own environment sets."""
     engine = LinkedEngine([control.target])
     engine.link.freeze_for(float("inf"))
     with engine:
@@ -328,7 +330,7 @@ async def test_meridianctl(control: Control) -> None:
 
 
 async def test_meridianctl_says_who_has_not_confirmed(control: Control) -> None:
-    """An engine with live requests that makes no step cannot."""
+    """An engine that has live requests and makes no step cannot confirm a freeze."""
     with LinkedEngine([control.target], "stuck") as stuck, LinkedEngine([control.target], "idle"):
         stuck.open("a")
         await until(lambda: len(control.fleet.connections) == 2)

@@ -1,4 +1,4 @@
-"""Bounds on what callers may ask for, on a real server: engines' streams have their turn whatever the others do."""
+"""Limits on callers of a real server: the streams of engines are served, however many calls others make."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.Monkey
     for number in range(100):
         clock.now += 0.05
         limiter.place(Kind.CALL, f"b{number}").close()
-        assert len(limiter._rates) <= 10 + 20, "those of the last second, and ten"
+        assert len(limiter._rates) <= 10 + 20, "the limiter remembers the callers of the last second, and ten more"
     clock.now += 1
     limiter.place(Kind.CALL, "a").close()
 
@@ -80,7 +80,8 @@ def test_rates_belong_to_one_caller_and_are_forgotten(monkeypatch: pytest.Monkey
 
 
 async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None:
-    """Callers that never let up, two served at a time: the others are refused, the engine's rounds go on."""
+    """Many callers never pause, and the server serves two calls at a time: it refuses the other calls and goes on
+    answering the engine's reports."""
     limits = CallLimits(calls_per_s=1e9, burst=10**9, calls=2, all_calls=2)
     stop = asyncio.Event()
     served, refused = [0], [0]

@@ -1,4 +1,4 @@
-"""What a scrape of a real control plane says, and that the catalogue lists all of it and nothing else."""
+"""The metrics in a scrape of a real control plane: the catalogue lists all of them, and no others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own(tmp_path: Path) -> Iterator[Process]:
 
 
 def scraped(process: Process) -> dict[str, Metric]:
-    """The families of ours under the names they are exposed with."""
+    """Return Meridian's metric families by the names under which they are exposed."""
     found = {}
     for family in text_string_to_metric_families(process.metrics()):
         if family.name.startswith(OURS) and not family.name.endswith("_created"):
@@ -47,7 +47,7 @@ def scraped(process: Process) -> dict[str, Metric]:
 
 
 def value(process: Process, name: str, **labels: str) -> float:
-    """The sum of the samples with this name and these labels."""
+    """Return the sum of the samples with this name and these labels."""
     samples = [s for family in scraped(process).values() for s in family.samples if s.name == name]
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
 

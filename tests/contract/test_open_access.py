@@ -1,7 +1,8 @@
-"""A control plane that asks nobody who they are: this host changes things, other hosts connect engines and read.
+"""A control plane without access control: callers on its own host may change things, other hosts may connect engines
+and read.
 
-The stranger is a connection to this machine's own network address: a server sees that address as the caller's, and it
-is none of the loopback addresses.
+The stranger connects to this machine's own network address, so that the server sees a caller address which is not a
+loopback address.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ FLAGS = ("--access FILE", "--client-ca FILE", "--insecure")
 
 
 def elsewhere() -> str:
-    """An address of this machine that is not loopback."""
+    """Return an address of this machine that is not loopback."""
     if (host := own_host()).startswith(("127.", "::1")) or not host[0].isdigit():
         pytest.skip("this machine has no network address but loopback")
     return f"[{host}]" if ":" in host else host
@@ -55,7 +56,7 @@ def elsewhere() -> str:
 
 @dataclass
 class Open:
-    """A server on all addresses; `tls` is the authority whose certificate it shows, if it has one."""
+    """A server on all addresses; `tls` is the authority of its certificate, or None for a server without TLS."""
 
     fleet: Fleet
     port: int
@@ -65,7 +66,7 @@ class Open:
         options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
         if self.tls is None:
             return grpc.aio.insecure_channel(f"{host}:{self.port}", options)
-        # The certificate holds the loopback address only.
+        # The certificate names only the loopback address, so the client expects that name.
         options.append(("grpc.ssl_target_name_override", HERE))
         credentials = grpc.ssl_channel_credentials(self.tls.file.read_bytes())
         return grpc.aio.secure_channel(f"{host}:{self.port}", credentials, options)
@@ -87,7 +88,7 @@ async def opened(folder: Path, access: Access, tls: bool = False, listen: str = 
 
 
 async def code_of(running: Open, channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """What comes of calling a method with an empty message; OK for a stream that begins."""
+    """Call a method with an empty message and return the status code, which is OK if a stream begins."""
     call: Any = channel.stream_stream(f"/{method}")()
     await call.write(b"")
     await call.done_writing()
@@ -130,7 +131,7 @@ async def test_a_stranger_is_told_what_would_let_it_in_and_is_recorded(tmp_path:
             status = await rpc_status.aio.from_call(Clients(channel).policy.UpdatePolicy(request))
         assert status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
         assert status.message.startswith("PolicyService/UpdatePolicy is for callers on the control plane's own host")
-        assert all(flag in status.message for flag in FLAGS), "it was cut"
+        assert all(flag in status.message for flag in FLAGS), "the message was cut"
         info = error_details_pb2.ErrorInfo()
         assert status.details[0].Unpack(info)
         assert (info.reason, dict(info.metadata)) == ("HOST_ONLY", {"flags": "--access --client-ca --insecure"})
@@ -155,7 +156,8 @@ async def test_a_unix_socket_is_this_host(tmp_path: Path) -> None:
 async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reading needs nothing. A recording is named as incomplete, and the log has the reason once."""
+    """Reading from the replica needs no role. A recording names the replica as unreachable, and the log has the reason
+    once."""
     async with opened(tmp_path, Access()) as running:
         other = Replica("other", f"{elsewhere()}:{running.port}")
         peers = Peers(lambda: [other], ClientCredentials())

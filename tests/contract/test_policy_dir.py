@@ -1,4 +1,5 @@
-"""The policy from a mounted directory, changed as a kubelet changes a ConfigMap's: a link renamed over the old one."""
+"""The policy from a mounted directory that changes as a kubelet changes a ConfigMap: a link is renamed over the old
+link."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ COMPLAINT = "entropy.ema_alpha must be in (0, 1]; got 2"
 
 
 class ConfigMap:
-    """A mounted ConfigMap: meridian.toml → ..data/meridian.toml, ..data → a folder of its own for every version."""
+    """A mounted ConfigMap: meridian.toml links to ..data/meridian.toml, and ..data links to a folder of its own for
+    every version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,12 +60,12 @@ async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
 
 @asynccontextmanager
 async def watching(store: PolicyStore, folder: Path) -> AsyncIterator[list[StoredRevision]]:
-    """What comes of the directory while it is watched, its beginning included."""
+    """Watch the directory, and yield the revisions that come into force, including the revision at the start."""
     changes: list[StoredRevision] = []
     directory = PolicyDirectory(folder, store, changes.append, lambda: NOW)
     await directory.begin()
     watcher = asyncio.create_task(directory.watch())
-    # The watch begins; what comes before would be seen at the next look only.
+    # Let the watch begin, because an earlier change would be seen only at the next poll.
     await asyncio.sleep(0.05)
     yield changes
     watcher.cancel()

@@ -43,13 +43,13 @@ class Service:
         return (await self.answer(**fields)).revision
 
     async def refusal(self, **fields: Any) -> Any:
-        """The google.rpc.Status of an update that fails."""
+        """Return the google.rpc.Status of an update that fails."""
         request = policy_pb2.UpdatePolicyRequest(**{"policy": policy_pb2.Policy(), **fields})
         return await rpc_status.aio.from_call(self.stub.UpdatePolicy(request))
 
 
 def subject(engine_id: str, request_id: str) -> Subject:
-    """One engine, and on it one request with a cap of its own."""
+    """Return the one engine, or its one request, which has a cap of its own. Raises NotFound for other ids."""
     if engine_id not in ("", "e") or request_id not in ("", "r"):
         raise NotFound(f"no {engine_id} {request_id}")
     own = (None, 50) if request_id else ()
@@ -86,7 +86,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 def detail(status: Any, kind: Any) -> Any:
-    """The one detail of that kind."""
+    """Return the status's only detail of this kind."""
     (found,) = [packed for packed in status.details if packed.Is(kind.DESCRIPTOR)]
     message = kind()
     found.Unpack(message)
@@ -368,7 +368,7 @@ async def test_an_unreadable_revision_does_not_hide_the_others(service: Service,
 
 
 class PausingStore(PolicyStore):
-    """Lets a test act between the commit and its acknowledgement."""
+    """A policy store that lets a test act between a commit and its acknowledgement."""
 
     committed: asyncio.Event
     go_on: asyncio.Event

@@ -1,4 +1,4 @@
-"""Recording from a real server: what a recording holds, and that no recorder ever holds up an agent."""
+"""Recording from a real server: the contents of a recording, and that no recorder ever delays an agent."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OK, FAILED, INVALID, UNREACHABLE = range(4)
 
 
 class Recorder:
-    """A client of RecordTrace that reads when it is told to."""
+    """A client of RecordTrace that reads only when a test tells it to read."""
 
     def __init__(self, control: Control, engine_id: str = "") -> None:
-        # The transport takes no more than it must on behalf of a client that does not read.
+        # The transport buffers no more than it must for a client that does not read.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         self.channel = grpc.aio.insecure_channel(control.target, options)
         stub = fleet_pb2_grpc.FleetServiceStub(self.channel)
@@ -61,13 +61,13 @@ class Recorder:
 
 
 async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
-    """Play an agent's whole stream, its requests opened now and then, and leave."""
+    """Play the whole stream of an agent, which opens a request from time to time, and disconnect."""
     async with grpc.aio.insecure_channel(target) as channel:
         call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
 
         async def listen() -> None:
-            # Past the checker: the agent steps on while answers are under way.
+            # The responses bypass the agent's checker, because the agent makes steps while answers are under way.
             async for response in call:
                 if response.HasField("settings"):
                     settings = response.settings
@@ -88,7 +88,7 @@ async def stream_of(target: str, agent: FakeAgent, steps: int) -> None:
 
 
 def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResponse]:
-    """What a new session answers to a recorded one's messages, at the recorded times."""
+    """Return what a new session answers to the messages of a recorded session, at the recorded times."""
     first = records[0]
     session = Session(first.session_id, first.up.hello, first.time.ToDatetime(UTC))
     said: list[agent_pb2.ConnectResponse] = []
@@ -125,7 +125,7 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
 
 
 async def test_a_refused_message_is_in_no_recording(control: Control) -> None:
-    """What is recorded replays."""
+    """A recording holds only messages that replay, so a message that the session refused is left out."""
     async with Recorder(control) as recorder, call_to(control.target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
         opened = agent_pb2.RequestOpened(slot=0, request_id="a")
@@ -212,7 +212,7 @@ async def read_into(got: list[fleet_pb2.TraceRecord], recorder: Recorder) -> Non
 
 
 def last_step_of(records: list[fleet_pb2.TraceRecord]) -> int:
-    """The newest step; none is missing before it."""
+    """Return the newest step, and assert that no step before it is missing."""
     reports = [record.up.step for record in records if record.up.HasField("step")]
     for earlier, later in pairwise(reports):
         assert later.step - later.steps == earlier.step
@@ -241,7 +241,7 @@ async def test_record_for_a_while(control: Control, tmp_path: Path) -> None:
         await engine.steps_until(engine.caps)
         result = await run("record", tmp_path / "a.trace", "--engine", "e", "--duration", 0.5, server=control.target)
     assert result.exit_code == OK, result.output
-    # What was under way when it began may come in it.
+    # The recording begins on a running stream, so exactly its first record says that it joined late.
     first, *later = [r.joined_late for r in read(tmp_path / "a.trace")]
     assert first
     assert later
@@ -303,7 +303,7 @@ async def test_record_without_a_server(tmp_path: Path) -> None:
 
 
 async def test_record_that_the_server_ends(tmp_path: Path) -> None:
-    """What came before is kept, as a whole trace."""
+    """The records that arrived before the server's error are kept, as a whole trace."""
     fleet = FakeFleet()
     fleet.records = traces.records([traces.made_up(0)])
     fleet.records_end = grpc.StatusCode.RESOURCE_EXHAUSTED

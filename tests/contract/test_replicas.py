@@ -1,4 +1,4 @@
-"""Control planes as processes over one store: what one is told reaches the engines of all, and nothing acknowledged is
+"""Control planes as processes over one store: a change at one reaches the engines of all, and nothing acknowledged is
 lost when one is killed."""
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from tests.postgres import Postgres
 
 WRITERS, UPDATES = 4, 12
-# Otherwise channels share connections, and one that was killed fails the others' calls too.
+# Without this option channels share connections, and a control plane that is killed fails the calls of other channels
+# too.
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @pytest.fixture
 def replicas(tmp_path: Path, postgres: Postgres) -> Iterator[list[Process]]:
-    """Three on one PostgreSQL."""
+    """Yield three control planes on one PostgreSQL, none of which has started yet."""
     address, folders = postgres.database(), [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -51,7 +52,7 @@ async def history(target: str) -> list[policy_pb2.PolicyRevision]:
 
 async def test_a_change_reaches_the_engines_of_every_replica(replicas: list[Process]) -> None:
     await asyncio.gather(*(process.started() for process in replicas))
-    assert [len(await history(process.target)) for process in replicas] == [1, 1, 1], "one of them came first"
+    assert [len(await history(process.target)) for process in replicas] == [1, 1, 1], "one replica stores the policy"
     one, two, three = replicas
     with LinkedEngine([two.target], "second") as second, LinkedEngine([three.target], "third") as third:
         await until(lambda: second.link.revision == third.link.revision == 1)

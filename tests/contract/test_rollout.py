@@ -1,4 +1,5 @@
-"""Rollouts end to end: a real server over a real store, several agents on their real links, time moved by the test."""
+"""Rollouts end to end: a real server over a real store, several agents on their real links, and a clock that the test
+moves."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None
         with Engine(control, "new-a", "canary-2") as new_a, Engine(control, "new-b", "main") as new_b:
             await new_a.has(2)
             await new_b.has(1)
-            assert [s.revision for s in new_a.settings] == [2], "at once what it is to have"
+            assert [s.revision for s in new_a.settings] == [2], "a new engine gets its revision at once"
             assert (await control.ticks(2)).step == 1
             assert (await control.in_force()).revision == b.link.revision == 1
             found = await control.ticks(1)
@@ -69,7 +70,7 @@ async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None
             current = await control.in_force()
             assert (current.revision, current.author, current.policy.fallback.lease_ms) == (2, "ann", 6000)
             await control.ticks(2)
-            assert [s.revision for s in b.settings] == [1, 2], "nothing is sent twice"
+            assert [s.revision for s in b.settings] == [1, 2], "no revision is sent twice"
 
 
 async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control: Control) -> None:
@@ -82,7 +83,7 @@ async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control
         await until(lambda: control.fleet.departed)
         found = await control.ticks(6)
         assert (found.step, found.waiting_for) == (1, "1 engines to connect again")
-        assert (await control.ticks(2)).step == 2, "no guardrail says otherwise"
+        assert (await control.ticks(2)).step == 2, "no guardrail keeps the rollout from going on"
 
 
 async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:
@@ -123,7 +124,7 @@ async def test_pause_and_resume(control: Control) -> None:
         assert (paused.state, paused.events[-1].author, paused.events[-1].reason) == (PAUSED, "eve", "lunch")
         assert (await control.ticks(20)).step == 1
         resumed = (await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest(etag=paused.etag))).rollout
-        assert (await control.stub.PauseRollout(request)).rollout.state == resumed.state == RUNNING, "repeated"
+        assert (await control.stub.PauseRollout(request)).rollout.state == resumed.state == RUNNING, "a repeated call"
         stale = rollout_pb2.AbortRolloutRequest(etag=paused.etag)
         code, text = await refusal(control.stub.AbortRollout(stale))
         assert (code, text) == (
@@ -183,17 +184,18 @@ async def test_an_engine_whose_labels_change_keeps_what_it_has(control: Control)
 
 
 async def test_two_replicas(postgres_address: str) -> None:
-    """One drives, engines of both follow; then the other drives on."""
+    """One replica drives the rollout and the engines of both replicas follow; then the other replica drives it to its
+    end."""
     async with controlling(postgres_address) as one, controlling(postgres_address, leads=False) as two:
         with Engine(one, "a", "main") as a, Engine(two, "b", "canary") as b, Engine(two, "c", "main") as c:
-            # What another part provides in a real fleet.
+            # In a real fleet another module lists the engines of all replicas.
             for control in (one, two):
                 control.rollouts._engines = lambda: [*one.fleet.engines(), *two.fleet.engines()]
             for engine in (a, b, c):
                 await engine.has(1)
             await one.begin(CANARY, {"percent": 0.0, "bake_s": 2.0}, ALL)
             await b.has(2)
-            assert (await two.ticks(20)).step == 1, "it does not lead"
+            assert (await two.ticks(20)).step == 1, "a replica that does not lead drives no rollout"
             assert (await one.ticks(3)).step == 2
             one.leads, two.leads = False, True
             two.now = one.now
@@ -255,14 +257,14 @@ async def test_a_directory_waits_for_the_end(
     (folder / "meridian.toml").write_text("fallback.lease_ms = 7000")
     await control.begin(ALL)
     directory = policy_dir.PolicyDirectory(folder, control.store, control.fleet.set_policy, control.clock)
-    assert (await directory.begin()).revision == 1, "a start with a rollout under way"
+    assert (await directory.begin()).revision == 1, "the directory can be opened while a rollout is active"
     watching = asyncio.create_task(directory.watch())
 
     def complaints() -> list[str]:
         return [r.message for r in caplog.records if r.levelno == logging.ERROR and "active" in r.message]
 
     await until(complaints)
-    # Looks that follow complain no more.
+    # Later polls of the directory log no further error.
     await asyncio.sleep(0.5)
     await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
     while (await control.in_force()).policy.fallback.lease_ms != 7000:
@@ -273,7 +275,7 @@ async def test_a_directory_waits_for_the_end(
     ]
 
 
-# --------------------------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------------------------ requests
 
 
 async def test_a_checked_start(control: Control) -> None:

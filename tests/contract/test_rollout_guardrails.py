@@ -23,17 +23,17 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
 
 
 async def answers(control: Control, engine: Engine, gap_s: float) -> None:
-    """Ten answer tokens, so far apart."""
+    """Let the engine give ten answer tokens, `gap_s` apart."""
     engine.open("answering", prompt=(TEXT,))
     for _ in range(11):
         await control.step(engine, gap_s, answering=TEXT)
-    # A new policy is applied at the next step, or at once where none is to come.
+    # Without a live request the engine applies a new policy at once, instead of at its next step.
     engine.engine.finish("answering")
     await control.step(engine, gap_s)
 
 
 async def thinks(control: Control, engine: Engine, wait_s: float, answer_tokens: int, rounds: int = 1) -> None:
-    """Five requests that think, and answer after a wait; in further rounds they think again."""
+    """Let five requests think and answer after a wait; in further rounds they think again."""
     for number in range(5):
         name = f"r{number}"
         engine.open(name)
@@ -116,7 +116,8 @@ async def test_a_guardrail_takes_the_candidate_back(
 
 
 async def test_a_refusal_halts(control: Control) -> None:
-    """And what an engine refuses it is not sent again; once resumed, the refusal still stands."""
+    """A refusal halts the rollout, and the engine is not sent the refused revision again. After a resume the same
+    refusal halts the rollout once more."""
     with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
         await a.has(1)
         await b.has(1)

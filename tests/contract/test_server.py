@@ -38,7 +38,7 @@ STOP_S = 120.0
 
 
 class Process:
-    """One control plane. Its folder holds the store and the log."""
+    """A control plane as a process; its folder holds the store and the log."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """One process for all tests that leave it as it is."""
+    """Yield one process for all tests that leave it as it is."""
     process = Process(tmp_path_factory.mktemp("control"))
     asyncio.run(process.started())
     yield process
@@ -111,7 +111,7 @@ async def channel(running: Process) -> AsyncIterator[grpc.aio.Channel]:
         yield opened
 
 
-# ---------------------------------------------------------------------------------------------------- what it serves
+# ---------------------------------------------------------------------------------------------------------- services
 
 
 async def test_health_of_every_service(channel: grpc.aio.Channel) -> None:
@@ -232,11 +232,12 @@ def test_pages(count: int, size: int, token: str, expected: tuple[int, int, str]
     assert page(count, size, token) == expected
 
 
-# ---------------------------------------------------------------------------------------------------- how it stops
+# -------------------------------------------------------------------------------------------------------- shutdown
 
 
 async def test_sigterm(own: Process) -> None:
-    """Health changes first, agents are told, and the process ends within its grace although streams are open."""
+    """Health changes first, agents are told to go away, and the process ends within its grace period although streams
+    are open."""
     await own.started()
     async with grpc.aio.insecure_channel(own.target) as opened:
         health = health_pb2_grpc.HealthStub(opened).Watch(health_pb2.HealthCheckRequest())
@@ -272,15 +273,15 @@ async def test_state_survives_a_restart(own: Process) -> None:
         await own.started()
         await engine.steps_until(lambda: engine.caps() == [(0, 777)] * 2)
         assert [s.revision for s in engine.settings] == [2, 2]
-        assert [s.nonce for s in engine.settings] == [1, 1], "the nonce belongs to the stream"
+        assert [s.nonce for s in engine.settings] == [1, 1], "nonces are counted per stream"
         assert await own.terminate() == 0
 
 
-# --------------------------------------------------------------------------------------------- how it does not start
+# ---------------------------------------------------------------------------------------------------- refused starts
 
 
 async def complaint_of(process: Process) -> str:
-    """The one line the process leaves behind, gRPC's own aside."""
+    """Return the only line that the process logs, apart from gRPC's own lines."""
     process.start()
     assert await process.ended() == 2
     (line,) = [line for line in process.log().splitlines() if "add_port.cc" not in line]
@@ -315,7 +316,7 @@ async def test_an_address_without_a_port(own: Process) -> None:
 
 
 async def test_an_access_file_without_tls(own: Process) -> None:
-    """Nobody could show who they are."""
+    """Without TLS no caller could prove who it is, so the process does not start."""
     (access := own.folder / "access.toml").write_text("")
     own.target, own.options = ":50051", ("--access", str(access))
     assert await complaint_of(own) == (
@@ -343,7 +344,7 @@ def warnings(process: Process) -> list[str]:
 
 
 async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -> None:
-    """With --listen :50051 and nothing else; the status page says the same."""
+    """With only --listen :50051, the log and the status page say the same about who may do what."""
     port, page_port = own.target.rpartition(":")[2], free_port()
     own.options = ("--listen", f":{port}", "--page-listen", f"127.0.0.1:{page_port}")
     await own.started()
@@ -364,7 +365,7 @@ async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -
 
 
 async def test_insecure_is_said_aloud(own: Process) -> None:
-    """And on a Unix socket nobody else is there."""
+    """With --insecure the log names the risk. On a Unix socket nothing is logged, because no other host can connect."""
     port = own.target.rpartition(":")[2]
     own.options = ("--listen", f":{port}", "--insecure")
     await own.started()

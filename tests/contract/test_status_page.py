@@ -1,4 +1,4 @@
-"""The status page: what it is told over HTTP, and what a browser makes of it."""
+"""The status page: the data that it gets over HTTP, and what a browser shows."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     import pytest
     from playwright.async_api import Page
 
-# How a place on the page is called here.
+# JavaScript that names an element of the page, and JavaScript that names the element with the focus.
 NAME = "(e) => `${e.tagName} ${e.id || e.textContent.slice(0, 40)}`"
 PLACE = f"({NAME})(document.activeElement)"
 
 
 @asynccontextmanager
 async def served(path: Path) -> AsyncIterator[tuple[Control, str]]:
-    """A control plane with its page, and the page's address."""
+    """Yield a control plane that serves its status page, and the page's address."""
     async with controlling(path / "meridian.db") as control:
         await control.set_policy(policy(scheduler={"max_think_tokens": 5}))
         whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
@@ -147,7 +147,7 @@ async def _status(session: aiohttp.ClientSession, address: str) -> int:
 
 @asynccontextmanager
 async def browsing() -> AsyncIterator[tuple[Page, list[str]]]:
-    """A page of a headless Chromium, and what it complains about."""
+    """Yield a page in a headless Chromium, and the list of the page's errors and warnings."""
     chromium = CHROMIUM.require()
     from playwright.async_api import async_playwright
 
@@ -195,7 +195,7 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path)
             assert any("cap: hard cap" in e and "scheduler.max_think_tokens" in e for e in events)
             spans = await page.locator("#life-spans li").all_inner_texts()
             assert [s.partition(" ")[0] for s in spans[:2]] == ["thinking", "answering"]
-            # The next second's rows leave the focus where it is.
+            # An update of the rows does not move the focus.
             await page.locator("#request-id").focus()
             await page.keyboard.type("x")
             await asyncio.sleep(1.5)
@@ -209,7 +209,7 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(tmp_path: Path)
 
 @asynccontextmanager
 async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[LinkedEngine]:
-    """A page with an engine, a request's life, a rollout, a freeze and an engine whose agent is off."""
+    """Show on the page an engine, a request's life, a rollout, a freeze and an engine whose agent is off."""
     plan = Plan.model_validate({"step": [{"percent": 0, "bake_s": 60}, {"percent": 100}], "guardrails": {"nacks": 0}})
     fleet = control.fleet
     whole = WholeFleet(fleet, "replica-1", None, lambda: True)
@@ -254,7 +254,7 @@ async def test_the_page_stands_still_while_it_is_paused(tmp_path: Path) -> None:
         await page.get_by_role("button", name="Pause updates").press("Enter")
         with LinkedEngine([control.target]):
             await until(lambda: control.fleet.connections)
-            # Two more looks have reached a viewer beside it, so they have reached the page.
+            # Another viewer has received two more updates, so the page has received them too.
             await page.evaluate(
                 "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
             )
@@ -272,12 +272,13 @@ async def test_everything_is_reached_by_tab(tmp_path: Path) -> None:
             await page.keyboard.press("Tab")
             here = await page.evaluate(PLACE)
         wanted = await page.evaluate(f"[...document.querySelectorAll('a, button, input, .scroll')].map({NAME})")
-        assert set(wanted) <= set(reached), "a place that Tab does not reach"
+        assert set(wanted) <= set(reached), "Tab does not reach every control"
         assert await page.locator("a.skip").evaluate("e => e.getBoundingClientRect().right") < 0
 
 
 async def test_what_a_screen_reader_needs_is_there(tmp_path: Path) -> None:
-    """Checked by axe, in both colour schemes, wide and narrow; nothing is wider than a phone's screen."""
+    """The axe checker finds no violation in both colour schemes, wide and narrow; nothing is wider than a phone's
+    screen."""
     from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 
     async with browsing() as (page, _), served(tmp_path) as (control, address), eventful(control, address, page):

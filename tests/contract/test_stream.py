@@ -32,7 +32,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
         engine.step()
 
         def told() -> bool:
-            """Without a step: on a busy machine there would be more of them than the cap allows."""
+            """Take in decisions without a step, because a busy machine would make more steps than the cap allows."""
             engine.take_inbox()
             return (1, 9) in engine.caps()
 
@@ -46,7 +46,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
             engine.engine.finish(name)
         await engine.steps_until(lambda: not control.engine().open_decisions)
         shown = control.engine()
-        # What comes once the engine is idle the link answers for, without the engine.
+        # Once the engine is idle, the link answers decisions itself, and the engine does not see those decisions.
         own = engine.engine.outcomes.values()
         assert sum(shown.decisions.values()) == sum(shown.outcomes.values()) >= len(own)
         assert {len(outcomes) for outcomes in own} == {1}
@@ -57,7 +57,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
 
 
 async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None:
-    """No step is running that could carry an outcome."""
+    """An idle engine makes no step that could carry an outcome, so the link reports the outcomes."""
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         await control.set_policy(policy(scheduler={"shadow": True}))
@@ -67,7 +67,7 @@ async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None
         await engine.steps_until(lambda: engine.caps() == [(0, 32768)])
         plan = engine.engine.directives.plan
         assert plan is not None
-        assert plan.shadow, "the plan that came while it idled holds"
+        assert plan.shadow, "the plan that came while the engine was idle is in force"
 
 
 async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
@@ -82,9 +82,9 @@ async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
         snapshot, step = servicer.received[1].snapshot, servicer.received[2].step
         (row,) = snapshot.requests
         assert (row.slot, row.request_id) == (0, "a")
-        # On a busy machine the report has more steps than the snapshot's.
-        assert row.think_tokens == snapshot.step == step.step - step.steps + 1, "one token a step"
-        assert len(step.tokens.slot) == step.steps - 1, "the step's own tokens are in the snapshot"
+        # On a busy machine the report has more steps than the snapshot's own step.
+        assert row.think_tokens == snapshot.step == step.step - step.steps + 1, "the request gets one token per step"
+        assert len(step.tokens.slot) == step.steps - 1, "the first step's token is in the snapshot"
         await engine.steps_until(lambda: len(servicer.received) > 5)
         assert "snapshot" not in servicer.kinds()[2:]
         reports = [m.step for m in servicer.received[3:]]
@@ -92,7 +92,7 @@ async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
 
 
 async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: tuple[Scripted, str]) -> None:
-    """Its record speaks of the old stream's decisions, whose numbers the new one gives out again."""
+    """A record with outcomes of the old stream is dropped, because the new stream uses the same decision ids again."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -118,9 +118,9 @@ async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, s
             engine.step()
         await until(lambda: sum(m.step.steps for m in servicer.received) == 301)
         reports = [m.step for m in servicer.received if m.HasField("step")]
-        assert [r.steps for r in reports] == [300, 1], "the last one did not wait for ever"
+        assert [r.steps for r in reports] == [300, 1], "the last step did not wait for 299 more"
         merged = reports[0].merged
-        # The first of them is in the snapshot.
+        # The token of the first step is in the snapshot.
         assert list(merged.rows) == [0, *[1] * 299]
         assert list(merged.age_ms) == sorted(merged.age_ms, reverse=True)
         assert merged.age_ms[0] > merged.age_ms[-1] == 0
@@ -138,12 +138,12 @@ async def test_two_engines_at_once(control: Control) -> None:
         assert [e.engine_id for e in control.fleet.engines()] == ["one", "two"]
         await control.set_policy(policy())
         await one.steps_until(lambda: control.engine("one").acked_revision == 2)
-        assert control.engine("two").acked_revision == 1, "it makes no step"
+        assert control.engine("two").acked_revision == 1, "engine two makes no step"
         await two.steps_until(lambda: control.engine("two").acked_revision == 2)
 
 
 async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control: Control) -> None:
-    """The end of a half-open stream may go unnoticed for long; an engine is listed once all the same."""
+    """The control plane may notice late that a half-open stream has ended, and still lists each engine only once."""
     hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e", incarnation="1"))
     async with grpc.aio.insecure_channel(control.target) as channel:
         stub = agent_pb2_grpc.AgentServiceStub(channel)
@@ -162,14 +162,14 @@ async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control:
 
 @pytest.mark.parametrize(("lease_ms", "wait_s"), [(0, 0.25), (2000, 0.25), (400, 0.1)])
 def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s: float) -> None:
-    """An interval of so many steps that a section's lease would be over before the first answer."""
+    """An interval of many steps does not delay a report until a section's lease is over."""
     engine = LinkedEngine(["nobody"])
     engine.link.hold(agent_pb2.Settings(lease_ms=30_000, scheduler_lease_ms=lease_ms), None)
     assert engine.link.merge_s == wait_s
 
 
 async def step_of_a_long_interval(engine: LinkedEngine) -> None:
-    """The engine's first step, on a stream whose reports wait for hours unless something presses."""
+    """Make the engine's first step, on a stream whose reports wait for hours unless a record must be sent at once."""
     engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
     engine.link.merge_s = 3600.0
     engine.open("a")
@@ -189,7 +189,7 @@ async def test_the_last_step_before_a_rest_is_told_at_once(scripted: tuple[Scrip
 
 
 async def test_a_stream_tells_where_things_stand_at_once(scripted: tuple[Scripted, str]) -> None:
-    """The snapshot that begins it waits for no interval."""
+    """The snapshot that begins a stream does not wait for the report interval."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -222,8 +222,8 @@ async def test_all_who_watch_share_a_look(control: Control, monkeypatch: pytest.
         looks = 0
         for _ in range(4):
             await asyncio.gather(*(watch.read() for watch in watches))
-        # One for each tick; some more where the machine is slow.
-        assert 3 <= looks <= 12, "32 messages were sent"
+        # The watchers share one look per tick; a slow machine needs a few more looks.
+        assert 3 <= looks <= 12, "the server sent 32 messages"
         for watch in watches:
             watch.cancel()
 
@@ -234,7 +234,7 @@ async def test_an_agent_that_steps_aside_says_hello_anew(control: Control) -> No
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         engine.link.restart()
         await engine.steps_until(lambda: engine.streams == 2 and control.names() == ["a"])
-        # The old stream's end is noticed by itself, or because of the new one.
+        # The control plane notices the end of the old stream by itself, or because the new stream replaces it.
         await until(lambda: control.fleet.stream_ends in ({"disconnected": 1}, {"replaced": 1}))
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
 

@@ -1,4 +1,4 @@
-"""Streams that end or break: the agent connects again and loses no outcome without a report."""
+"""Streams that end or break: the agent connects again, and each decision still has its outcome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         assert engine.link.lapsed()
         await control.start()
         await until(lambda: engine.link.connected)
-        assert engine.link.lapsed(), "nobody knows of its requests yet"
+        assert engine.link.lapsed(), "the control plane does not know the requests yet"
         await engine.steps_until(lambda: not engine.link.lapsed())
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
         assert (engine.streams, control.names()) == (2, ["a"])
@@ -45,7 +45,7 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         engine.engine.finish("a")
         await engine.steps_until(lambda: not control.engine().open_decisions)
         assert "agent_off" not in control.engine().outcomes
-        assert control.fleet.totals().unknown_outcomes == 0, "outcomes of the old stream are not this one's"
+        assert control.fleet.totals().unknown_outcomes == 0, "no outcome of the old stream may reach the new stream"
 
 
 async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> None:
@@ -59,7 +59,7 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
             engine.step()
         assert not engine.link.connected
         assert engine.link.outbox.ring.qsize() == 0
-        assert engine.link.outbox.reports_dropped == 0, "nothing was promised to anybody"
+        assert engine.link.outbox.reports_dropped == 0, "reports before a welcome do not count as dropped"
         clock.now += 30.1
         assert engine.link.lapsed()
 
@@ -81,7 +81,7 @@ async def test_a_server_that_never_answers_is_left_for_another(
 async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
     scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer with each attempt in vain."""
+    """The link waits longer for a welcome after each attempt that failed."""
     servicer, target = scripted
     servicer.welcomes = False
     monkeypatch.setattr(link, "PATIENCE_S", (0.05, 60.0))
@@ -94,7 +94,7 @@ async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
 
 
 async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: tuple[Scripted, str]) -> None:
-    """Else a fleet of agents would keep one that is about to fail busy with itself."""
+    """The delay between calls grows, so that a fleet of agents does not overload a server that is about to fail."""
     servicer, target = scripted
     servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
     began_s = time.monotonic()
@@ -114,20 +114,21 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         await until(lambda: engine.link.connected)
         engine.take_inbox()
         gaps, dropped = 0, False
-        # A send that waited for the server would not come back.
+        # This loop would hang if `send` waited for the server.
         for sent in range(400_000):
             reports_dropped = engine.link.outbox.reports_dropped
             record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
             record.phases = record.flags = record.rows = [2] * 50
             engine.send(record)
             before, dropped = dropped, engine.link.outbox.reports_dropped > reports_dropped
-            # What gRPC takes out at last may make room for some records more.
+            # gRPC may still take out some records after the first loss, which makes room for a few more.
             gaps += dropped and not before
             assert engine.link.outbox.ring.qsize() <= RING_RECORDS + 2
             if engine.link.outbox.reports_dropped >= 100:
                 break
         assert engine.link.outbox.reports_dropped == 100
-        # It recovers: what had waited arrives, then a snapshot in place of what was lost, and no outcome is missing.
+        # When the server reads again, the waiting records arrive, then a snapshot in place of the lost records, and no
+        # outcome is missing.
         servicer.reading.set()
         await until(lambda: engine.link.outbox.ring.qsize() == 0)
         last = StepRecord(step=sent + 1, counters=(("reports_dropped", engine.link.outbox.reports_dropped),))
@@ -142,17 +143,18 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
 
 
 async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that stands still: rather than lose a decision unseen, the stream begins anew."""
+    """If the engine makes no step, it takes in no messages, and the link begins a new stream rather than lose a
+    decision unnoticed."""
     servicer, target = scripted
     with LinkedEngine([target]) as engine:
         engine.open("a")
         for number in range(INBOX_MESSAGES + 1):
             servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
         await until(lambda: servicer.kinds().count("hello") == 2, 20)
-        assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the one too many is let go with the others"
+        assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the last message is dropped too"
         await until(lambda: engine.link.connected)
         engine.take_inbox()
-        assert engine.streams == 1, "what the old stream said is gone with it"
+        assert engine.streams == 1, "messages of the old stream are dropped with the stream"
     assert any("connecting anew" in r.message for r in caplog.records)
 
 
@@ -162,7 +164,7 @@ def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:
 
 
 async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) -> None:
-    """No step takes in more than a little over its share, and in the end each decision has its outcome."""
+    """No step takes in many more than STEP_DECISIONS decisions, and in the end each decision has its outcome."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -184,7 +186,8 @@ async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str]) ->
 async def test_a_flood_past_all_measure_ends_the_stream(
     scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
-    """Whatever waits stays bounded, also for an idle engine, for which the link answers, and nobody reads."""
+    """Every queue stays bounded, also for an idle engine, for which the link reports outcomes that the server does not
+    read."""
     monkeypatch.setattr(outbox, "RING_RECORDS", 50)
     for name in ("INBOX_MESSAGES", "INBOX_DECISIONS"):
         monkeypatch.setattr(inbox, name, 50)

@@ -14,7 +14,8 @@ from tests.fakes.tables import policy
 
 
 async def test_a_sections_own_lease(scripted: tuple[Scripted, str]) -> None:
-    """Past it, what the section decided has ended; the others go on until their own, or the general one."""
+    """When a section's lease is over, the section's decisions end; other sections go on until their own lease or the
+    general lease is over."""
     servicer, target = scripted
     servicer.reading.set()
     clock = Clock()
@@ -85,7 +86,8 @@ async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: tuple[Scri
 
 
 async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple[Scripted, str]) -> None:
-    """No step of its own comes any more; the engine is stock vLLM already."""
+    """An agent that has stepped aside makes no step, and its engine is stock vLLM already, so the link confirms the
+    freeze at once."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -124,7 +126,7 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
         await until(lambda: engine.link._unheard_since is None)
         clock.now = 100.0
-        assert not engine.link.lapsed(), "nothing was said that is to be answered"
+        assert not engine.link.lapsed(), "no report waits for an answer"
         engine.step()
         clock.now = 130.0
         assert not engine.link.lapsed()
@@ -133,15 +135,16 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         await until(lambda: servicer.kinds().count("hello") == 2)
         await until(lambda: engine.link.connected)
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
-        assert engine.link.lapsed(), "a new stream is no answer yet"
-        assert servicer.kinds().count("hello") == 2, "and has as long for one as the old one had"
+        assert engine.link.lapsed(), "a new stream alone renews no lease"
+        assert servicer.kinds().count("hello") == 2, "a new stream has a full lease for its first answer"
         servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
         await until(lambda: not engine.link.lapsed())
     assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
 
 
 async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
-    """And closes each stream: no lease is renewed by that. One answer is enough to go on."""
+    """A server that welcomes and closes streams again and again renews no lease. One answer from the control plane
+    makes the agent READY again."""
     servicer, target = scripted
     servicer.reading.set()
     clock = Clock()
@@ -161,7 +164,7 @@ async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplo
 
 
 async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
-    """Its last report may have none: hours later it is as ready as ever, and its stream the same."""
+    """The last report of an idle engine may get no answer; hours later the agent is still READY, on the same stream."""
     clock = Clock()
     with LinkedEngine([control.target], clock=clock) as engine:
         engine.open("a")

@@ -1,4 +1,4 @@
-"""Settings on the stream: the agent applies, acknowledges or refuses the policies that a control plane sends."""
+"""Settings on the stream: an agent applies, acknowledges or refuses each policy that the control plane sends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: p
 
 
 async def test_changes_without_end_are_sent_all_the_same(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only that ends the wait, however long the pauses between changes are on a busy machine.
+    # Only MAX_WAIT_S ends the wait, however long the pauses between changes are on a busy machine.
     monkeypatch.setattr(fleet, "QUIET_S", 60.0)
     monkeypatch.setattr(fleet, "MAX_WAIT_S", 1.0)
     with LinkedEngine([control.target]) as engine:
@@ -75,7 +75,8 @@ async def test_a_refused_revision_is_not_sent_again(control: Control) -> None:
 
 
 async def test_a_refused_revision_is_not_sent_again_on_a_new_stream(control: Control) -> None:
-    """The engine is governed by the last good one instead, also by a control plane that knows nothing of before."""
+    """The engine keeps the last good revision instead, also under a restarted control plane, which does not know of the
+    refusal."""
     with LinkedEngine([control.target]) as engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         engine.refusal = "no"
@@ -143,7 +144,7 @@ async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
 
 
 async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tuple[Scripted, str]) -> None:
-    """An engine that falls idle and wakes again and again, while settings and freezes come."""
+    """The engine becomes idle and wakes again and again, while settings and freezes arrive."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -169,7 +170,7 @@ async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tu
 
 
 async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: tuple[Scripted, str]) -> None:
-    """Nonces begin anew with every stream."""
+    """Nonces begin anew with every stream, so an ACK of the old stream must not be sent on the new one."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -215,7 +216,8 @@ ABSURD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fields", ABSURD.values(), ids=ABSURD.keys())
 async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, str], fields: dict[str, Any]) -> None:
-    """They are refused, and the stream goes on: taken in, a lease of 0 was over before any answer."""
+    """The agent refuses such settings and the stream goes on; a lease of 0, for example, would be over before any
+    answer."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -229,11 +231,12 @@ async def test_settings_that_nothing_could_live_under(scripted: tuple[Scripted, 
         await engine.steps_until(lambda: servicer.kinds().count("step") > 5)
         assert servicer.kinds().count("hello") == 1
         assert engine.settings == []
-        assert engine.link.refused == {}, "a server's own revision of that number is another one"
+        assert engine.link.refused == {}, "settings that no policy can contain mark no revision as refused"
 
 
 async def test_settings_for_an_idle_engine(scripted: tuple[Scripted, str]) -> None:
-    """However many come while it rests, or its agent is off, the newest are all that is kept; each is answered."""
+    """While an engine is idle or its agent is off, only the newest settings are kept, and each settings message is
+    answered."""
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
@@ -251,7 +254,7 @@ async def test_settings_for_an_idle_engine(scripted: tuple[Scripted, str]) -> No
 
 @pytest.mark.parametrize(("ahead", "given"), [(2, 2), (9, 2)], ids=["of this replica", "of the store"])
 async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control, ahead: int, given: int) -> None:
-    """Another replica stored what this one has not heard of; or it is a store that began anew."""
+    """Either another replica stored a revision that this replica has not heard of, or the store was created anew."""
     await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
     engine = LinkedEngine([control.target])
     engine.link.revision = ahead

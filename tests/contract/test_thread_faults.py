@@ -1,8 +1,9 @@
-"""An exception at any line that the agent's own threads run: the link's, gRPC's that takes what is sent, the state's.
+"""An exception at any line that the agent's own threads run: the link's thread, gRPC's sending thread, and the thread
+that writes the state file.
 
-The link is real and on loopback; the engine is the test's thread. Whatever fails, where and once, a stream comes back
-on which settings are acknowledged and decisions have outcomes. Lines on the engine's thread are the simulator's
-(`python -m tests.sim --lines`); the few that only begin anew what has failed are left out.
+The link is real and on loopback; the test's thread is the engine's. After one fault at any line, a stream comes back on
+which settings are acknowledged and decisions have outcomes. Lines on the engine's thread belong to the simulator
+(`python -m tests.sim --lines`). The few lines that only restart what has failed are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 HERE = str(Path(meridian_agent.__file__).parent)
-# What begins the next round, and what the fake engine has of the agent's.
+# Left out are functions that only begin the next round, and modules of the agent that only the fake engine runs.
 LEFT_OUT = {"link/control_stream.py": ("_run",), "link/settings_file.py": ("_write_all",)}
 ONLY_ENGINES = (
     "core/directives.py",
@@ -39,14 +40,15 @@ ONLY_ENGINES = (
     "core/live_request.py",
     "core/step_record.py",
 )
-# Every so many faults one is taken, but for `python -m tests.contract.test_thread_faults`, which takes all.
+# The test tries one of every SAMPLED faults; `python -m tests.contract.test_thread_faults` tries all.
 SAMPLED = 19
 
 
 class Fault:
-    """`line` fails the `nth` time that a thread begun meanwhile gets there; `reached` counts all of them.
+    """An exception at `line`, the `nth` time that a thread which began meanwhile reaches the line; `reached` counts all
+    lines.
 
-    The second time that a `with` comes is where its block ends.
+    A thread reaches a `with` statement for the second time when its block ends.
     """
 
     def __init__(self, line: tuple[str, int] | None = None, nth: int = 1) -> None:
@@ -78,7 +80,8 @@ class Fault:
 
 
 class Talkative(agent_pb2_grpc.AgentServiceServicer):
-    """Says everything that a control plane may say, on every stream, and remembers what the newest one has heard."""
+    """A server that sends everything that a control plane may send, on every stream, and remembers what arrived on the
+    newest stream."""
 
     def __init__(self) -> None:
         self.streams, self.decisions = 0, 0
@@ -111,20 +114,20 @@ class Talkative(agent_pb2_grpc.AgentServiceServicer):
         async for request in requests:
             self.kinds.add(request.WhichOneof("message"))
             status = request.settings_status
-            # Settings that an engine cannot prepare are refused, with the fault as the reason, and the stream goes on.
+            # An engine refuses settings that it cannot prepare, with the fault as the reason, and the stream goes on.
             answered = status.nonce == 1 and (not status.error or "injected" in status.error)
             self.acknowledged = self.acknowledged or answered
             self.refused = self.refused or (status.nonce == 2 and bool(status.error))
             self.outcomes += len(request.step.outcomes)
 
     def at_rest(self) -> bool:
-        """The newest stream does all that a stream is for."""
+        """Return whether everything that a stream is for has happened on the newest stream."""
         said = self.acknowledged and self.refused and self.outcomes > 1
         return said and {"snapshot", "step", "freeze_status"} <= self.kinds
 
 
 async def scene(fault: Fault) -> None:
-    """Two streams' life: with a live request, without one, a new stream, a request again."""
+    """Play two streams: with a live request, without one, on a new stream, and with a request again."""
     servicer, server = Talkative(), grpc.aio.server()
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -136,7 +139,8 @@ async def scene(fault: Fault) -> None:
             engine.engine.finish("a")
             engine.step()
             outcomes = servicer.outcomes
-            # Nobody steps any more: the link answers for the engine, or a new stream has it asked again.
+            # The engine makes no more steps: the link answers for the engine, or a new stream makes the server ask
+            # again.
             await until(lambda: servicer.outcomes != outcomes)
             engine.open("b")
             await engine.steps_until(lambda: engine.link.connected and servicer.at_rest())
@@ -147,7 +151,7 @@ async def scene(fault: Fault) -> None:
 
 
 def kept(folder: Path, fault: Fault) -> None:
-    """What is kept after a fault is there."""
+    """Assert that settings which are kept after a fault can be loaded."""
     file = StateFile(folder, "e", "m")
     with fault:
         for revision in (1, 2):
@@ -165,12 +169,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "BACKOFF_S", (0.02, 0.05))
     monkeypatch.setattr(outbox_module, "IDLE_WAIT_S", 0.05)
-    # gRPC's own words about requests that could not be made.
+    # gRPC logs each request that it could not make, which is expected here.
     monkeypatch.setattr(logging.getLogger("grpc._channel"), "disabled", True)
 
 
 async def failing(every: int) -> tuple[int, list[str]]:
-    """How many lines there are, and what a fault at each of those taken has broken."""
+    """Return the number of possible faults, and what each fault that was tried has broken."""
     all_of_them = Fault()
     await scene(all_of_them)
     faults = [(line, n) for line in sorted(all_of_them.reached) for n in (1, 2) if n <= all_of_them.reached[line]]
@@ -187,7 +191,7 @@ async def failing(every: int) -> tuple[int, list[str]]:
 async def test_a_stream_comes_back_after_a_fault_at_any_line() -> None:
     faults, found = await failing(SAMPLED)
     assert found == []
-    assert faults > 400, "lines are not reached any more"
+    assert faults > 400, "the scene reaches fewer lines than before"
 
 
 def test_settings_are_kept_after_a_fault_at_any_line(tmp_path: Path) -> None:

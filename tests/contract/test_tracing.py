@@ -29,7 +29,7 @@ SAMPLED, UNSAMPLED = (f"00-{TRACE_ID}-{PARENT_ID}-{flag}" for flag in ("01", "00
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it is sent."""
+    """A collector that keeps every span that it receives."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -53,7 +53,7 @@ def collector() -> Iterator[Collector]:
 
 
 def traced(collector: Collector, ratio: float = 1.0) -> tuple[Stream, Tracing]:
-    """A stream whose requests end by EAT, and where its lives go."""
+    """Return a stream whose requests are ended by EAT, and the tracing that receives the requests' lives."""
     tracing = Tracing(f"127.0.0.1:{collector.port}", ratio)
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED), log=DecisionLog(ended=tracing.over))
     return made, tracing
@@ -92,7 +92,8 @@ def test_a_request_is_a_span_with_its_phases_and_its_forced_end(collector: Colle
 
 
 def test_tokens_that_came_with_a_change_of_phase_belong_to_the_new_phase() -> None:
-    """Steps that are merged into a report may go on after an end of thinking, and draft tokens do in one step."""
+    """After an end of thinking, a report of merged steps may go on with answer tokens, and so may a single step with
+    draft tokens."""
     lives: list[Life] = []
     made = stream(log=DecisionLog(ended=lives.append))
     made.say(opened=[{"slot": 0, "request_id": "a", "phase": PROMPT}])
@@ -105,7 +106,8 @@ def test_tokens_that_came_with_a_change_of_phase_belong_to_the_new_phase() -> No
 
 
 def test_a_request_that_is_traced_already_joins_that_trace(collector: Collector) -> None:
-    """Whatever the ratio is; and it stays out where its own trace is not sampled."""
+    """A request joins its own trace if that trace is sampled, whatever the ratio is, and has no spans if its trace is
+    not sampled."""
     made, tracing = traced(collector, ratio=0.0)
     made.open("in", answer=1, traceparent=SAMPLED)
     made.open("out", answer=1, traceparent=UNSAMPLED)

@@ -1,4 +1,4 @@
-"""Control planes as processes over one PostgreSQL: any of them answers for the whole fleet, also while one is dead, and
+"""Control planes as processes over one PostgreSQL: any of them answers for the whole fleet, also while one is dead and
 its engines move."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def test_any_replica_tells_of_every_request(replicated: Replicated) -> Non
 
 @asynccontextmanager
 async def stepping(*engines: LinkedEngine) -> AsyncIterator[None]:
-    """The engines make steps meanwhile."""
+    """Let the engines make steps in the background."""
 
     async def step() -> None:
         while True:
@@ -121,7 +121,7 @@ async def test_a_recording_has_the_engines_of_all(replicated: Replicated) -> Non
                     if found := [*record.up.snapshot.requests, *record.up.step.opened]:
                         opened.setdefault(record.engine_id, []).extend(o.request_id for o in found)
             assert opened == {"first": ["a"], "second": ["b"]}
-            # One that comes later is recorded too.
+            # A replica that starts later is recorded too.
             three = await replicated.started()
             with LinkedEngine([three.target], "third") as third:
                 third.open("c")
@@ -132,7 +132,7 @@ async def test_a_recording_has_the_engines_of_all(replicated: Replicated) -> Non
             async with stepping(first):
                 while not (response := await recording.read()).unreachable_replicas:
                     pass
-            assert response.record.engine_id in {"first", "third"}, "of replicas that live"
+            assert response.record.engine_id in {"first", "third"}, "only live replicas are recorded"
             recording.cancel()
 
 
@@ -143,7 +143,7 @@ async def test_a_dead_replica_is_named_and_then_forgotten(replicated: Replicated
             await until_answer(lambda: _ids(asked), (["stays"], 0))
             two.kill()
             shown = await asked.engines()
-            assert [e.engine_id for e in shown.engines] == ["stays"], "an answer all the same"
+            assert [e.engine_id for e in shown.engines] == ["stays"], "the list is answered although a replica is dead"
             assert len(shown.unreachable_replicas) == 1
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await asked.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest(engine_id="moved"))
@@ -170,7 +170,7 @@ async def test_engines_spread_and_move_when_a_replica_is_killed(replicated: Repl
             spread = Counter((await asked.connected()).values())
             (own,) = {e.replica for e in (await asked.engines(local_only=True)).engines}
             assert len(spread) == 2
-            assert min(spread.values()) >= 6, "about half each"
+            assert min(spread.values()) >= 6, "each replica has about half of the engines"
             update = policy_pb2.UpdatePolicyRequest(policy=leased(500))
             await asked.policy.UpdatePolicy(update)
             two.kill()
@@ -182,7 +182,7 @@ async def test_engines_spread_and_move_when_a_replica_is_killed(replicated: Repl
             assert set((await asked.connected()).values()) == {own}
             for engine in linked:
                 revisions = [settings.revision for settings in engine.settings]
-                assert revisions == sorted(revisions), "never backwards"
+                assert revisions == sorted(revisions), "revisions never go backwards"
 
 
 async def _names(asked: Client) -> list[str]:
@@ -204,7 +204,7 @@ async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicat
 
 
 async def until_leader(replicated: Replicated, than: int) -> tuple[str, int]:
-    """Who leads next, after a leader with the token `than`."""
+    """Wait for a leader with a token above `than`, and return its address and its token."""
     async with asyncio.timeout(120):
         while (found := await replicated.leader())[1] <= than:
             await asyncio.sleep(0.1)
@@ -217,12 +217,12 @@ async def test_a_replica_that_ends_hands_over_at_once(replicated: Replicated) ->
     leading, other = (one, two) if address == one.target else (two, one)
     assert await leading.terminate() == 0
     assert await until_leader(replicated, than=token) == (other.target, token + 1)
-    # The database knows of the new leader before the log does.
+    # The database names the new leader before the new leader's log does.
     await until(lambda: "is gone" in other.log())
 
 
 def test_addresses_behind_one_name_are_taken_at_random(replicated: Replicated) -> None:
-    """As gRPC has them from DNS; its pick_first alone would give all engines the first one."""
+    """gRPC gets such address lists from DNS, and its own pick_first would connect all engines to the first address."""
     one, two = asyncio.run(replicated.pair())
     target = f"ipv4:{one.target},{two.target}"
 

@@ -1,4 +1,5 @@
-"""Why a request was treated as it was: explain, decisions, shadow, replay and top against a real server and its log."""
+"""Commands that explain how a request was treated: explain, decisions, shadow, replay and top against a real server and
+its log."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.records import LoggedDecision
     from tests.contract.streams import Control
 
-# A soft close and a cap, in shadow.
+# A scheduler section with a soft close and a cap, both in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}
 
 
@@ -48,7 +49,7 @@ async def ctl(control: Control, *arguments: object) -> Result:
 
 
 async def one_life(control: Control, linked: LinkedEngine, name: str = "chatcmpl-mine-9f") -> None:
-    """A request that is ended by its cap and then finishes."""
+    """Play a request that its cap ends and that then finishes."""
     linked.open(name, tenant="acme")
     await linked.steps_until(linked.caps)
     await linked.steps_until(lambda: control.engine().ends)
@@ -145,7 +146,8 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
 
 
 async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Path) -> None:
-    """Under the policy it was recorded with a trace changes nothing; under another, what that would have."""
+    """Replay under the recorded policy changes nothing; under another policy it shows what that policy would have
+    changed."""
     given = policy(scheduler={"max_think_tokens": 15})
     await control.set_policy(given)
     trace, same, other = tmp_path / "a.trace", tmp_path / "same.toml", tmp_path / "other.toml"
@@ -154,7 +156,7 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
     recording = asyncio.create_task(ctl(control, "record", trace, "--requests", 3))
     await until(lambda: control.fleet.recordings)
     with LinkedEngine([control.target]) as linked:
-        # The first one is in the snapshot, with its first token: it began before the trace.
+        # The first request began before the trace, so the request is in the snapshot with its first token.
         for name in ("before", "a", "b", "c"):
             linked.open(name)
             await linked.steps_until(lambda: not linked.engine.thinking(name))  # noqa: B023
@@ -275,14 +277,14 @@ RICH_VARIABLES = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE
 
 
 class Terminal:
-    """`meridianctl` in a terminal of its own."""
+    """A `meridianctl` process in a pseudo-terminal of its own."""
 
     def __init__(self, address: str, *arguments: str) -> None:
         self.master, self.slave = pty.openpty()
         termios.tcsetwinsize(self.slave, (24, 100))
         self.before = termios.tcgetattr(self.slave)
         self.command = [*MERIDIANCTL, *arguments]
-        # The terminal alone says how it is: Rich believes these variables before the terminal.
+        # Rich trusts these variables more than the terminal, so the process must not inherit them.
         inherited = {name: value for name, value in os.environ.items() if name not in RICH_VARIABLES}
         self.environment = {**inherited, "MERIDIAN_SERVER": address, "TERM": "xterm"}
         self.shown = b""
@@ -306,14 +308,14 @@ class Terminal:
         return text in self.shown
 
     async def ends(self) -> int:
-        """Its exit status; the terminal is as it was."""
+        """Wait for the process to end, assert that the terminal is as it was before, and return the exit status."""
 
         def ended() -> bool:
             self.reads(b"")
             return self.process.returncode is not None
 
         await until(ended, 30)
-        # It may have ended with more in the terminal than one read takes.
+        # Before its end the process may have written more than one read returns.
         with suppress(BlockingIOError):
             while more := os.read(self.master, 1 << 16):
                 self.shown += more
@@ -324,7 +326,7 @@ class Terminal:
 
 @pytest.mark.parametrize("how", ["q", "ctrl-c", "server gone"])
 async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None:  # noqa: F811
-    """Engines and the longest-thinking requests that fit; the terminal is left as it was found."""
+    """`top` shows engines and as many of the longest-thinking requests as fit, and leaves the terminal as it was."""
     fake_control.fleet.engines = [engine("engine-7", 1)]
     fake_control.fleet.requests = [
         fleet_pb2.LiveRequest(engine_id="engine-7", request_id=f"request-{n}", think_tokens=n) for n in range(50)
@@ -341,7 +343,7 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
         else:
             fake_control.fleet.watch_ends = True
         assert await terminal.ends() == (UNREACHABLE if how == "server gone" else OK)
-        assert b"\x1b[?1049l" in terminal.shown, "the screen is given back"
+        assert b"\x1b[?1049l" in terminal.shown, "the terminal's normal screen must be restored"
 
 
 # ----------------------------------------------------------------------------------------------- forms and completion
