@@ -1,4 +1,4 @@
-"""Hypothesis without its clocks: on a busy machine they measure the machine."""
+"""Hypothesis without its time limits, which would measure the machine when the machine is busy."""
 
 from hypothesis import HealthCheck, settings
 

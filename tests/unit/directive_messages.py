@@ -1,4 +1,4 @@
-"""Directives messages, and a model that never ends thinking by itself, for the tests of directives."""
+"""Messages with directives, and a model that never ends thinking by itself, for the tests of directives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def plan(decision_id: int, **fields: Any) -> agent_pb2.DispatchPlan:
 
 
 def text_until_end(engine: FakeEngine, name: str, limit: int = 50) -> int:
-    """Steps of a model that never ends thinking by itself, until something else does; returns their number."""
+    """Run steps of a model that never ends thinking by itself, until something else ends it, and return their
+    number."""
     for count in range(limit):
         if not engine.thinking(name):
             return count

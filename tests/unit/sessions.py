@@ -32,7 +32,7 @@ CALIBRATED = {
 
 @dataclass
 class Stream:
-    """A session and a fake agent, connected; `now` moves on only when a test says so."""
+    """A session connected to a fake agent; `now` moves only when a test moves it."""
 
     agent: FakeAgent = field(default_factory=FakeAgent)
     capabilities: agent_pb2.Capabilities = field(default_factory=lambda: ALL)
@@ -56,7 +56,7 @@ class Stream:
             self.agent.receive(response)
 
     def pump(self) -> list[agent_pb2.ConnectResponse]:
-        """Exchange messages until both sides have said all; returns what the session said."""
+        """Exchange messages until session and agent have sent all of theirs; return what the session sent."""
         before = len(self.responses)
         while said := self.agent.heard():
             for message in said:
@@ -73,7 +73,7 @@ class Stream:
         return self.responses[before:]
 
     def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
-        """Engine steps; returns all directives that came, merged."""
+        """Make engine steps and return all directives that the session sent, merged into one message."""
         merged = agent_pb2.Directives()
         for _ in range(count):
             self.agent.step()
@@ -87,12 +87,12 @@ class Stream:
         return self.agent.open(name, Script(think, answer, entropy), **fields).slot
 
     def say(self, steps: int = 1, **fields: Any) -> None:
-        """A report that the agent did not make, of the steps that come next."""
+        """Send the session a report of the next steps, which the agent did not make."""
         step = self.session._ledger.step + steps
         self.session.on_message(step_report(step=step, steps=steps, **fields), self.now)
 
     def merged(self, records: list[StepRecord]) -> None:
-        """One report of steps that the agent has made, at the time of the last one."""
+        """Send the session one report of steps that the agent has made, at the time of the last step."""
         report = merge(records)
         self.session.on_message(agent_pb2.ConnectRequest(step=report), NOW + timedelta(seconds=records[-1].ended_s))
 

@@ -1,4 +1,4 @@
-"""Who a certificate or a token is: the access file, the checks of tokens, and files that change."""
+"""Names and roles from certificates and tokens: the access file, the checks of tokens, and files that change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_a_public_key_as_pem_or_jwks(tmp_path: Path, algorithm: str) -> None:
 
 
 def test_several_keys(tmp_path: Path) -> None:
-    """The key is found by its id, else tried; the id of one key does not open another."""
+    """A token's key is found by the id that the token names, or by trying all keys; a token that names the id of
+    another key is refused."""
     found = tokens(tmp_path / "keys", json.dumps({"keys": [jwk("ES256", "a"), jwk("RS256", "b"), jwk("EdDSA")]}))
     for algorithm, kid in (("ES256", "a"), ("RS256", "b"), ("ES256", None), ("EdDSA", None), ("EdDSA", "c")):
         found.claims(token(KEYS[algorithm], algorithm, kid))
@@ -102,7 +103,8 @@ def test_a_subject_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_token_does_not_choose_its_algorithm(tmp_path: Path) -> None:
-    """Neither none nor the public key taken for a secret."""
+    """A token is refused if it is unsigned (`none`), or signed with the public key as if that key were a shared
+    secret."""
     public = public_pem(KEYS["RS256"])
     found = tokens(tmp_path / "keys", public)
     unsigned = jwt.encode({"iss": "issuer", "aud": "meridian", "sub": "x", "exp": time.time() + 60}, "", "none")
@@ -195,7 +197,8 @@ def test_engines_of_agents(tmp_path: Path) -> None:
 
 
 def test_certificates_and_tokens(tmp_path: Path) -> None:
-    """A token says who calls where both are shown; a bad one is not made good by a certificate."""
+    """If a caller shows a certificate and a token, the token decides; a certificate does not make up for a bad
+    token."""
     found = access(tmp_path, HEAD + '[[identity]]\ndns = "ops.example"\nrole = "operator"\n')
     certificate = {"peer_dns": [b"ops.example"]}
     assert found.identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.OPERATOR, ("ops.example",))
@@ -287,7 +290,7 @@ def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptu
     assert (reads, caplog.text.count("cannot be used")) == ([2], 1)
     file.unlink()
     assert found.get() is first
-    # As a Secret changes: by the renaming of a link.
+    # Kubernetes changes a Secret in this way: it renames a new link over the old link.
     (tmp_path / "new").write_text("2")
     os.symlink("new", tmp_path / "link")
     os.replace(tmp_path / "link", file)

@@ -1,4 +1,5 @@
-"""Requests read again by an agent that comes back: what it knows of them, and how much of a step that takes."""
+"""Requests that the agent reads again after a fault: what it finds out about them, and how much of a step that
+takes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.fakes.counted import Counted
 from tests.fakes.lines import lines_run
 
 SINGLE = Markers(((1,),), ((2,),))
-# As gpt-oss's and Granite's: several tokens, some of which are text elsewhere.
+# Markers like those of gpt-oss and Granite: several tokens, some of which are text elsewhere.
 CHANNELS = Markers(((5, 6, 8),), ((5, 7, 8), (9,)))
 MARKERS = st.sampled_from([SINGLE, CHANNELS])
 TOKENS = st.lists(st.sampled_from([1, 2, 5, 6, 7, 8, 9, 40, 41]), max_size=120)
@@ -39,7 +40,8 @@ def read_at_once(markers: Markers, prompt: list[int], output: list[int], disable
 def test_what_is_read_bit_by_bit_is_what_was_there(
     markers: Markers, texts: list[tuple[list[int], list[int]]], disabled: bool, step_tokens: int
 ) -> None:
-    """Also of requests that go on while others are read."""
+    """Requests that are read in parts get the same state as requests that are read at once, also if they go on
+    meanwhile."""
     requests = [request(list(prompt), list(output)) for prompt, output in texts]
     found: list[tuple[Any, PhaseState]] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +60,7 @@ def test_what_is_read_bit_by_bit_is_what_was_there(
 
 
 def each(count: int, apart: int, token: int) -> list[int]:
-    """Text with this token at every so many places."""
+    """Return text of `count` tokens with `token` at every `apart`-th place."""
     return [token if at % apart == 0 else 100 + at % 7 for at in range(count)]
 
 
@@ -68,20 +70,21 @@ def each(count: int, apart: int, token: int) -> list[int]:
     [
         (SINGLE, 2, False),
         (CHANNELS, 9, False),
-        # Ends a marker only after others, which are not there: it must be looked at, and is text.
+        # Token 8 ends a marker only after other tokens, which are missing here, so the agent must look at it and finds
+        # text.
         (CHANNELS, 8, False),
         (CHANNELS, 8, True),
     ],
 )
 def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: int, in_prompt: bool, apart: int) -> None:
-    """Whatever they are, it runs fewer lines than it may read tokens of text."""
+    """A step runs fewer lines of code than it may read tokens of text, whatever the markers are."""
     text = each(LONG, apart, token)
     ref = request(text, []) if in_prompt else request([40], text)
     under_way, steps = CatchUp([ref]), list[int]()
     while under_way:
         steps.append(lines_run("meridian_agent", lambda: under_way.some(markers, True)))
     assert max(steps) < STEP_TOKENS / 2
-    # And it comes to an end: only the part in which a step ends is looked through again.
+    # The reading also ends: only the part in which a step stops is searched a second time.
     again = PART_TOKENS * (1 + WALK_TOKENS)
     work = LONG * (1 + WALK_TOKENS) + LONG / apart * LOOK_TOKENS
     assert len(steps) <= work / (STEP_TOKENS - again) + 1
@@ -123,7 +126,8 @@ def test_a_new_request(markers: Markers, prompt: list[int], disabled: bool) -> N
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_new_request_with_a_million_tokens(marked: bool) -> None:
-    """Where its prompt ends in a marker, nearly nothing of it is read; else a bounded part at once, the rest later."""
+    """If a prompt ends in a marker, nearly nothing of the prompt is read; otherwise a bounded part is read at once and
+    the rest later."""
     prompt = Counted([40] * 999_999 + [1 if marked else 40])
     new = request(prompt, [])
     state = state_of_new(new, SINGLE, True)

@@ -1,4 +1,4 @@
-"""What the engine's thread makes of what the link's thread does at the same time, at the places where they meet."""
+"""The engine's thread and the link's thread act at the same time, at the places where the two meet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FACTS = EngineFacts("m", b"", False, None, lambda *_: None, ("cuda", ""))
 
 
 def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link's thread has said that they hold: the next look must find them."""
+    """The link's thread has confirmed the settings, so the engine's thread must find them at its next look."""
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     scheduler = scheduler_of()
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
@@ -71,7 +71,7 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monke
 def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not when the worker says what was expected, or the same again."""
+    """The link says hello again only if the worker reports another backend than before."""
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     restarts: list[None] = []
     monkeypatch.setattr(link, "restart", lambda: restarts.append(None))
@@ -87,7 +87,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     [
         ({"a": 1, "b": 30}, {}, 29),
         ({"a": 4, "b": 30}, {"a": 3}, 29),
-        # A diffusion model scores a canvas and samples nothing after it.
+        # A diffusion model scores a canvas and samples no token after it.
         ({"a": 4}, {"a": 4}, 0),
         ({"a": 4, "b": 30}, {"a": 4}, 29),
     ],

@@ -1,4 +1,4 @@
-"""Who is left out of a step: never too many, never anyone for too long."""
+"""Requests that are left out of a step: never too many, and none for too long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def thinker(slot: int, joined_step: int = 0, skipped_steps: int = 0) -> LiveRequ
 
 
 def one_step(thinkers: list[LiveRequest], step: int, share: int | None, max_skip: int) -> list[LiveRequest]:
-    """As the agent does at each step; returns those left out."""
+    """Choose the requests of one step as the agent does, and return the requests that are left out."""
     skipped = left_out(thinkers, share, max_skip)
     for live in thinkers:
         if any(live is other for other in skipped):

@@ -1,4 +1,4 @@
-"""Blocks that are let go as a request's go back to the pool."""
+"""KV blocks that a finished request gives back to the pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from meridian_agent.engine.kv_blocks import KvBlocks
 
 
 def scheduler_of(groups: tuple[tuple[int, list[int]], ...], evicted: list[set[int]]) -> Any:
-    """groups: of the KV cache, each its block size and the blocks of the one request. Block 0 is vLLM's null block."""
+    """Return a scheduler with these KV cache groups, each a block size and the blocks of the one request. Block 0 is
+    vLLM's null block."""
     blocks = {i: SimpleNamespace(ref_cnt=1, block_hash=i or None) for _, ids in groups for i in ids}
     manager = SimpleNamespace(
         block_pool=SimpleNamespace(blocks=blocks),
@@ -21,7 +22,7 @@ def scheduler_of(groups: tuple[tuple[int, list[int]], ...], evicted: list[set[in
 
 
 def test_a_probe_gives_back_its_blocks_of_each_group() -> None:
-    """Probes run on several KV cache groups, too: sliding windows beside full attention, say."""
+    """Probes also run on models with several KV cache groups, such as sliding windows beside full attention."""
     evicted: list[set[int]] = []
     scheduler = scheduler_of(((16, [1, 2, 3]), (32, [0, 5]), (8, [0, 0, 6, 7, 8])), evicted)
     probe = SimpleNamespace(request_id="meridian-probe-1")

@@ -1,4 +1,4 @@
-"""Calibration: what it finds on requests whose behaviour is known, and that it finds nothing where there is nothing."""
+"""Calibration on requests whose behaviour is known: it finds what is there, and nothing if nothing is there."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def separating(found: Calibration) -> set[str]:
     return {s.signal for s in found.separations if s.separates and s.signal not in ("entropy", "position")}
 
 
-# ------------------------------------------------------------------------------------------------------ what it finds
+# ----------------------------------------------------------------------------------------------------------- findings
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -86,7 +86,8 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
 
 
 def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
-    """Near 0 from the first token on, whatever the answer: a level threshold alone would end every request at once."""
+    """If EAT is near 0 from the first token on, whatever the answer, a level threshold alone would end every request at
+    once."""
     found = calibrate(replay(tmp_path, made(eat="blind")), Goal())
     assert separating(found) == {"rank"}
     assert found.recommended is not None
@@ -135,7 +136,8 @@ def test_signals_that_were_not_measured(tmp_path: Path) -> None:
 
 
 def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
-    """Then the proxy agrees everywhere: nothing can be told apart, and nothing is recommended."""
+    """If all answers begin alike, the proxy finds every stop right, so nothing can be told apart and nothing is
+    recommended."""
     requests = made(40)
     for request in requests:
         values = request.probes.items()
@@ -192,7 +194,8 @@ def ranks(*bounds: int) -> StoppingRule:
 
 
 def sentence_ends(request: traces.MadeUp) -> list[tuple[int, int, bool]]:
-    """Thinking tokens, the rank there, and whether it is a paragraph's end, of those that thinking goes on after."""
+    """Return thinking tokens, end-marker rank and whether a paragraph ends, for each sentence end after which thinking
+    goes on."""
     found = []
     for at, (_, flags, _, _) in enumerate(request.rows[:-5]):
         if flags & traces.SENTENCE:
@@ -231,7 +234,8 @@ def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> Non
 )
 @pytest.mark.parametrize("hold_ms", [0, 50])
 def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any], hold_ms: int) -> None:
-    """As a live table does that is given one sample after the other; where it was measured, if requests are held."""
+    """An EAT rule stops where a live table fires that gets the samples one by one; if requests are held, where EAT was
+    measured."""
     requests = made(30)
     base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
     replayed = replay(tmp_path, requests, base=base)
@@ -254,7 +258,7 @@ def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, 
 
 
 def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, int]:
-    """Thinking tokens of the sample at which the rule fires, and how many probes that took."""
+    """Return the thinking tokens of the sample at which the rule fires, and the number of probes until then."""
     table, fields = RequestTable(4), rule.entropy
     table.live[0] = True
     asked = 0
@@ -293,7 +297,7 @@ def test_of_two_rules_the_first_to_fire_stops(tmp_path: Path) -> None:
     assert str(either(one, other)) == "end marker <= [15] or EAT < 0.05 nats"
 
 
-# --------------------------------------------------------------------------------------------------- what is right
+# --------------------------------------------------------------------------------------------------- right answers
 
 
 def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
@@ -310,7 +314,7 @@ def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
     for number, request_id in enumerate(episodes.ids):
         here = judge.owner == number
         right = judge.think_tokens[here] >= settled[request_id]
-        # The run may have begun a little before the request settled, by chance; it never begins after.
+        # By chance the run of right answers may begin a little before the request settled; it never begins later.
         assert (judge.right[here][right] == 1).all()
         assert judge.right[here].sum() < here.sum()
 
@@ -373,7 +377,7 @@ def test_a_request_with_half_its_labels_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_the_bound_on_harm() -> None:
-    # 0 of n: 1 - (1 - confidence) ** (1 / n); the rule of three.
+    # For 0 harmful of n the bound is 1 - (1 - confidence) ** (1 / n), the rule of three.
     assert harmful_bound(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
     assert harmful_bound(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
     assert harmful_bound(5, 5, 0.95) == 1

@@ -1,4 +1,5 @@
-"""What a policy asks of an engine: the defaults nothing, what an operator puts in force what it needs."""
+"""Capabilities that a policy needs of an engine: the defaults need none, and a section in force needs those that it
+uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much callers can bring into the log, whoever and however many they are."""
+"""Limits on the log lines that callers can cause, whoever they are and however many there are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_host_has_so_many_lines_for_a_cause(
     for _ in range(5):
         faults.note(logging.INFO, "a", "invalid_request", "later")
     assert [record.message for record in caplog.records[burst + 2 :]] == ["later"]
-    assert faults.counts == {"invalid_request": 1006, "too_many": 1}, "all are counted"
+    assert faults.counts == {"invalid_request": 1006, "too_many": 1}, "every fault is counted"
 
 
 async def test_what_was_left_out_is_told_once(faults: ClientFaults, caplog: pytest.LogCaptureFixture) -> None:

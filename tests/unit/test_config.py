@@ -1,4 +1,4 @@
-"""`meridian_control.load_config` and `MeridianConfig`: what other programs read a policy file with."""
+"""`meridian_control.load_config` and `MeridianConfig`, with which other programs read a policy file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    """By its path, as a string or not; it is the policy itself, with every default."""
+    """A file is read by its path or the path as a string; the result is the policy itself, with every default."""
     file = tmp_path / "meridian.toml"
     file.write_text('[entropy]\nema_alpha = 0.1\n[model."Qwen/Qwen3-8B"]\nreasoning_parser = "qwen3"\n')
     for path in (file, str(file)):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHECKLISTS = (ROOT / "CONTRIBUTING.md").read_text().partition("## Checklists\n")[2]
-# In backticks: a path, or a name of Python or proto.
+# Text in backticks: a path, or a name of Python or proto.
 QUOTED = re.findall(r"`([^`]+)`", CHECKLISTS)
 PATHS = sorted({each for each in QUOTED if "/" in each and " " not in each})
 NAMES = sorted({each for each in QUOTED if re.fullmatch(r"[A-Za-z]+_?[A-Za-z_]*", each) and each != "make"})
@@ -55,7 +55,7 @@ def test_every_target_of_a_checklist_exists(target: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
-    """To a file, and where they name a heading, to one that is in it."""
+    """A link leads to a file and, if it names a heading, to a heading that the file has."""
     source = ROOT / document
     for link in re.findall(r"\]\(([^)\s]+)\)", source.read_text()):
         if "://" in link:
@@ -68,6 +68,6 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def _headings(document: Path) -> set[str]:
-    """As GitHub makes anchors of them."""
+    """Return the anchors that GitHub makes of a document's headings."""
     found = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}

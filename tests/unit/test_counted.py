@@ -1,4 +1,4 @@
-"""What sessions count for the metrics alone."""
+"""Counters that sessions keep only for the metrics."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_age_of_a_decision_when_it_was_applied() -> None:
     staleness = made.session.totals.staleness_steps
     applied = made.session.totals.settled["plan", "applied"]
     assert applied > 0
-    assert staleness.counts.tolist() == [applied, *[0] * (len(staleness.counts) - 1)], "the step after its report"
+    assert staleness.counts.tolist() == [applied, *[0] * (len(staleness.counts) - 1)], "each applied a step later"
 
 
 def test_the_age_of_what_waits_for_its_place_is_not_counted() -> None:
@@ -79,7 +79,7 @@ def test_the_age_of_what_waits_for_its_place_is_not_counted() -> None:
     made.open("a", think=5, answer=5)
     made.step(40)
     settled = made.session.totals.settled
-    assert settled["tier", "applied"] == 1, "at the end of the request"
+    assert settled["tier", "applied"] == 1, "a tier is applied when its request ends"
     assert made.session.totals.staleness_steps.counts.sum() == settled["plan", "applied"]
 
 
@@ -109,7 +109,7 @@ def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
     assert made.session.totals.shadow_saved == saved
     assert made.session.totals.shadow_think_tokens == {"entropy": 30}
     made.apply(policy(entropy=CALIBRATED))
-    assert made.session.totals.shadow_saved == saved, "unlike the comparison, it does not begin anew"
+    assert made.session.totals.shadow_saved == saved, "unlike the comparison, the counter goes on under a new policy"
 
 
 def test_a_request_that_no_rule_in_shadow_would_have_ended_counts_as_nothing_saved() -> None:

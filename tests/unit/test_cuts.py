@@ -1,4 +1,4 @@
-"""A rule sees the same history however reports are cut: single steps against every way to merge them."""
+"""A rule sees the same history however steps are merged into reports: single steps against every way to merge them."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ Token = tuple[int, int, float, int]
 
 @dataclass
 class Step:
-    """What an engine did in a step: tokens by slot, each of phase, flags, entropy and rank of the end marker."""
+    """An engine's step: tokens by slot, each with phase, flags, entropy and end-marker rank."""
 
     tokens: dict[int, list[Token]] = field(default_factory=dict)
     opened: dict[int, int] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    # By slot: EAT in nats and whether the answer would be empty; the probe asked for last is answered with it.
+    # Result of the probe that was asked for last, by slot: EAT in nats, and whether the answer would be empty.
     samples: dict[int, tuple[float, bool]] = field(default_factory=dict)
-    # Slots whose probe asked for last is refused.
+    # Slots whose newest probe is refused.
     refused: list[int] = field(default_factory=list)
 
 
 class Engine:
-    """One session that is told of steps in reports of any length; what it asks for is carried out by no one."""
+    """A session that gets steps in reports of any length; no agent carries out its decisions."""
 
     def __init__(self, held: Policy) -> None:
         self.log, self.shadow, self.now = DecisionLog(), Comparison(), NOW
@@ -65,7 +65,7 @@ class Engine:
         self.probes: dict[int, int] = {}
 
     def tell(self, steps: Sequence[Step]) -> None:
-        """One report of these steps."""
+        """Send the session one report of these steps."""
         records = [self._record(step) for step in steps]
         report = step_report(records)
         said = self.session.on_message(agent_pb2.ConnectRequest(step=report), self.now)
@@ -98,7 +98,8 @@ class Engine:
         return record
 
     def fired(self) -> list[tuple[Any, ...]]:
-        """Every end of thinking that was decided: whose, why, what was seen, and what was compared."""
+        """Return every decided end of thinking: its request, reason, shadow flag, signals, and the values that were
+        compared."""
         made = list(self.log.decisions(lambda d: d.kind == "force", None))
         return sorted((d.life.opened.request_id, d.reason, d.shadow, repr(d.signals), repr(compared(d))) for d in made)
 
@@ -107,7 +108,7 @@ class Engine:
         return sorted((d.life.opened.request_id, d.reason, d.signals.think_tokens, repr(compared(d))) for d in made)
 
     def lives(self) -> list[tuple[Any, ...]]:
-        """What else happened to each request, in its order."""
+        """Return the other events of each request, in their order."""
         lives = [*self.log._over.values(), *self.log._live.values()]
         kinds = ("phase", "think_end", "preempted", "resumed", "closed")
         return sorted(
@@ -119,7 +120,7 @@ class Engine:
 
 
 def cuts(steps: Sequence[Step], lengths: Iterable[int]) -> list[list[Step]]:
-    """The steps in reports of these lengths, as far as the agent would merge them."""
+    """Cut the steps into reports of these lengths, as far as the agent would merge the steps."""
     reports, wanted = list[list[Step]](), iter(lengths)
     most = next(wanted, 1)
     for step in steps:
@@ -141,7 +142,7 @@ def told(held: Policy, reports: Iterable[Sequence[Step]]) -> Engine:
     return made
 
 
-# Every rule by itself and all together, in force and in shadow; each fires at some places of the streams below.
+# Every rule alone and all rules together, in force and in shadow; each rule fires at some places of the streams below.
 OFF = {"rpdi_threshold": 0.0, "eat_probe_interval_tokens": 1 << 20}
 RULES: dict[str, dict[str, Any]] = {
     "rank": {"entropy": OFF | {"rank_conditions": [{"max_ranks": [3]}]}},
@@ -167,7 +168,7 @@ def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
 
 
 def _token(draw: st.DrawFn, slot: int, phases: dict[int, int]) -> Token:
-    """One more token, which may change the phase."""
+    """Draw one more token, which may change the phase."""
     before, kind = phases[slot], draw(st.integers(0, 19))
     signals = draw(st.sampled_from([0.0, 0.125, 1.0, 2.5])), draw(st.integers(0, 10))
     if before == THINK and kind == 0:
@@ -182,7 +183,7 @@ def _token(draw: st.DrawFn, slot: int, phases: dict[int, int]) -> Token:
 
 @st.composite
 def streams(draw: st.DrawFn, slots: int = 2, drafts: int = 1) -> list[Step]:
-    """What an engine may tell: requests that think, end it by themselves, think again, wait and close."""
+    """Draw an engine's steps: requests think, end thinking by themselves, think again, wait and close."""
     phases: dict[int, int] = {}
     waits: set[int] = set()
     steps = []
@@ -213,7 +214,8 @@ def streams(draw: st.DrawFn, slots: int = 2, drafts: int = 1) -> list[Step]:
 
 
 def same(held: Policy, steps: Sequence[Step], lengths: Sequence[int]) -> Engine:
-    """Told singly and in reports of these lengths: what fires, what it saw and what is counted is the same."""
+    """Assert that single steps and reports of these lengths give the same ends, signals and counts; return the engine
+    of the single steps."""
     single, merged = told(held, [[step] for step in steps]), told(held, cuts(steps, lengths))
     assert merged.fired() == single.fired()
     assert merged.lives() == single.lives()
@@ -244,7 +246,7 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
 def test_eat_fires_where_it_has_settled_and_the_floor_is_passed(
     data: st.DataObject, shadow: bool, floor: int, extension: int
 ) -> None:
-    """A sample comes in a step of its own in a report that goes on; one before and one after it is there, too."""
+    """A sample's step may be anywhere in a report, with other steps before and after it."""
     held = policy(
         scheduler={"min_think_tokens": floor, "empty_answer_extension_tokens": extension},
         entropy=OFF
@@ -258,7 +260,7 @@ def test_eat_fires_where_it_has_settled_and_the_floor_is_passed(
         at = data.draw(st.integers(1, len(steps) - 1))
         steps[at].samples[slot] = data.draw(st.sampled_from([0.5, 2.0])), data.draw(st.booleans())
     lengths = data.draw(LENGTHS)
-    # The probes are asked for in a report of its own.
+    # The first step is a report of its own, because the probes are asked for in its answer.
     single, merged = told(held, [[step] for step in steps]), told(held, [[first], *cuts(steps[1:], lengths)])
     assert merged.fired() == single.fired()
 
@@ -270,7 +272,8 @@ def _goes_on(rows: list[Token]) -> list[Token]:
 @settings(deadline=None, max_examples=60)
 @given(steps=streams(), lengths=LENGTHS, gate=st.sampled_from([0, 4]), floor=st.sampled_from([0, 5]))
 def test_probes_come_due_at_the_same_tokens(steps: list[Step], lengths: list[int], gate: int, floor: int) -> None:
-    """Of requests that think on: nobody asks for a probe of one that is known to have ended, or waits."""
+    """All requests of this test go on thinking, because no probe is asked for if a request is known to have ended or
+    waits."""
     steps = [replace(step, closed=[], preempted=[], resumed=[]) for step in steps]
     steps = [
         replace(

@@ -1,4 +1,5 @@
-"""The decision log: whose life is kept, what a life holds, how it is found again, and that it stays within bounds."""
+"""The decision log: the requests whose lives it keeps, the contents of a life, the search for a life, and the log's
+bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.
 
 
 def kinds(told: fleet_pb2.RequestLife) -> list[str]:
-    """What happened, probes and tiers left out."""
+    """Return the kinds of a life's events, without probes and tiers."""
     names = [(e.decision.kind, e.decision.reason) if e.kind == "decision" else (e.kind, e.detail) for e in told.events]
     return [" ".join(filter(None, name)) for name in names if name[0] not in ("probe", "tier")]
 
@@ -163,7 +164,7 @@ def test_an_abort_and_thinking_taken_up_again() -> None:
 
 
 def reconnected(made: Stream) -> Stream:
-    """The same agent on a stream of its own, with a snapshot of what lives."""
+    """Connect the same agent on a new stream, with a snapshot of its live requests."""
     made.agent.checker, made.agent.outbox = StreamChecker(), []
     made.agent.engine.directives.new_stream()
     again = Stream(agent=made.agent, log=made.log, now=made.now)
@@ -202,7 +203,7 @@ def test_a_request_that_was_under_way_is_said_to_be() -> None:
     assert life(again).joined_late
     assert life(again).think_tokens == 3
     made.session.close(made.now)
-    assert kinds(life(again))[-1] != "stream_lost", "the older stream's end is not the request's"
+    assert kinds(life(again))[-1] != "stream_lost", "the end of the older stream is no event of the request"
 
 
 def test_a_request_that_a_snapshot_lacks_ended_unheard() -> None:
@@ -216,7 +217,7 @@ def test_a_request_that_a_snapshot_lacks_ended_unheard() -> None:
     assert kinds(life(made))[-1] == "closed unknown"
 
 
-# -------------------------------------------------------------------------------------------------- finding and bounds
+# --------------------------------------------------------------------------------------------------- search and bounds
 
 
 def test_requests_are_found_by_the_clients_part_of_their_id_and_the_newest_first() -> None:
@@ -248,7 +249,7 @@ def test_decisions_come_newest_first_in_pages() -> None:
         paged += page.decisions
         if not page.next_page_token:
             break
-        assert len(page.decisions) >= 7, "decisions of one moment stay together"
+        assert len(page.decisions) >= 7, "decisions of the same time stay on one page"
         request.page_token = page.next_page_token
     assert paged == every
     assert {d.request_id for d in decisions(made, request_id="b", engine_id="engine")} == {"b"}
@@ -257,7 +258,7 @@ def test_decisions_come_newest_first_in_pages() -> None:
 
 
 def test_a_life_that_two_replicas_tell_of_is_one() -> None:
-    """Its engine moved: the other replica knows it from there on."""
+    """The request's engine moved to another replica, which knows the request from that time on."""
     made = stream(policy(scheduler=EARLY))
     made.open("a", answer=2)
     made.step(3)
@@ -286,7 +287,7 @@ def test_pages_of_several_replicas_end_between_two_moments() -> None:
     whole = page_of((*every[::2], *every[1::2]), 1000)
     assert [d.time.ToMicroseconds() for d in whole.decisions] == [d.time.ToMicroseconds() for d in every]
     page = page_of(every, 3)
-    assert len(page.decisions) == 4, "four probes were asked for at once"
+    assert len(page.decisions) == 4, "the session asked for four probes at the same time"
     assert page.next_page_token == str(page.decisions[-1].time.ToMicroseconds())
 
 

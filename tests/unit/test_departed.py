@@ -1,4 +1,4 @@
-"""Engines that are gone: what is shown of them, and how much of them is kept."""
+"""Engines that have disconnected: what is shown of them, and how many of them are kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_that_comes_back_is_not_gone() -> None:
     departed = Departed()
     for name in ("a", "b", "a"):
         departed.add(fleet_pb2.Engine(engine_id=name), 1.0, NOW)
-    assert names(departed) == ["b", "a"], "in the order in which they went last"
+    assert names(departed) == ["b", "a"], "engines are listed by the time of their last departure"
     departed.remove("b")
     departed.remove("never seen")
     assert names(departed) == ["a"]

@@ -114,7 +114,7 @@ def test_a_force_that_comes_too_late() -> None:
     engine.open("b")
     engine.run({"a": END, "b": TEXT})
     engine.accept(message(forces=[force(1, 0), force(2, 1)]))
-    # b's token of the step before is still on its way (asynchronous scheduling), and ends thinking.
+    # The token of b's last step is still under way (asynchronous scheduling), and it ends thinking.
     engine.feed("b", [END])
     engine.take()
     assert engine.outcomes == {1: [Outcome.ENDED_NATURALLY], 2: [Outcome.ENDED_NATURALLY]}
@@ -151,7 +151,8 @@ def test_a_request_that_goes_takes_its_decisions_along() -> None:
 
 
 def test_a_rank_belongs_to_the_phase_it_was_decided_in() -> None:
-    """Once thinking has ended the answer goes by its phase, until a plan that knows of the answer says otherwise."""
+    """After thinking has ended, the answer's rank comes from its phase, until a plan that knows of the answer says
+    otherwise."""
     engine = FakeEngine()
     tr = engine.open("a")
     before = engine.run({"a": TEXT}).step
@@ -174,7 +175,7 @@ def test_plans() -> None:
     active = engine.directives.active_plan()
     assert active is not None
     assert (active.think_per_step, active.max_skip_steps, active.hold_admission) == (0, 3, True)
-    assert (a.rank, b.rank) == (2, 5), "only what changed is sent"
+    assert (a.rank, b.rank) == (2, 5), "a plan has only the ranks that changed"
     engine.directives.active_plan()
     engine.accept(message(plan=plan(3)))
     active = engine.directives.active_plan()

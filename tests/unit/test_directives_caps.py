@@ -65,7 +65,7 @@ def test_the_default_cap_holds_until_the_first_decision() -> None:
     assert larger.limit is None
     engine.take()
     assert ended.state.think_tokens == 3
-    assert engine.outcomes[1] == [Outcome.APPLIED], "ended by what the decision says, before it came"
+    assert engine.outcomes[1] == [Outcome.APPLIED], "thinking had ended at the decision's cap before the decision came"
 
 
 def test_an_ending_that_comes_before_the_cap() -> None:
@@ -76,7 +76,7 @@ def test_an_ending_that_comes_before_the_cap() -> None:
         engine.run({"a": token})
     assert engine.outcomes == {1: [Outcome.ENDED_NATURALLY]}
     assert not tr.forced
-    # The cap outlives its outcome: it holds for thinking that is entered again, over all of it.
+    # The cap outlives its outcome: it also limits thinking that begins again, and counts all thinking tokens.
     for token in (START, TEXT, TEXT, TEXT):
         engine.run({"a": token})
     assert text_until_end(engine, "a") == 1
@@ -118,7 +118,8 @@ def test_lifting_a_cap() -> None:
 
 
 def test_nobody_looks_for_a_lifted_cap() -> None:
-    """As long as a request is due, no step of its batch is noted as a whole."""
+    """A lifted cap makes a request no longer due, because no step can be noted as a whole while one of its requests is
+    due."""
     engine = FakeEngine()
     engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 2)]))
@@ -142,7 +143,7 @@ def test_a_newer_cap_supersedes() -> None:
 
 @pytest.mark.parametrize("newer", [cap(2, 0, None), cap(2, 0, 40), cap(2, 0, 2, shadow=True)])
 def test_a_cap_lifted_while_its_ending_is_being_written(newer: agent_pb2.ThinkCap) -> None:
-    """Half a marker is never left in the text: the ending is finished, and each decision has one outcome."""
+    """The agent never leaves half a marker in the text: it completes the marker, and each decision has one outcome."""
     engine = FakeEngine(TWO)
     tr = engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 2)]))
@@ -160,7 +161,7 @@ def test_a_cap_lifted_while_its_ending_is_being_written(newer: agent_pb2.ThinkCa
 
 
 def test_a_cap_raised_before_its_ending_was_written() -> None:
-    """The old cap's ending was decided for this step, the step did not reach it: the new cap counts."""
+    """The old cap's end was prepared for this step, but the step did not reach it, so the new cap counts."""
     engine = FakeEngine(lookahead=2)
     tr = engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 1)]))
@@ -183,10 +184,10 @@ def test_draft_rows() -> None:
     tr = engine.open("a")
     engine.accept(message(caps=[cap(1, 0, 5)]))
     engine.schedule()
-    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {}, "five tokens are allowed, four rows come"
+    assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {}, "five tokens are allowed, the step has four rows"
     assert engine.directives.forced_tokens(tr, 6, [TEXT] * 5) == {5: END}
     engine.feed("a", [TEXT, TEXT])
-    assert tr.ending is None, "the row was not reached"
+    assert tr.ending is None, "the step did not reach the forced row"
     assert engine.directives.forced_tokens(tr, 4, [TEXT] * 3) == {3: END}
     engine.feed("a", [TEXT, TEXT, TEXT, END])
     engine.take()
@@ -219,7 +220,7 @@ def test_two_token_endings_over_draft_rows() -> None:
 
 
 def test_a_draft_that_ends_thinking_before_the_cap() -> None:
-    """No second end marker may land in the answer (vLLM #54906)."""
+    """If a draft ends thinking before the cap, no second end marker may land in the answer (vLLM #54906)."""
     engine = FakeEngine(lookahead=3)
     tr = engine.open("a", own_cap=2)
     assert engine.directives.forced_tokens(tr, 4, [TEXT, END, TEXT]) == {}
@@ -253,7 +254,7 @@ drafts_strategy = st.lists(st.sampled_from([TEXT, TEXT, 91, END, START]), max_si
 def test_caps_are_exact_with_any_drafts(
     limit: int, markers: Markers, steps: list[tuple[list[int], list[int]]], drafts_right: list[bool]
 ) -> None:
-    """What is yielded equals what the model wanted, up to the cap; there the end marker stands, once."""
+    """The engine yields what the model wanted up to the cap, and one end marker there."""
     engine = FakeEngine(markers, lookahead=3)
     tr = engine.open("a", own_cap=limit)
     yielded: list[int] = []
@@ -269,14 +270,14 @@ def test_caps_are_exact_with_any_drafts(
         if before is Phase.THINK and tr.state.phase is Phase.THINK and tr.ending is None:
             assert tr.state.think_tokens <= limit
         if not tr.forced and tr.ending is None:
-            assert tokens == wanted[: len(tokens)], "nothing was forced, nothing may differ"
+            assert tokens == wanted[: len(tokens)], "no token may differ if none was forced"
         if tr.state.ends:
-            # Past the first end nothing is forced unless thinking is entered again.
+            # After the first end nothing is forced, unless thinking begins again.
             assert tr.state.ends == 1 or START in yielded
             break
     assert tr.state.think_tokens <= limit + (len(markers.ending) - 1 if tr.ending or not tr.state.ends else 0)
     if tr.forced:
-        # The model's last token before the cap may begin the marker, which is completed then.
+        # The model's last token before the cap may begin the marker; then the agent completes this marker.
         begun = len(markers.end) > 1 and yielded[:limit][-1:] == [markers.end[0]]
         assert tr.state.think_tokens == limit - begun
 
@@ -284,7 +285,7 @@ def test_caps_are_exact_with_any_drafts(
 @pytest.mark.parametrize("by_cap", [True, False])
 @pytest.mark.parametrize(("begun", "rest"), [([], [5, 6, 7]), ([5], [6, 7]), ([5, 6], [7]), ([5, 6, 5], [6, 7])])
 def test_a_marker_that_the_model_has_begun_is_completed(by_cap: bool, begun: list[int], rest: list[int]) -> None:
-    """By a cap that falls into it and by a force: no second beginning, and the first is no thinking."""
+    """If the model has begun a marker, a cap or a force completes that marker; its tokens do not count as thinking."""
     engine = FakeEngine(Markers(((START,),), ((5, 6, 7),)))
     tr = engine.open("a", own_cap=2 + len(begun) if by_cap else None)
     for token in [TEXT, TEXT, *begun]:

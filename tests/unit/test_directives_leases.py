@@ -11,7 +11,7 @@ from tests.unit.directive_messages import TWO, cap, force, message, plan
 
 
 def everything(engine: FakeEngine) -> None:
-    """One decision of each kind, none of them applied yet: 1 cap, 2 force (on b), 3 probe, 4 tier, 5 plan."""
+    """Send one decision of each kind, none of them applied yet: 1 cap, 2 force (on b), 3 probe, 4 tier, 5 plan."""
     directives = message(
         caps=[cap(1, 0, 4)],
         forces=[force(2, 1)],
@@ -42,7 +42,7 @@ def test_past_the_lease_only_caps_are_kept() -> None:
     [(ORDER, [5]), (CAPS, [1]), (RULES, [2, 3]), (MEMORY, [4]), (ORDER | CAPS, [1, 5])],
 )
 def test_a_section_ends_alone(parts: int, dropped: list[int]) -> None:
-    """What the other sections decided goes on."""
+    """When one section's decisions end, the decisions of the other sections stay in force."""
     engine = FakeEngine()
     a, b = engine.open("a"), engine.open("b")
     everything(engine)
@@ -66,7 +66,7 @@ def test_a_soft_close_ends_with_the_order() -> None:
 
 
 def test_order_and_admission_end_apart() -> None:
-    """They are one plan: what is left of it goes on."""
+    """Order and admission belong to one plan; when one of the two ends, the other stays in force."""
     engine = FakeEngine()
     engine.open("a")
     engine.accept(message(plan=plan(1, hold_admission=True, think_per_step=1)))
@@ -100,7 +100,8 @@ def test_past_a_lease_of_the_schedulers_only_the_requests_own_cap_is_left(own_ca
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_freeze_ends_everything_at_once(begun: bool) -> None:
-    """An ending that has begun, too; the caps hold again afterwards, and no decision has a second outcome."""
+    """A freeze also ends an ending that has begun. The caps hold again afterwards, and no decision has a second
+    outcome."""
     engine = FakeEngine(TWO)
     a = engine.open("a")
     b = engine.open("b")
@@ -149,7 +150,7 @@ def test_a_new_stream_keeps_caps_and_owes_nothing() -> None:
     everything(engine)
     engine.directives.report(77, Outcome.REFUSED)
     engine.directives.new_stream()
-    # Decision 1 is another one now.
+    # On the new stream, id 1 belongs to another decision.
     engine.accept(message(plan=plan(1)))
     for _ in range(5):
         engine.run({"a": TEXT, "b": TEXT})

@@ -13,7 +13,8 @@ from tests.unit.directive_messages import TWO, cap, force, message, plan
 
 
 class OneOutcome(RuleBasedStateMachine):
-    """Random requests, tokens and decisions, with tokens and messages in any order asynchronous scheduling allows."""
+    """Random requests, tokens and decisions, in any order of tokens and messages that asynchronous scheduling
+    allows."""
 
     @initialize(two=st.booleans())
     def begin(self, two: bool) -> None:
@@ -91,7 +92,8 @@ class OneOutcome(RuleBasedStateMachine):
 
     @rule()
     def new_stream(self) -> None:
-        """All that was decided so far is settled by the control plane itself; ids go on, so that a mix-up shows."""
+        """The control plane has settled all earlier decisions itself. The ids go on, so that a mix-up of streams
+        shows."""
         self.engine.take()
         self.forgotten = set(range(1, self.last_id + 1))
         self.reported_before = {i: list(o) for i, o in self.engine.outcomes.items()}
@@ -113,7 +115,9 @@ class OneOutcome(RuleBasedStateMachine):
         self.never_two()
         assert set(range(1, self.last_id + 1)) - set(self.engine.outcomes) <= self.forgotten
         for decision_id in self.forgotten:
-            assert self.engine.outcomes.get(decision_id) == self.reported_before.get(decision_id), "of an old stream"
+            assert self.engine.outcomes.get(decision_id) == self.reported_before.get(decision_id), (
+                "decisions of an old stream get no further outcome"
+            )
 
 
 TestOneOutcome = OneOutcome.TestCase

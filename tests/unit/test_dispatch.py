@@ -1,4 +1,4 @@
-"""Order and share: each strategy, each policy field's effect, and only changes are told."""
+"""Dispatch order and share: each strategy, each policy field's effect, and that only changes are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, Requ
 from meridian_control.policy.schema import SchedulerPolicy
 from tests.fakes.tables import answering, table, thinking
 
-# Budgets of the step times below.
+# Budgets that fit the step times below.
 GIVEN = {"output_tpot_budget_ms": 20.0, "think_tpot_budget_ms": 80.0, "min_prefill_tokens": 128}
 
 
@@ -44,7 +44,7 @@ POLICY = scheduler()
 
 
 def cost(a: float, b: float, c: float, steps: int = 400, noise: float = 0.0) -> StepCost:
-    """The cost as it is learnt from steps of that cost."""
+    """Return a cost model that has learnt from steps of this cost."""
     rng, made = random.Random(0), StepCost()
     for _ in range(steps):
         sequences, prefill = rng.randint(1, 64), rng.choice([0, 0, 0, 100, 700])
@@ -60,7 +60,7 @@ def stated(policy: SchedulerPolicy) -> Budgets:
 
 
 def order(policy: SchedulerPolicy, *rows: dict[str, Any], now_ms: float = 0.0) -> list[int]:
-    """Slots, most urgent first."""
+    """Return the slots, most urgent first."""
     return [int(s) for s in np.argsort(ranks(policy, table(*rows), stated(policy), now_ms)[: len(rows)], kind="stable")]
 
 
@@ -146,7 +146,7 @@ TEN = table(answering(), answering(), *[thinking()] * 18)
 
 
 def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
-    """20 sequences take 25 ms; in 20 ms there is room for 15."""
+    """20 sequences take 25 ms, so a budget of 20 ms leaves room for 15 sequences."""
     assert joins(scheduler(output_tpot_budget_ms=26.0), TEN, SLOW, Share()).think_per_step is None
     wide = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
     assert joins(wide, TEN, SLOW, Share()).think_per_step == 13
@@ -155,12 +155,12 @@ def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
 @pytest.mark.parametrize(
     ("fields", "limit", "skips"),
     [
-        # 2.5 thinking sequences per answer: 2 + 5 sequences take 12 ms, six of which fit into a thinker's budget.
+        # 2.5 thinking sequences per answer: 2 + 5 sequences take 12 ms, and six such steps fit into a thinker's budget.
         ({}, 5, 5),
         ({"think_batch_multiplier": 3.0}, 6, 5),
         ({"think_batch_multiplier": 0.1}, 5, 5),
         ({"think_tpot_budget_ms": 1010.0, "think_batch_multiplier": 0.1}, 1, 125),
-        # Each of 18 must have its token in 40 ms.
+        # Each of 18 thinkers must get its token within 40 ms.
         ({"think_tpot_budget_ms": 40.0}, 10, 1),
         ({"strategy": "deadline", "think_tpot_budget_ms": 81.0}, 13, 3),
     ],
@@ -187,7 +187,7 @@ def test_prompts_that_cost_next_to_nothing_are_not_limited() -> None:
 
 
 def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
-    """Sequences cost next to nothing: leaving some out would only lose throughput."""
+    """If sequences cost next to nothing, leaving some out would only lose throughput."""
     flat = cost(25.0, 0.01, 0.05)
     assert joins(POLICY, TEN, flat, Share()).think_per_step is None
 
@@ -203,7 +203,7 @@ def test_any_valid_budget_gives_limits_that_can_be_sent(strategy: str, budget_ms
 
 
 def test_the_first_answer_finds_its_share_ready() -> None:
-    """The agent limits nothing while no answer streams."""
+    """The share is sent before the first answer, because the agent applies it only while an answer streams."""
     ready = joins(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
     assert ready.think_per_step is not None
     assert joins(POLICY, table(*[thinking()] * 30), SLOW, Share()) == ready
@@ -241,7 +241,7 @@ def test_a_limit_that_is_about_the_same_stays() -> None:
 def test_thinking_can_meet_its_own_budget(
     answers: int, thinkers: int, multiplier: float, budget_ms: float, strategy: str
 ) -> None:
-    """Either so many join that taking turns meets the budget, or all do."""
+    """All thinking requests join a step, or enough of them that taking turns meets the thinking budget."""
     policy = scheduler(think_batch_multiplier=multiplier, think_tpot_budget_ms=budget_ms, strategy=strategy)
     found = joins(policy, table(*[answering()] * answers, *[thinking()] * thinkers), SLOW, Share())
     if found.think_per_step is None:
@@ -259,7 +259,7 @@ FOLLOW = SchedulerPolicy()
 
 
 def test_budgets_follow_what_steps_take() -> None:
-    """20 sequences take 25 ms; those that are preempted or have no token yet take none of it."""
+    """20 sequences take 25 ms; sequences that are preempted or have no token yet take no time."""
     found = budgets(FOLLOW, TEN, SLOW)
     assert found.output_ms == pytest.approx(STRETCH * 25.0, rel=0.01)
     assert found.think_ms == pytest.approx(THINK_BUDGETS * found.output_ms)
@@ -278,7 +278,7 @@ def test_budgets_before_the_cost_is_known_and_for_readers() -> None:
 
 @given(st.integers(1, 30), st.integers(0, 60), st.floats(0.1, 100), st.floats(0, 5), st.floats(0.001, 1))
 def test_following_budgets_leave_no_thinker_out(answers: int, thinkers: int, a: float, b: float, c: float) -> None:
-    """Only prompts are held back, to what makes a step STRETCH times as long, or to twice their arrival."""
+    """Only prompts are held back: to what makes a step STRETCH times as long, or to HEADROOM times their arrival."""
     steps = cost(a, b, c)
     made = table(*[answering()] * answers, *[thinking()] * thinkers)
     found = joins(FOLLOW, made, steps, Share())
@@ -288,7 +288,7 @@ def test_following_budgets_leave_no_thinker_out(answers: int, thinkers: int, a: 
 
 
 def test_prompts_are_never_held_back_below_their_arrival() -> None:
-    """Where prompts come at 300 tokens a step, whatever they cost."""
+    """Prompts that arrive at 300 tokens a step are admitted at HEADROOM times that rate, whatever they cost."""
     steps = StepCost()
     for i in range(2000):
         steps.add(20, 600 * (i % 2), 25.0 + 0.25 * 600 * (i % 2))

@@ -1,5 +1,5 @@
-"""The public API: a request's EAT from call to call, arrays of every kind, every argument that can be wrong, and what
-becomes of a GPU that is not there."""
+"""The kernels' public API: a request's EAT from call to call, arrays of every kind, every wrong argument, and a missing
+GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logits_of(rows: int, scale: float = 4.0) -> NDArray[np.float32]:
 
 
 def entropy(row: NDArray[Any]) -> float:
-    """H = -sum p ln p in float64, written down anew."""
+    """Compute H = -sum p ln p in float64, without the code under test."""
     x = row.astype(np.float64)
     p = np.exp(x - x.max())
     p /= p.sum()
@@ -44,7 +44,7 @@ def entropy(row: NDArray[Any]) -> float:
 
 @pytest.mark.parametrize("ema_alpha", [0.075, 0.2, 1.0])
 def test_eat_and_its_variance_follow_a_request(ema_alpha: float) -> None:
-    """Two requests side by side, one row at a time and in batches, against the recurrence in float64."""
+    """Two requests match the recurrence in float64, one row at a time and in batches."""
     probe = EntropyProbe(think_end_token_ids=[7, 8], ema_alpha=ema_alpha)
     mean, variance = [math.nan, math.nan], [math.nan, math.nan]
     for n in range(30):
@@ -69,14 +69,15 @@ def test_eat_and_its_variance_follow_a_request(ema_alpha: float) -> None:
 
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 def test_doubles_are_rounded_to_singles(make: Any) -> None:
-    """NumPy makes doubles where nothing else is said."""
+    """NumPy makes doubles unless it is told otherwise, so the probe takes doubles and rounds them."""
     row = logits_of(1, 3)[0].astype(np.float64)
     got = EntropyProbe(0).compute("a", make(row))
     assert float(got.token_entropy) == pytest.approx(entropy(row), abs=NATS)
 
 
 def test_the_numbers_are_the_control_planes() -> None:
-    """Bit for bit: what `meridian_control.decisions.signals` makes of the samples that an agent would report."""
+    """EAT is bit for bit what `meridian_control.decisions.signals` computes from the samples that an agent would
+    report."""
     probe, table = EntropyProbe(0, ema_alpha=0.2), RequestTable(window_tokens=8)
     for n in range(40):
         row = logits_of(1, 1 + n % 7)[0]
@@ -89,7 +90,8 @@ def test_the_numbers_are_the_control_planes() -> None:
 
 
 def test_rows_that_come_after_no_end_marker_are_no_samples() -> None:
-    """They have a token entropy and leave EAT as it is: NaN before the first sample. So does a row with NaN in it."""
+    """A row after no end marker has a token entropy and leaves EAT as it is, which is NaN before the first sample. A
+    row with NaN in it also leaves EAT as it is."""
     probe, rows = EntropyProbe(0), logits_of(4)
     first = probe.compute("a", rows[0], after_end_marker=False)
     assert float(first.token_entropy) == pytest.approx(entropy(rows[0]), abs=NATS)
@@ -106,7 +108,8 @@ def test_rows_that_come_after_no_end_marker_are_no_samples() -> None:
 
 
 def test_a_request_is_forgotten() -> None:
-    """When it is said to be, and when more requests are sampled than are kept; the others keep what they have."""
+    """A request is forgotten when the caller says so, or when more requests are sampled than are kept; the others keep
+    their values."""
     probe, rows = EntropyProbe(0), logits_of(2, 1)
     for req_id in ("a", "b"):
         probe.compute(req_id, rows[0])
@@ -142,7 +145,8 @@ def test_no_request_is_a_batch_too() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_numpy_arrays(dtype: type) -> None:
-    """Any strides, read-only ones, ones of a byte order that torch does not know reversed: all as tensors are."""
+    """NumPy arrays are measured like tensors, also with any strides, if they are read-only, or with negative strides,
+    which torch does not know."""
     whole: NDArray[Any] = logits_of(6).astype(dtype)
     whole[2, 3], whole[4, 5] = math.nan, -math.inf
     whole.flags.writeable = False
@@ -167,7 +171,8 @@ def test_tensors(dtype: torch.dtype) -> None:
 
 
 class GpuArray:
-    """As CuPy's: it says where it lies on a GPU, and can be copied from there. Nothing here lies on a GPU."""
+    """An array like CuPy's: it states an address on a GPU, and can be copied from there. Its memory is really the
+    CPU's."""
 
     def __init__(self, host: NDArray[Any], stream: int | None = None) -> None:
         self._host, self.shape, self.dtype = host, host.shape, host.dtype
@@ -181,7 +186,7 @@ class GpuArray:
 
 
 def test_gpu_arrays_where_the_gpu_cannot_be_used() -> None:
-    """They are copied by a probe that was to measure on the GPU; another one says that they are in the wrong place."""
+    """A probe that was to measure on the GPU copies GPU arrays; a probe on the CPU refuses them as misplaced."""
     rows = logits_of(2)
     with pytest.raises(KernelError, match="logits must be on the CPU; got an array on a GPU"):
         EntropyProbe(0).compute_batch(["a", "b"], GpuArray(rows))
@@ -195,7 +200,7 @@ def test_gpu_arrays_where_the_gpu_cannot_be_used() -> None:
 
 
 def test_where_the_rows_of_a_gpu_array_are() -> None:
-    """Up to the launch: address, distance and stream as the array's interface has them."""
+    """The launch gets the address, the row distance and the stream that the array's interface states."""
     rows = logits_of(6)
     found, stream = cuda.rows_of_interface(GpuArray(rows, stream=77), 6)
     assert found == cuda.DeviceRows(rows.ctypes.data, VOCAB, 6, VOCAB, "float32")
@@ -209,7 +214,7 @@ def test_where_the_rows_of_a_gpu_array_are() -> None:
             cuda.rows_of_interface(GpuArray(bad), 6)
 
 
-# -------------------------------------------------------------------------------------------------- what can be wrong
+# ---------------------------------------------------------------------------------------------------- wrong arguments
 
 X = np.zeros((3, 9), np.float32)
 DTYPES = "logits must be float32, bfloat16, float16 or float64"
@@ -284,7 +289,7 @@ def test_what_a_probe_is_made_with(arguments: dict[str, Any], complaint: str) ->
     ],
 )
 def test_what_logits_may_be(logits: Any, complaint: str) -> None:
-    """Wherever logits are given."""
+    """Every method that takes logits refuses bad logits."""
     probe = EntropyProbe(0)
     with pytest.raises(KernelError) as refused:
         probe.begin(logits)
@@ -406,7 +411,7 @@ def test_an_error_is_a_runtime_error() -> None:
 
 @pytest.mark.parametrize("end", [np.int16(3), np.array([3, 7], np.uint16), [np.int64(3), 7]])
 def test_end_tokens_are_plain_numbers(end: Any) -> None:
-    """Whose width a kernel's launch knows."""
+    """End tokens become plain integers, because a kernel's launch knows their width."""
     ends = checks.end_tokens(end, 9)
     assert [(type(token), token) for token in ends] == [(int, 3), (int, 7)][: len(ends)]
 
@@ -416,7 +421,8 @@ def test_end_tokens_are_plain_numbers(end: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
-    """Without CuPy, or with it and no driver: one warning, then the CPU; strictly, an error."""
+    """Without CuPy, or with CuPy and no driver, a probe warns once and measures on the CPU; a strict probe raises an
+    error."""
     missing = "ModuleNotFoundError" if importlib.util.find_spec("cupy") is None else "CUDARuntimeError"
     with pytest.raises(KernelError, match=f"no entropy on cuda:0: {missing}.*; nor with torch: "):
         EntropyProbe(backend="cuda", strict=True)
@@ -432,8 +438,8 @@ def test_without_a_gpu() -> None:
 
 
 def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's operations take the kernel's place, strictly too, with a warning. The GPU is the CPU's memory here: the
-    kernel cannot be had, and the device that torch is told is another."""
+    """Without CuPy, torch's operations replace the kernel, also for a strict probe, with a warning. The test needs no
+    GPU: it makes the kernel unavailable and gives torch's operations the CPU as their device."""
 
     def no_cupy(*_: int) -> None:
         raise ModuleNotFoundError("No module named 'cupy'")
@@ -460,7 +466,7 @@ def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_probe_that_is_not_strict_takes_what_is_in_the_cpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU too; a strict one does not."""
+    """A probe on a GPU measures logits in the CPU's memory on the CPU; a strict probe takes the GPU."""
     refuse = SimpleNamespace(begin=lambda *_: pytest.fail("the GPU was asked for"))
     monkeypatch.setattr(EntropyProbe, "_on_gpu", lambda *_: refuse)
     rows = logits_of(2)
@@ -475,7 +481,7 @@ def test_a_probe_that_is_not_strict_takes_what_is_in_the_cpus_memory(monkeypatch
 
 
 def test_importing_the_package_touches_no_gpu() -> None:
-    """Nor does measuring NumPy arrays need torch."""
+    """Importing the package loads neither torch nor CuPy, and nor does measuring a NumPy array."""
     code = (
         "import meridian_kernels, numpy, sys; probe = meridian_kernels.EntropyProbe(1);"
         "probe.compute('a', numpy.ones(200_000, 'float32')); sys.exit(any(m in sys.modules for m in ('torch', 'cupy')))"

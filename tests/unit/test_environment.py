@@ -1,4 +1,4 @@
-"""Who an engine is."""
+"""The identity of an engine: its name and its data-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from meridian_agent.vllm_adapter import version
 
 @pytest.mark.parametrize("named", [None, "pod-7"])
 def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control plane ends the stream of one when another of that name connects."""
+    """Each engine needs a name of its own, because the control plane ends an engine's stream when another one connects
+    with the same name."""
     monkeypatch.setattr(version, "vllm_version", lambda: "0.32.0")
     monkeypatch.delenv("MERIDIAN_ENGINE_ID", raising=False)
     if named is not None:
@@ -28,7 +29,7 @@ def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, mon
     [
         ({"data_parallel_rank": 0, "data_parallel_index": 0}, 0),
         ({"data_parallel_rank": 2, "data_parallel_index": 2}, 2),
-        # vLLM treats the ranks of a dense model as engines of their own.
+        # vLLM treats the data-parallel ranks of a dense model as separate engines.
         ({"data_parallel_rank": 0, "data_parallel_index": 2}, 2),
         ({"data_parallel_rank": 2}, 2),
         ({}, 0),

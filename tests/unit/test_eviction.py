@@ -1,4 +1,4 @@
-"""What goes first when the KV cache runs short, and when nothing more is admitted."""
+"""KV tiers of thinking requests, and the conditions under which no request is admitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies field by field: differences, and which rule gave a value."""
+"""Policies field by field: their differences, and the rule that set a value."""
 
 import tomllib
 from typing import Any
@@ -33,7 +33,7 @@ DIFFS: list[tuple[str, str, list[tuple[str, str, str]]]] = [
     ),
     ("entropy.shadow = false", "", [("entropy.shadow", "false", "true")]),
     ("", "entropy.ema_alpha = 1", [("entropy.ema_alpha", "0.2", "1.0")]),
-    # Lists are one value.
+    # A list is compared as one value.
     (
         "",
         "entropy.rank_conditions = [{max_ranks = [5, 7]}]",

@@ -1,4 +1,4 @@
-"""Each guarantee of the README is broken on purpose by something that still fits the source, and a test is named."""
+"""Each guarantee of the README is broken by a mutation that fits the source, and each mutation names a test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_mutation_fits_the_source_and_its_test_is_there(broken: Broken) -> Non
 
 
 def test_the_table_is_that_of_the_mutations() -> None:
-    """With what came out the last time each was run: none passes."""
+    """The page lists all mutations with the results of their last runs; no test passed with its mutation."""
     told = [(row[1], row[2], row[3]) for row in rows()]
     named = [(broken.mutant.name, f"`{broken.test.removeprefix('tests/')}`") for broken in BROKEN]
     assert [(name, test) for name, test, _ in told] == named

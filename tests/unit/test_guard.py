@@ -1,4 +1,4 @@
-"""The guard: nothing of the agent's reaches vLLM, and what failed comes back a few times."""
+"""The guard: no exception of the agent reaches vLLM, and a part that failed comes back a few times."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogC
 
 
 def test_a_fault_counts_under_the_cause_that_its_hook_is_marked_with() -> None:
-    """Whatever the hook is called: the name is a metric's label."""
+    """A fault's cause is independent of the hook's name, because the cause is a label of a metric."""
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def renamed() -> None:
@@ -165,7 +165,8 @@ def test_a_callable_without_a_name() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> None:
-    """And what it left half done is let go: at a user's prompt the process lives on."""
+    """The guard lets such exceptions through and still trips, because the process may live on at a user's prompt with a
+    hook half done."""
 
     def hook() -> None:
         raise error
@@ -177,7 +178,7 @@ def test_what_ends_the_process_is_let_through(error: type[BaseException]) -> Non
 
 
 def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
-    """They travel in every Hello, and from a worker with every step."""
+    """The texts of faults travel in every Hello, and from a worker with every step."""
     guard = Guard()
     guard.note("observer", 100_000 * "x")
     guard.switch_off(100_000 * "y")
@@ -185,7 +186,8 @@ def test_texts_of_faults_are_cut_wherever_they_come_from() -> None:
 
 
 def test_a_fault_tells_no_text_of_an_exception() -> None:
-    """Neither a hook's, nor that of an exception raised within vLLM, which may quote a prompt or its tokens."""
+    """No text of an exception is reported, neither from a hook nor from within vLLM, because the text may quote a
+    prompt or its tokens."""
     guard = Guard()
 
     def hook() -> None:
@@ -204,7 +206,8 @@ def test_a_fault_names_the_agents_line_beside_the_innermost() -> None:
 
 
 def test_what_fails_as_the_engine_starts_is_told_in_full() -> None:
-    """There are no requests yet, and operators need the words: what is missing, and where."""
+    """While the engine starts, there are no requests yet, and operators need the full text: what is missing, and
+    where."""
     guard = Guard()
     guard.starting = True
     guard.run(fail)
@@ -213,7 +216,7 @@ def test_what_fails_as_the_engine_starts_is_told_in_full() -> None:
 
 
 def test_a_fault_with_a_clients_words_can_be_told() -> None:
-    """A lone surrogate is no UTF-8: no Hello with it could be sent."""
+    """A lone surrogate is not valid UTF-8, so a Hello that contains one could not be sent."""
     guard = Guard()
     guard.note("observer", "r-\ud800")
     guard.switch_off("r-\ud800")

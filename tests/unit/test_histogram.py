@@ -1,4 +1,4 @@
-"""Histograms: which bucket an observation belongs to, and adding up."""
+"""Histograms: the bucket of an observation, and the sum of histograms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA source without a GPU: it compiles for every architecture without spills, and run on the host it reads each
+"""The CUDA source without a GPU: it compiles for every architecture without spills. Run on the host, it reads each
 entry once and agrees with the definition, whatever the sizes, strides, alignments, selections and order of blocks."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(cuda.__file__).parents[1] / "cuda_kernel.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Nats; a logarithm of a float32 that is far from 0 has a larger rounding error.
+# Tolerance in nats; the logarithm of a float32 that is far from 0 has a larger rounding error.
 NATS = 1e-5
 
 
@@ -37,7 +37,7 @@ def compiler() -> nvrtc.Compiler:
 
 
 def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
-    """And the page carries what this compiler says."""
+    """No kernel spills registers, and the page has the table for this compiler."""
     found = []
     for architecture in nvrtc.ARCHITECTURES:
         code, log = compiler.compile(architecture)
@@ -46,11 +46,11 @@ def test_compiles_without_spills(compiler: nvrtc.Compiler) -> None:
     assert len(found) == len(nvrtc.ARCHITECTURES) * len(cuda.KERNELS)
     for one in found:
         assert (one.stack_bytes, one.spill_bytes) == (0, 0), one
-        # As many blocks as the launch counts on fit into a multiprocessor's registers and shared memory.
+        # The blocks that the launch counts on fit into a multiprocessor's registers and shared memory.
         assert one.registers * cuda.THREADS * cuda.BLOCKS_PER_SM <= 65536, one
         assert (one.shared_bytes + 1024) * cuda.BLOCKS_PER_SM <= 164 << 10, one
     if f"NVRTC {compiler.version}" in PAGE.read_text():
-        assert nvrtc.table(found) in PAGE.read_text(), "python -m tests.nvrtc prints its table"
+        assert nvrtc.table(found) in PAGE.read_text(), "the page needs the table that python -m tests.nvrtc prints"
 
 
 def test_compiler_errors_are_told(compiler: nvrtc.Compiler) -> None:
@@ -60,13 +60,13 @@ def test_compiler_errors_are_told(compiler: nvrtc.Compiler) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    """Tiles so small that rows of a few thousand entries have many."""
+    """Kernels with tiles so small that rows of a few thousand entries have many tiles."""
     return _built(tmp_path_factory, threads=64, vectors=2, stages=2)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    """The tiles that the GPU gets."""
+    """Kernels with the tiles that the GPU gets."""
     return _built(tmp_path_factory, threads=cuda.THREADS, vectors=cuda.VECTORS, stages=cuda.STAGES)
 
 
@@ -87,7 +87,8 @@ def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], selected
 
 
 def placed(rows: torch.Tensor, pad: int, offset: int) -> torch.Tensor:
-    """The same rows, this many entries after a 16-byte boundary and this many apart; NaN all around."""
+    """Copy the rows to `offset` entries after a 16-byte boundary, with `pad` entries between rows and NaN all
+    around."""
     count, vocab = rows.shape
     stride = vocab + pad
     buffer = torch.full((count * stride + offset + 8,), math.nan, dtype=rows.dtype)
@@ -135,7 +136,7 @@ def rows_of(kind: str, count: int, vocab: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("threads", "vectors", "stages"), [(cuda.THREADS, cuda.VECTORS, cuda.STAGES), (32, 1, 3)])
 def test_other_tiles(tmp_path_factory: pytest.TempPathFactory, threads: int, vectors: int, stages: int) -> None:
-    """The sizes that the GPU gets, and the smallest."""
+    """The kernels agree with the definition for other tile sizes, from the smallest to the GPU's."""
     kernels = _built(tmp_path_factory, threads=threads, vectors=vectors, stages=stages)
     for dtype in DTYPES:
         for vocab in (5, 1000, 9001):
@@ -143,15 +144,15 @@ def test_other_tiles(tmp_path_factory: pytest.TempPathFactory, threads: int, vec
             compare(kernels.measure(logits, [vocab // 2], blocks=4, seed=1), logits, [vocab // 2], None)
 
 
-# Of ex2.approx, by the PTX manual: two units in the last place.
+# Largest relative error of ex2.approx, by the PTX manual: two units in the last place.
 EXP2_ERROR = 2.0**-22
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [2, 33, 32_000, 128_256, 151_936, 262_144])
 def test_powers_of_two_may_be_off(whole: HostKernels, vocab: int, kind: str) -> None:
-    """By as much as a GPU's are at most, all in the same direction, or those near the maximum against the others, which
-    moves the mean distance from it most."""
+    """Powers of two may be off by a GPU's largest error: all in one direction, or those near the maximum against the
+    others, which moves the mean distance from the maximum most."""
     logits, ends = rows_of(kind, 1, vocab, 5), [vocab // 3]
     try:
         for turn in (-math.inf, -30.0, -20.0, -10.0, -3.0):
@@ -163,7 +164,7 @@ def test_powers_of_two_may_be_off(whole: HostKernels, vocab: int, kind: str) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_in_a_row(small: HostKernels, dtype: torch.dtype) -> None:
-    """Masks however they are written, extremes, and rows that cannot be measured beside rows that can."""
+    """Rows with masks of every form, with extremes, and rows that cannot be measured beside rows that can."""
     low = torch.finfo(dtype).min
     rows = rows_of("random", 12, 1500, 3).to(dtype)
     rows[1, 700:] = -math.inf
@@ -186,7 +187,8 @@ def test_what_is_in_a_row(small: HostKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_first_of_equal_entries_is_the_top(small: HostKernels, dtype: torch.dtype) -> None:
-    """Wherever it lies: before the first aligned vector, within one, after the last."""
+    """The first of equal entries is found wherever it lies: before the first aligned vector, within one, or after the
+    last."""
     for first in (0, 1, 6, 7, 8, 500, 1300, 1330, 1332):
         rows = torch.zeros(1, 1333, dtype=dtype)
         rows[0, first:] = 1.0
@@ -197,7 +199,7 @@ def test_the_first_of_equal_entries_is_the_top(small: HostKernels, dtype: torch.
 
 
 def test_the_order_of_blocks_changes_nothing(small: HostKernels) -> None:
-    """Not one bit: pieces are combined in their own order by whichever block comes last."""
+    """Not one bit of the results changes, because the block that comes last combines the pieces in their own order."""
     logits = rows_of("random", 3, 5000, 5)
     once = small.measure(logits, [17], blocks=11)
     for seed in range(5):
@@ -208,7 +210,8 @@ def test_the_order_of_blocks_changes_nothing(small: HostKernels) -> None:
 
 @given(st.integers(1, 3000), st.integers(1, 300_000), st.sampled_from([2, 4]), st.integers(1, 2000))
 def test_plan(rows: int, vocab: int, entry_bytes: int, blocks: int) -> None:
-    """All tiles of a row hold it, none is empty but a row's only one, and no block is without a tile."""
+    """The tiles of a row cover the row, no tile is empty unless it is the row's only one, and no block is without a
+    tile."""
     tiles, grid = cuda.plan(rows, vocab, entry_bytes, blocks)
     per_tile = cuda.THREADS * cuda.VECTORS * 16 // entry_bytes
     edge = 16 // entry_bytes - 1

@@ -1,5 +1,5 @@
-"""The CPU path and torch's operations against the float64 definition: every dtype, odd sizes, masks, ties, and what
-cannot be measured. Torch's operations, which measure on GPUs without CuPy, run here on the CPU's memory."""
+"""The CPU path and torch's operations against the float64 definition: every dtype, odd sizes, masks, ties, and rows
+that cannot be measured. Torch's operations, which measure on GPUs without CuPy, run here in the CPU's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NATS = 1e-5
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other on shared cores cost more than they save."""
+    """Use one torch thread, because threads that wait for each other on shared cores cost more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,12 +53,12 @@ def rows_of(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 @functools.cache
 def torch_ops() -> TorchOps:
-    """With chunks of a few of the longest rows."""
+    """Return torch's operations with chunks of a few of the longest rows."""
     return TorchOps("cpu", 1024, 1 << 19)
 
 
 def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None = None) -> RowSignals:
-    """Measure in both ways, and compare with the reference on the values that were given."""
+    """Measure on the CPU path and with torch's operations, and compare both with the reference on the given values."""
     before = logits.clone()
     ends = end if isinstance(end, list) else [end]
     chosen = None if rows is None else np.array(rows, np.int32)
@@ -66,12 +66,12 @@ def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None
     got = EntropyProbe().begin(logits, end, rows).result()
     for one in (got, torch_ops().begin(logits, ends, chosen).result()):
         compare(one, want)
-    assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "the logits are vLLM's"
+    assert torch.equal(torch.nan_to_num(before, nan=7.0), torch.nan_to_num(logits, nan=7.0)), "logits must not change"
     return got
 
 
 def compare(got: RowSignals, want: RowSignals) -> None:
-    """All columns, and of rows that cannot be measured all but the rank."""
+    """Compare all columns, but the rank only of rows that can be measured."""
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
     for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
@@ -85,7 +85,7 @@ def compare(got: RowSignals, want: RowSignals) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_against_the_reference(vocab: int, dtype: torch.dtype) -> None:
-    """Rows of every kind, drawn anew each time; the seed is in what a failure shows."""
+    """Rows of every kind are drawn anew in each run; the output of a failure has the seed."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print("seed", seed)
     rows = torch.cat([rows_of(kind, 4 if vocab < 100_000 else 1, vocab, seed) for kind in KINDS])
@@ -112,14 +112,14 @@ def test_any_small_rows(rows: list[list[float]], end: int) -> None:
 
 
 def test_selected_rows() -> None:
-    """In the order asked for, also twice, also over several chunks, also none."""
+    """Rows are measured in the order asked for, also twice, over several chunks, or none at all."""
     logits = rows_of("random", 30, 32000)
     for rows in ([3], [29, 0, 7, 7], list(range(29, -1, -1)), []):
         check(logits, 5, rows)
 
 
 def test_several_end_tokens() -> None:
-    """The likeliest of them counts."""
+    """If there are several end tokens, the likeliest one counts."""
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
     got = check(logits, [1, 3])
     assert got.end_rank.tolist() == [3, 1]
@@ -139,7 +139,7 @@ def test_known_values() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
 def test_rows_do_not_mix_over_chunks(rows: int) -> None:
-    """Several rows at once give what each gives alone (but for the order of summation)."""
+    """Several rows at once give the same values as each row alone (but for the order of summation)."""
     logits = rows_of("random", rows, 151936)
     together = EntropyProbe().begin(logits, 5).result()
     for row in (0, rows // 2, rows - 1):
@@ -213,7 +213,7 @@ def test_a_row_of_masks_only() -> None:
 
 
 def test_the_dtypes_of_unfit_rows_and_their_neighbours() -> None:
-    """Masks, NaN and infinities beside rows that can be measured, picked too, in every dtype and over several
+    """Rows with masks, NaN and infinities do not disturb other rows, in selections, in every dtype and over several
     chunks."""
     for dtype in DTYPES:
         logits = rows_of("random", 9, 151_936).to(dtype)
@@ -225,8 +225,8 @@ def test_the_dtypes_of_unfit_rows_and_their_neighbours() -> None:
 
 
 def test_torch_operations_take_no_more_memory_with_time() -> None:
-    """Every measurement, whatever its shape, goes through the buffers that were there before; results stay whole as
-    long as there are slots, and are refused after that."""
+    """Every measurement, whatever its shape, uses the same buffers. A result stays valid while there are free slots,
+    and is refused after that."""
     operations = torch_ops()
     batches = [rows_of("random", 3, 500 + n, n) for n in range(SLOTS)]
     buffers = [operations._shifted.data_ptr(), operations._weights.data_ptr(), operations._out.data_ptr()]
@@ -240,7 +240,8 @@ def test_torch_operations_take_no_more_memory_with_time() -> None:
 
 
 def test_torch_operations_in_and_out_of_inference_mode() -> None:
-    """vLLM's workers run in it, other callers may not; logits that carry a gradient are measured as they are."""
+    """vLLM's workers run in inference mode and other callers may not; logits that carry a gradient are measured as they
+    are."""
     logits = rows_of("random", 3, 100).requires_grad_()
     want = reference(logits.detach().double().numpy(), 9)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the link hands to the engine's thread, without its own thread and without a stream."""
+"""Messages that the link hands to the engine's thread, without the link's own thread and without a stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_answer_that_decides_nothing_is_only_a_number() -> None:
 
 
 def test_what_came_before_is_taken_in_first() -> None:
-    """A request that waits for an answer must not go on before what was decided earlier is in force."""
+    """A request that waits for an answer must not go on before earlier decisions are in force."""
     link = link_of(idle=False)
     hear(link, 7, forces=[agent_pb2.ForceEnd(decision_id=1)])
     hear(link, 8)
@@ -61,7 +61,8 @@ def test_each_kind_of_decision_is_handed_over() -> None:
 
 
 def test_a_refusal_is_remembered_for_a_while() -> None:
-    """For another control plane may have another revision of that number."""
+    """A refusal is forgotten after a while, because another control plane may have another revision with the same
+    number."""
     now_s = [1.0]
 
     def prepare(_: agent_pb2.Settings) -> None:
@@ -76,7 +77,7 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
 
 
 def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
-    """A control plane with another store counts from 1."""
+    """A control plane with another store counts revisions from 1, so a low number may be the newest refusal."""
 
     def prepare(_: agent_pb2.Settings) -> None:
         raise ValueError("no such marker")
@@ -89,7 +90,8 @@ def test_the_newest_refusals_are_remembered_whatever_their_numbers() -> None:
 
 
 def test_a_long_refusal_is_cut() -> None:
-    """Each Hello names it, and the control plane takes none over 64 KiB: for ten minutes there would be none."""
+    """Each Hello names the refusal, and the control plane accepts no Hello over 64 KiB, so a long text would lock the
+    agent out for ten minutes."""
 
     def prepare(_: agent_pb2.Settings) -> None:
         raise KeyError("no such token in" + 100_000 * " this")
@@ -105,7 +107,7 @@ def test_a_long_refusal_is_cut() -> None:
 
 
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
-    """Whether no request is live or the agent is off."""
+    """An engine without live requests, or with its agent off, gets only the newest settings."""
     for link in (link_of(idle=True), link_of(idle=False)):
         link.step_aside()
         for revision in range(1, 10_000):
@@ -116,7 +118,8 @@ def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
 
 
 class FakeCall:
-    """A stream on which nothing comes. began: whether it was cancelled by when it is listened to."""
+    """A stream on which no message arrives. `began` says whether the stream was cancelled before the link listened to
+    it."""
 
     def __init__(self) -> None:
         self.cancelled, self.began = False, False
@@ -133,7 +136,7 @@ class FakeCall:
 
 
 def stream_of(link: Link, monkeypatch: pytest.MonkeyPatch, after_hello: Callable[[], None] = lambda: None) -> FakeCall:
-    """One stream of the link's, from Hello to its end."""
+    """Run one stream of the link, from its Hello to its end."""
     call = FakeCall()
 
     def connect(messages: Iterator[agent_pb2.ConnectRequest], **_: Any) -> FakeCall:
@@ -147,7 +150,8 @@ def stream_of(link: Link, monkeypatch: pytest.MonkeyPatch, after_hello: Callable
 
 
 def test_a_stream_whose_hello_is_not_true_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault just then would stay untold, or what was said of one outlast it, for as long as the stream holds."""
+    """The link ends such a stream: otherwise a fault at that moment would stay unreported, or a cleared fault stay
+    reported, until the stream ends."""
     link = link_of(idle=False)
     assert not stream_of(link, monkeypatch).began
     assert stream_of(link, monkeypatch, link.step_aside).began
@@ -155,7 +159,8 @@ def test_a_stream_whose_hello_is_not_true_any_more_is_ended(monkeypatch: pytest.
 
 
 def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for more from then on, and each attempt leave another such thread."""
+    """The sending thread must learn of the stream's end; otherwise it would wait for messages for ever, and each
+    attempt would leave another such thread."""
 
     def no_thread(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -169,7 +174,7 @@ def test_whoever_takes_what_is_sent_is_told_of_an_end_without_another_thread(mon
 
 
 def test_only_the_answer_to_a_report_tells_how_long_it_took() -> None:
-    """What answers a status names the newest report too, however long ago that was."""
+    """An answer to a status also names the newest report, however long ago that report was sent."""
     now_s = [1.0]
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: now_s[0])
     link.begins()

@@ -1,4 +1,4 @@
-"""The tokenizer that the engines with markers of several tokens load has what makes such markers hard."""
+"""The tokenizer of the engines with multi-token markers has the properties that make such markers hard."""
 
 from __future__ import annotations
 

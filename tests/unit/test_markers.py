@@ -1,7 +1,8 @@
-"""Thinking markers over vLLM's own reasoning parsers, without an engine: each that is registered, and what else tells.
+"""Thinking markers of vLLM's own reasoning parsers, without an engine: every registered parser, and the other sources
+of markers.
 
-Each parser gets a tokenizer that is made for it (`tests/parsers.py`); what is found is found by the code that does so
-on an engine, and vLLM itself is asked whether it agrees.
+Each parser gets a tokenizer that is made for it (`tests/parsers.py`). The code that an engine runs finds the markers,
+and vLLM itself is asked whether it agrees.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def table() -> dict[str, Any]:
 def resolve(
     folder: Path, added: list[str], parser: str = "", configured: tuple[str, str] | None = None, **settings: Any
 ) -> Markers:
-    """What an engine whose tokenizer has these tokens, and those which its parser asks for, comes to."""
+    """Return the markers that an engine finds if its tokenizer has the `added` tokens and those that its parser asks
+    for."""
     from meridian_agent.vllm_adapter import reasoning_markers as markers
 
     config = parsers.config_of(parsers.tokenizer_with(added), folder, parser, "a model")
@@ -58,7 +60,7 @@ def test_every_parser_is_resolved_and_vllm_agrees(table: dict[str, Any]) -> None
 
 def test_the_kept_table_is_that_of_the_installed_vllm(table: dict[str, Any]) -> None:
     (kept,) = [one for one in parsers.saved() if one["vllm"] == table["vllm"]]
-    assert kept == table, "python -m tests.parsers --save"
+    assert kept == table, "run python -m tests.parsers --save"
 
 
 def test_the_readme_says_what_the_tables_say() -> None:
@@ -66,20 +68,21 @@ def test_the_readme_says_what_the_tables_say() -> None:
 
 
 def test_a_check_that_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end that its parser does not know is found out: Inkling's end_message ends blocks of every kind."""
+    """A wrong end marker is detected: Inkling's end_message, for example, ends blocks of every kind."""
     from meridian_agent.vllm_adapter import reasoning_markers as markers
 
     starts, _ = markers.INKLING
     monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|end_message|>"]))
     tokenizer = parsers.made_for("inkling", parsers.asked_for("inkling"))
-    assert parsers.agreement("inkling", tokenizer) == "streaming", "is_reasoning_end says no"
+    assert parsers.agreement("inkling", tokenizer) == "streaming", "is_reasoning_end does not accept this end"
     monkeypatch.setitem(markers.WRITTEN, "inkling", (starts, ["<|message_model|>"]))
     assert parsers.agreement("inkling", tokenizer) == ""
 
 
 @pytest.mark.parametrize("parser", ["olmo3", "kimi_k3", "muse_glimmer", "granite"])
 def test_markers_of_ordinary_text_are_found_however_they_are_spelled(parser: str, tmp_path: Path) -> None:
-    """A tokenizer may take the blank before a marker, or the line feed after it, into its first or last token."""
+    """A tokenizer may merge the space before a marker, or the line feed after it, into the marker's first or last
+    token."""
     tokenizer = parsers.made_for(parser, parsers.asked_for(parser))
     markers = resolve(tmp_path, parsers.asked_for(parser), parser)
     for text in (tokenizer.decode(markers.end) + after for after in ("", "\n", "\n\n", " so")):
@@ -88,7 +91,7 @@ def test_markers_of_ordinary_text_are_found_however_they_are_spelled(parser: str
             assert any(markers.match(tokens[:n])[0].name == "END" for n in range(1, len(tokens) + 1)), (before, text)
 
 
-# ------------------------------------------------------------------------------------------------- what else names them
+# --------------------------------------------------------------------------------------------- other sources of markers
 
 
 def test_without_a_parser_the_tokens_themselves_are_the_markers(tmp_path: Path) -> None:
@@ -97,13 +100,14 @@ def test_without_a_parser_the_tokens_themselves_are_the_markers(tmp_path: Path) 
 
 
 def test_the_texts_of_vllms_reasoning_config(tmp_path: Path) -> None:
-    """Its end may begin with a transition phrase before the parser's own end; what follows is the answer's already."""
+    """The configured end may begin with a transition phrase before the parser's own end; text after that end belongs to
+    the answer."""
     tokenizer = parsers.tokenizer_with(THINK)
     markers = resolve(tmp_path, THINK, "qwen3", ("<think>", "so we so.</think>\n\n"))
     assert tokenizer.decode(markers.ending) == "so we so.</think>"
     assert tokenizer.decode(markers.end) == "</think>"
     own = resolve(tmp_path, THINK, "qwen3", ("<think>", "so.</think>"), closing_text="we")
-    assert tokenizer.decode(own.ending) == "we</think>", "policy's goes before"
+    assert tokenizer.decode(own.ending) == "we</think>", "the policy's closing text replaces the configured phrase"
 
 
 def test_a_reasoning_config_where_no_parser_tells(tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_what_policy_names_in_vain_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Also where the engine's own markers are known."""
+    """A policy's markers that the tokenizer lacks are refused, also if the engine's own markers are known."""
     with pytest.raises(ValueError, match=message):
         resolve(tmp_path, THINK, "qwen3", **settings)
 
@@ -168,7 +172,7 @@ def test_policy_names_half_of_them(tmp_path: Path) -> None:
 
 
 def test_a_parser_for_another_vocabulary_is_told_from_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hunyuan's compares with token ids of its own, so where those are other texts nothing it reads is a marker."""
+    """Hunyuan's parser compares with fixed token ids, so if those ids are other texts, the parser finds no marker."""
     assert resolve(tmp_path / "own", [], "hunyuan_a13b").end == (198, 524, 27963, 397, 27, 9399, 397)
     monkeypatch.setitem(parsers.HUNYUAN, "</", 525)
     markers = resolve(tmp_path / "other", [], "hunyuan_a13b")
@@ -183,5 +187,5 @@ def test_what_is_shipped_for_families_is_a_policy_and_names_parsers_that_are_res
     assert shipped.model
     for name, section in shipped.model.items():
         assert "vllm_agrees_by" in table["parsers"][section.reasoning_parser], name
-        # Nothing that no source says.
+        # A shipped section names the parser and nothing that has no source.
         assert section == type(section)(reasoning_parser=section.reasoning_parser), name

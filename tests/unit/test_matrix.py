@@ -1,4 +1,4 @@
-"""The table of what was tried on which vLLM holds what is saved, and what is saved is all that there is to try."""
+"""The table of features and vLLM versions shows the saved results, and results are saved for all that can be tried."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_what_failed_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_agent_installs_itself_where_there_is_a_column_and_nowhere_else() -> None:
-    """In the sources of each minor release of the range, and of no other, every hook was found."""
+    """Results are saved for each minor release of the supported range and no other, and every hook was found in the
+    sources of each."""
     found = {tuple(int(n) for n in version.split(".")[:2]) for version in results.versions()}
     (major, first), (_, last) = SUPPORTED
     assert found == {(major, minor) for minor in range(first, last + 1)}

@@ -1,4 +1,4 @@
-"""Records become reports; merging steps loses nothing that the control plane's table would show."""
+"""Records become reports, and merging steps loses nothing that the control plane's table would show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 
 def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
-    """A report's effect on the table, in the order in which a session has it. Returns its tokens' intervals."""
+    """Apply a report to the table in the order in which a session does, and return the intervals between the report's
+    tokens."""
     for opened in report.opened:
         table.open(opened, now_ms)
     table.add_tokens(report.tokens, now_ms - ages_ms(report))
@@ -37,7 +38,7 @@ def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0
 def same(a: RequestTable, b: RequestTable) -> None:
     for name in COLUMNS.keys() - {"token_ms"}:
         np.testing.assert_array_equal(getattr(a, name)[a.slots()], getattr(b, name)[b.slots()], err_msg=name)
-    # When a request was opened is when its report came.
+    # The time of a request's opening is that of its report, so only requests with a token are compared.
     told = np.flatnonzero(a.live & (a.newest_token != NO_TOKEN))
     np.testing.assert_allclose(a.token_ms[told], b.token_ms[told], atol=0.01)
     np.testing.assert_array_equal(a.window[a.slots()], b.window[b.slots()])
@@ -111,7 +112,7 @@ def test_a_full_record() -> None:
     assert list(report.outcomes) == [
         agent_pb2.DecisionOutcome(decision_id=5, outcome=agent_pb2.OUTCOME_APPLIED, think_tokens=64, detail="7 blocks")
     ]
-    assert not report.HasField("counters"), "the last record has none"
+    assert not report.HasField("counters"), "the last record has no counters"
     assert step_report([first]).counters == agent_pb2.AgentCounters(output_critical=2, agent_seconds=0.5)
 
 
@@ -157,7 +158,7 @@ steps_strategy = st.lists(
 
 
 def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
-    """What a real tracker records of these steps."""
+    """Return the records that a real tracker makes of these steps."""
     engine, number, now_s = FakeEngine(), 0, 0.0
     for step in steps:
         for prompt in step["open"]:

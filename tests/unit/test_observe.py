@@ -1,5 +1,5 @@
-"""The worker role where tests on a real engine do not reach: outputs read a step later, workers that cannot measure.
-The runner is a fake that only has vLLM's attributes."""
+"""The worker role in cases that tests on a real engine do not reach: outputs that are read a step later, and workers
+that cannot measure. The runner is a fake that has only vLLM's attributes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("later", [False, True])
 def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
-    """Also when it is read after the next step was begun, and although sampling changes the logits."""
+    """An output has the signals of its own step, even if it is read after the next step has begun, and although
+    sampling changes the logits."""
     own = worker(later=later, v2=v2)
     attach(own, lambda v2_runner: "")
     batches = [torch.randn(2, 50) for _ in range(3)]
@@ -62,11 +63,11 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
 def test_rows_that_nobody_asks_for_are_not_measured(
     drafts: dict[str, list[int]], excluded_ids: str, measured: list[bool]
 ) -> None:
-    """Those of the others are where they would be."""
+    """The rows that are measured stay at their places."""
     own = worker()
     attach(own, lambda v2_runner: "")
     batch = torch.randn(len(measured), 50)
-    # Reading such a row would give NaN in all columns but the rank.
+    # Measuring such a row would give NaN in all columns but the rank.
     batch[~torch.tensor(measured)] = float("nan")
     signals = StepSignals.decode(getattr(step(own, asked(batch, frozenset(excluded_ids), **drafts)), RESULT))
     want = EntropyProbe().begin(batch, END_TOKEN).result()
@@ -78,7 +79,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
-    """What comes without them the engine core accounts as a whole."""
+    """The engine core accounts an output without first rows as a whole."""
     own = worker(v2=v2)
     attach(own, lambda v2_runner: "")
     steps: list[dict[str, list[int]]] = [{}, {"a": [7]}, {}]
@@ -89,7 +90,8 @@ def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
 
 
 def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
-    """Those that a GPU drafts, V1 counts itself, in a copy of what the engine core sent: there may be fewer."""
+    """Model Runner V1 counts the drafts that a GPU made itself, in a copy of the engine core's message, which may have
+    fewer drafts."""
     own = worker()
     execute = own.model_runner.execute_model
     own.model_runner.execute_model = lambda sent: execute(
@@ -104,7 +106,7 @@ def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
 
 
 def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
-    """Neither changes in most steps, then one does."""
+    """In most steps neither the requests nor the excluded ids change, and then one of the two does."""
     own, asking = worker(), WorkerRequestEncoder()
     attach(own, lambda v2_runner: "")
     left_out = frozenset("a"), frozenset("b")
@@ -130,7 +132,7 @@ def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
     ],
 )
 def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: bool) -> None:
-    """On every output with requests, and serves on."""
+    """A worker that cannot measure gives the reason with every output that has requests, and goes on serving."""
     own = worker(device, later=later)
     attach(own, lambda v2_runner: "")
     output = step(own, asked(torch.randn(2, 50)))
@@ -154,7 +156,7 @@ def test_a_worker_that_cannot_measure_says_why(device: str, reason: str, later: 
 def test_rows_whose_request_is_not_known_are_not_measured(
     of: Callable[[Any], Any], feature: dict[str, Any], name: str
 ) -> None:
-    """Rather than told of as another's; the reason goes to the engine core."""
+    """Such rows are not measured rather than reported for another request, and the engine core gets the reason."""
     own = worker(v2=True)
     vars(of(own)).update(feature)
     attach(own, lambda v2_runner: "")
@@ -176,8 +178,8 @@ def test_what_can_be_told_without_a_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_gpu_without_cupy_is_measured_with_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, later: bool, v2: bool
 ) -> None:
-    """The same columns, and the engine core is told what measures. The worker's GPU is the CPU's memory here: torch's
-    operations are given that in place of the GPU."""
+    """Torch's operations give the same columns, and the engine core learns what measures. The test needs no GPU: it
+    gives torch's operations the CPU as their device."""
     operations = torch_ops.TorchOps
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch_ops, "TorchOps", lambda device, max_rows: operations("cpu", max_rows, 1000))
@@ -198,7 +200,7 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
 
 
 def test_what_measures_is_told_with_the_first_output_after_names() -> None:
-    """An agent that begins sends them; in other steps nothing is told."""
+    """An agent sends the excluded ids when it begins; only the output after that names the backend."""
     own, asking = worker(), WorkerRequestEncoder()
     attach(own, lambda v2_runner: "")
     told, left_out = [], frozenset("a")
@@ -225,7 +227,7 @@ def test_rows_are_measured_whose_names_were_lost() -> None:
     other = frozenset("b")
     asking.request(3, other)
     assert asked.excluded_ids(asking.request(3, other)) == frozenset()
-    # Another agent in the same engine begins anew, and says all it knows.
+    # Another agent in the same engine begins anew, and sends all its excluded ids.
     assert asked.excluded_ids(WorkerRequestEncoder().request(3, other)) == other
 
 

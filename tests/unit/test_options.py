@@ -1,4 +1,5 @@
-"""What `meridian-control` says of who may do what, by its flags; `contract/test_open_access` has what they then may."""
+"""The notice of `meridian-control` on who may do what, for each set of flags; `contract/test_open_access` tests what
+callers then may do."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ALL = "may change everything (--insecure)"
     ("flags", "notice", "everybody"),
     [
         ("", OPEN, False),
-        # TLS alone asks nobody who they are.
+        # TLS alone asks no caller who it is.
         ("--tls-cert x --tls-key y", OPEN, False),
         ("--insecure", ALL, True),
         ("--tls-cert x --tls-key y --insecure", ALL, True),

@@ -1,4 +1,4 @@
-"""What clients write into vllm_xargs never harms: it is read, or ignored and named."""
+"""Values that clients write into vllm_xargs never do harm: the agent reads them, or ignores and names them."""
 
 from __future__ import annotations
 

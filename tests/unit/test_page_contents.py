@@ -1,4 +1,4 @@
-"""What the status page says of engines, freezes and requests: pure functions of what FleetService shows."""
+"""Texts of the status page on engines, freezes and requests, as pure functions of what FleetService shows."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) ->
         (engine(freeze=frozen(7, confirmed=False)), "freezing", "an incident", "warn"),
         (engine(freeze=frozen(confirmed=False)), "thawing", "has not confirmed yet", "warn"),
         (engine(freeze=frozen()), "frozen", "*MERIDIAN_FREEZE*", "warn"),
-        # A replica that has not heard of the freeze yet knows when it ends.
+        # A replica that has not heard of the freeze itself still knows when the freeze ends.
         (engine(freeze=frozen(99, until=MINUTE / 12)), "frozen", "runs as stock vLLM for 5 s more", "warn"),
         (engine(False, STALE), "gone", "heard 42 s ago*the last decisions hold*", "warn"),
         (engine(False, DEGRADED), "gone", "heard 42 s ago*only the caps hold*", "bad"),
         (engine(False, OFF, fault="KeyError: 1"), "gone", "*the agent was off: KeyError: 1", "bad"),
-        # The worst comes first.
+        # The worst of several states is shown.
         (engine(fault="x", nack_error="y", freeze=frozen(7)), "off", "*: x", "bad"),
     ],
 )

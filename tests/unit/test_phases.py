@@ -30,11 +30,11 @@ from meridian_agent.core.phases import (
 )
 from meridian_control.decisions.request_table import RequestTable
 
-# One token each; two spellings of one and two tokens; gpt-oss channels, which share their first token.
+# Markers of one token each; two spellings of one and of two tokens; gpt-oss channels, which share their first token.
 SINGLE = Markers(((1,),), ((2,),))
 SPELLED = Markers(((1,), (7, 1)), ((2,), (7, 2, 3)))
 CHANNELS = Markers(((5, 6, 8),), ((5, 7, 8),))
-# An end that overlaps with the start, and one that begins with another end.
+# Markers with an end that overlaps with the start, and with an end that begins with another end.
 OVERLAPPING = Markers(((1, 2),), ((2, 3), (2, 3, 4), (9,)))
 ALL_MARKERS = {"single": SINGLE, "spelled": SPELLED, "channels": CHANNELS, "overlapping": OVERLAPPING}
 
@@ -65,14 +65,15 @@ def test_every_state_and_event(phase: Phase, event: TokenEvent) -> None:
         event is TokenEvent.TEXT and phase is Phase.THINK,
         event is TokenEvent.TEXT and phase in (Phase.PROMPT, Phase.OUTPUT),
     )
-    # The row's phase: an end marker belongs to the thinking it ends, every other token to the phase after it.
+    # The row of an end marker has the phase of the thinking that it ends; every other row has the phase after its
+    # token.
     assert belongs is (Phase.THINK if ended else state.phase)
 
 
 def test_the_table_says_what_the_machine_does() -> None:
     assert set(TRANSITIONS) == set(itertools.product(Phase, TokenEvent))
-    assert TRANSITIONS[Phase.OUTPUT, TokenEvent.START] is Phase.THINK, "re-entry"
-    assert TRANSITIONS[Phase.PROMPT, TokenEvent.TEXT] is Phase.OUTPUT, "a model that answers directly"
+    assert TRANSITIONS[Phase.OUTPUT, TokenEvent.START] is Phase.THINK, "a start marker begins thinking again"
+    assert TRANSITIONS[Phase.PROMPT, TokenEvent.TEXT] is Phase.OUTPUT, "text after the prompt is an answer"
     assert all(after is not Phase.PROMPT for after in TRANSITIONS.values())
 
 
@@ -102,7 +103,7 @@ def test_no_markers_never_think() -> None:
     assert (read.phase, read.output_tokens) == (Phase.UNKNOWN, 0)
 
 
-# K2 Horizon: each effort has a start and an end of its own, and a request's parser knows those of its effort only.
+# K2 Horizon's markers: each effort has its own start and end, and a request's parser knows only those of its effort.
 EFFORTS = Markers(((1,), (3,)), ((2,), (4,)), (7,), (8,), own_ends=(((1,), (2,)), ((3,), (4,))))
 
 
@@ -115,7 +116,7 @@ def test_a_forced_end_is_that_of_the_start(start: tuple[int, ...], end: tuple[in
         assert state.ending(EFFORTS) == (7, *end)
         assert not state.may_be_in_marker(EFFORTS)
         assert EFFORTS.probe_of(state.start) == (*end, 8)
-    assert EFFORTS.ending == (7, 2), "any, where the start is not known"
+    assert EFFORTS.ending == (7, 2), "any end will do if the start is not known"
 
 
 def test_own_ends_of_several_tokens_go_on_where_one_is_begun() -> None:
@@ -143,7 +144,8 @@ def test_the_longer_of_two_markers_with_one_end_wins() -> None:
 
 
 def test_channels() -> None:
-    """gpt-oss: nothing is open after the prompt, thinking and answer each begin with a channel of three tokens."""
+    """In gpt-oss's format nothing is open after the prompt; thinking and answer each begin with a channel of three
+    tokens."""
     state = begin(CHANNELS, [40, 41], True)
     rows = feed(state, [5, 6, 8, 70, 71, 72, 5, 7, 8, 73, 74], CHANNELS)
     assert (state.phase, state.think_tokens, state.output_tokens, state.ends) == (Phase.OUTPUT, 3, 2, 1)
@@ -163,7 +165,7 @@ def test_several_spellings() -> None:
         state = PhaseState(Phase.THINK)
         rows = feed(state, [90, *end], SPELLED)
         assert state.phase is Phase.OUTPUT
-        assert state.think_tokens == 1 + (end == (7, 2, 3)), "the 7 was text until 2 ended thinking without it"
+        assert state.think_tokens == 1 + (end == (7, 2, 3)), "the 7 is text, because 2 alone ended thinking"
         assert taken_back(rows[-1][1]) == 0 or takes
     state = PhaseState(Phase.OUTPUT)
     feed(state, [90, 7, 1, 91], SPELLED)
@@ -171,7 +173,7 @@ def test_several_spellings() -> None:
 
 
 def test_a_token_belongs_to_one_marker_only() -> None:
-    """The end shares a token with the start before it: earlier thinking must not be uncounted for it."""
+    """The end shares a token with the start before it, so earlier thinking must not be uncounted for that token."""
     state = PhaseState(Phase.THINK, think_tokens=10)
     rows = feed(state, [1, 2, 3], OVERLAPPING)
     assert [flags & FLAG_MARKER for _, flags in rows] == [0, 1, 1]
@@ -188,7 +190,7 @@ def test_a_marker_that_the_prompt_began() -> None:
         (Phase.THINK, FLAG_MARKER | FLAG_FROM_OUTPUT),
         (Phase.THINK, 0),
     ]
-    assert (state.think_tokens, state.output_tokens) == (1, 0), "prompt tokens were never counted"
+    assert (state.think_tokens, state.output_tokens) == (1, 0), "the prompt's tokens are not counted"
 
 
 def test_re_entry() -> None:
@@ -211,7 +213,7 @@ def test_re_entry() -> None:
         ([40, START, 30, END], False, Phase.PROMPT),
         ([40, START, END, *[30] * CLOSED_TAIL_TOKENS], True, Phase.OUTPUT),
         ([40, START, END, *[30] * (CLOSED_TAIL_TOKENS + 1)], True, Phase.PROMPT),
-        # History: earlier turns thought; what counts is how the prompt ends.
+        # Earlier turns of the conversation thought; only the prompt's end counts.
         ([40, START, 50, END, 60, 61, 62, 63, 64], True, Phase.PROMPT),
         ([40, START, 50, END, 60, 61, 62, 63, START], True, Phase.THINK),
         ([START, 50, END, 60, START, 51, END, 30], True, Phase.OUTPUT),
@@ -242,12 +244,12 @@ def test_last_event_is_the_last_match(prompt: list[int], name: str) -> None:
     assert markers.last_event(prompt) == expected
 
 
-# ---------------------------------------------------------------------------------------------------- both sides agree
+# ------------------------------------------------------------------------------------ agreement with the control plane
 
 
 @st.composite
 def generations(draw: st.DrawFn) -> tuple[Markers, list[int], list[int]]:
-    """Markers, a prompt and a generation in which markers, pieces of them and text are mixed."""
+    """Draw markers, a prompt and a generation in which markers, pieces of markers and text are mixed."""
     markers = ALL_MARKERS[draw(st.sampled_from(sorted(ALL_MARKERS)))]
     whole = st.sampled_from([list(m) for m in (*markers.starts, *markers.ends)])
     pieces = st.one_of(whole, st.lists(st.integers(1, 10), min_size=1, max_size=3))
@@ -288,7 +290,7 @@ def test_counts_add_up_and_the_control_plane_agrees(
 
 @given(generations())
 def test_text_is_what_no_marker_covers(generation: tuple[Markers, list[int], list[int]]) -> None:
-    """Against a second pass over the whole text, for markers that cannot overlap."""
+    """The counts agree with a second pass over the whole text, for markers that cannot overlap."""
     markers, _, tokens = generation
     assume(markers in (SINGLE, CHANNELS))
     state = PhaseState(Phase.PROMPT)
@@ -314,22 +316,24 @@ def test_a_forced_ending_writes_the_closing_text_first() -> None:
     [
         ([], [4, 3, 5, 7, 8]),
         ([90], [4, 3, 5, 7, 8]),
-        # An end is begun, alone or as much of it as of a start: its rest. Then the shorter spelling.
+        # The model has begun an end, alone or as far as a start looks the same: the rest of the end is written. The
+        # last two cases use the shorter spelling.
         ([90, 4], [3, 5, 7, 8]),
         ([90, 4, 3, 5], [7, 8]),
         ([90, 4, 3, 5, 7], [8]),
         ([90, 5, 7], [8]),
         ([90, 5], [7, 8]),
-        # A start is begun: it is completed, and thinking ended after it.
+        # The model has begun a start: the start is completed, and thinking is ended after it.
         ([4, 3, 5, 6], [8, 4, 3, 5, 7, 8]),
         ([90, 5, 6], [8, 4, 3, 5, 7, 8]),
-        # What looked like a beginning was none.
+        # Tokens that only looked like the beginning of a marker are text.
         ([4, 3, 90], [4, 3, 5, 7, 8]),
         ([4, 3, 5, 7, 4], [3, 5, 7, 8]),
     ],
 )
 def test_a_forced_end_goes_on_where_the_model_has_begun(tail: list[int], writes: list[int]) -> None:
-    """gpt-oss: `end start channel final message`, and the same with analysis, with and without the first two."""
+    """gpt-oss ends thinking with `end start channel final message` and begins it with `end start channel analysis
+    message`; both also work without the first two tokens."""
     markers = Markers(((4, 3, 5, 6, 8), (5, 6, 8)), ((4, 3, 5, 7, 8), (5, 7, 8)))
     state = PhaseState(Phase.THINK)
     feed(state, tail, markers)

@@ -1,4 +1,4 @@
-"""How much of a step each prompt in pieces may take: what is left of it is for probes, and none of it is lost."""
+"""The part of a step that each prompt in pieces may take: the rest is for probes, and no part is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meridian_agent.vllm_adapter.scheduler_api import piece_limits, wanted_token
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(0, 2000))
 def test_pieces_share_what_is_left(pieces: list[int], spare: int) -> None:
-    """All of it but what cannot be divided; nobody is cut where all fit."""
+    """Pieces take all of the room but what cannot be divided, and no piece is cut if all fit."""
     limit = piece_limit(pieces, spare)
     if limit is None:
         assert sum(pieces) <= spare
@@ -56,9 +56,9 @@ def room(scheduler: Any, probes: list[int], may_cut: bool = True) -> bool:
 
 
 def test_what_running_requests_take() -> None:
-    """One that is left out of the step takes nothing; vLLM's own threshold holds for pieces."""
+    """A request that is left out of the step takes no tokens, and vLLM's own threshold limits each piece."""
     prompt = request(500, is_prefill_chunk=True)
-    assert wanted_tokens(scheduler(request(1), request(3), drafts=4)) == (10, []), "at most"
+    assert wanted_tokens(scheduler(request(1), request(3), drafts=4)) == (10, []), "the number is an upper bound"
     assert wanted_tokens(scheduler(request(1), request(3), drafts=40)) == (4, [])
     assert wanted_tokens(scheduler(request(1), request(3), request(1, eligible=9), prompt)) == (4, [500])
     assert wanted_tokens(scheduler(request(1), prompt, threshold=40)) == (1, [40])
@@ -70,7 +70,7 @@ def test_a_prompt_leaves_what_the_probes_take() -> None:
     assert limit_for(crowded, wanted_tokens(crowded), 32, [2, 2]) == 32 - 2 - 4
     assert room(crowded, [2, 2])
     assert not room(crowded, [2, 2], may_cut=False)
-    # vLLM would cut the probe as well.
+    # vLLM would also cut the probe.
     assert not room(crowded, [2] * 29 + [5])
     drafted = scheduler(request(3), request(3), request(500, is_prefill_chunk=True), drafts=2)
     assert limit_for(drafted, wanted_tokens(drafted), 64, [2]) == 64 - 4 - 6 - 2

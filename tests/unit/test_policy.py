@@ -35,7 +35,7 @@ ACCEPTED = sorted(CORPUS.glob("accepted/*.toml"))
 REJECTED = sorted(CORPUS.glob("rejected/*.toml"))
 ERROR = "# error: "
 
-# What is too long for a file that people read.
+# Policies with texts that are too long for a file which people read.
 REJECTED_TEXT = [
     (
         f"model.m.closing_text = '{'x' * 2001}'",
@@ -165,7 +165,7 @@ def test_every_field_is_described() -> None:
 
 def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
     if type(None) in get_args(field.annotation):
-        # An override's field: absent, or what the section itself allows.
+        # An override's field is absent, or has a value that the section itself allows.
         inner = FieldInfo.from_annotation(get_args(field.annotation)[0])
         return values(inner).filter(lambda value: value != [])
     if any(isinstance(c, AfterValidator) for c in field.metadata):
@@ -194,7 +194,7 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
 
 
 def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Any subset of a section's keys."""
+    """Return a strategy for any subset of a section's keys."""
     return st.fixed_dictionaries({}, optional={name: values(field) for name, field in model.model_fields.items()})
 
 
@@ -270,7 +270,7 @@ def test_where_floor_and_cap_cross_the_cap_wins() -> None:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The working directory's and the user's policy file, neither existing yet."""
+    """Return the paths of the working directory's and the user's policy files, neither of which exists yet."""
     here, user = tmp_path / "here", tmp_path / "config" / "meridian"
     here.mkdir()
     user.mkdir(parents=True)

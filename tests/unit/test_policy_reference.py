@@ -1,4 +1,4 @@
-"""The reference of the policy's fields is that of the schema, and has advice on each."""
+"""The reference page of the policy's fields matches the schema and has advice on each field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tests import policy_reference
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert policy_reference.REFERENCE.read_text() == policy_reference.reference(), "run it with --write"
+    assert policy_reference.REFERENCE.read_text() == policy_reference.reference(), (
+        "run python -m tests.policy_reference --write"
+    )
 
 
 def test_every_section_is_in_it() -> None:

@@ -1,4 +1,4 @@
-"""When a probe may be placed: it never takes what a request needs."""
+"""Conditions for placing a probe, which never takes what a request needs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_request_that_is_ending_or_preempted() -> None:
 
 @pytest.mark.parametrize("cost", [1, 15, 16, 17, 100])
 def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> None:
-    """The probe's tokens span at most ceil(cost / block) + 1 blocks, wherever they begin."""
+    """A probe's tokens span at most ceil(cost / block) + 1 blocks, wherever they begin."""
     spanned = -(-cost // BLOCK) + 1
     roomy = replace(ROOM, tokens=STEP_SHARE * cost)
     fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost))
@@ -84,7 +84,7 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
 
 
 def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
-    """Others go with the steps after them."""
+    """The result of a probe for which a request is held is sent at once; other results go with later steps."""
     probing = ProbeRunner(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
     held = tracked()
     measured = StepRecord(step=7, probes=[(1, held.slot, 64, 0.5, 2, 1, False)])
@@ -98,7 +98,7 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
 
 
 class FakeScheduler:
-    """With room for nothing but probes. tokens: of a step. blocks: free ones."""
+    """A scheduler that has room for nothing but probes: `tokens` in a step, and `blocks` that are free."""
 
     current_step, num_spec_tokens, max_num_running_reqs = 1, 0, 100
 
@@ -120,7 +120,7 @@ class FakeScheduler:
 def test_the_probes_of_a_step_share_its_room(
     tokens: int, blocks: int, placed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each computes two tokens, for which it may take two blocks."""
+    """Each probe computes two tokens, for which it may take two blocks."""
     monkeypatch.setattr(
         request_api, "probe_request", lambda _, request_id, tokens: SimpleNamespace(request_id=request_id)
     )
@@ -135,7 +135,7 @@ def test_the_probes_of_a_step_share_its_room(
 
 
 def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
-    """Also one that is asked for although the engine has said that it cannot probe."""
+    """The agent refuses a probe with the reason, even if it has told the control plane that the engine cannot probe."""
     tracker = Tracker(MARKERS)
     directives = Directives(tracker)
     probing = ProbeRunner(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
@@ -152,7 +152,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
 
 
 def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several engines vLLM tells each client which of its requests have ended."""
+    """With several engines vLLM tells each client which of its requests have ended; a probe must not be among them."""
     monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
     ended: dict[int, set[str]] = {0: {"a"}}
     scheduler: Any = SimpleNamespace(
@@ -166,7 +166,7 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.Monk
 
 
 def test_a_probe_that_ends_without_a_token() -> None:
-    """As vLLM ends a request with an error, say: it is no fault."""
+    """vLLM may end a probe with an error, for example; the probe is refused, and that is no fault."""
     tracker = Tracker(MARKERS)
     probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)

@@ -1,4 +1,4 @@
-"""Which blocks of a finished request no later prompt can hit."""
+"""Blocks of a finished request that no later prompt can hit in the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replay of a recorded stream under another policy: under its own nothing changes, else what was asked for does."""
+"""Replay of a recorded stream under a policy: its own policy changes nothing, another one changes only what it asks
+for."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-# Every rule on, nothing applied, EAT measured densely: what a recording is made with.
+# A policy to record with: every rule on, nothing applied, and EAT measured densely.
 DENSE = policy(
     scheduler=EARLY,
     entropy={**CALIBRATED, "shadow": True, "eat_level_threshold_nats": 0.0, "eat_probe_interval_tokens": 1},
@@ -42,7 +43,7 @@ ACTIVE = policy(scheduler=EARLY, entropy=CALIBRATED)
 
 
 class Recorded(Stream):
-    """A stream that is recorded as the server records it."""
+    """A stream that the test records as the server records streams."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +71,8 @@ class Recorded(Stream):
 
 
 def recorded(first: Policy, requests: int = 12, seed: int = 0, sentences: bool = True, **hello: Any) -> Recorded:
-    """Requests of several lengths, some of them preempted or aborted; the engine is slow enough for shares."""
+    """Record requests of several lengths, some of them preempted or aborted, on an engine that is slow enough for
+    shares."""
     made = Recorded(hello_fields=hello)
     rng = made.agent.rng
     rng.seed(seed)
@@ -143,7 +145,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_under_its_own_policy_a_trace_replays_exactly_and_nothing_changes(tmp_path: Path, name: str) -> None:
-    """The part of the agent that the replay plays must not be noticed: every recorded decision comes out again."""
+    """The replay plays a part of the agent, which must not be noticed: every recorded decision comes out again."""
     made = recorded(POLICIES[name])
     found = told(tmp_path, made.records, forms.parse_toml(forms.to_toml(POLICIES[name])))
     changes_nothing(found)
@@ -174,11 +176,12 @@ def test_several_revisions_and_a_refusal_replay_exactly(tmp_path: Path) -> None:
     found = told(tmp_path, made.records, DENSE)
     assert found["recorded_revisions"] == [1, 2, 3]
     assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"]
-    assert found["forces"]["gone"] == {"hard_cap": 1}, "one policy for the whole trace is another thing"
+    assert found["forces"]["gone"] == {"hard_cap": 1}, "one policy for the whole trace gives other ends"
 
 
 def test_a_recording_that_joined_late_has_the_same_answers_under_its_own_policy(tmp_path: Path) -> None:
-    """Ids go on from what was before, and what the engine's steps cost was known already."""
+    """The recorded session had decision ids and step costs from before the recording, and the replay takes them
+    over."""
     made = recorded(ACTIVE, requests=3)
     made.records = [hello_record(made.session, made.now, joined_late=True)]
     made.records.append(policy_record(made.session, made.now, 1, ACTIVE))
@@ -194,7 +197,7 @@ def test_a_recording_that_joined_late_has_the_same_answers_under_its_own_policy(
 
 @pytest.mark.parametrize("new", ["active", "deadline"])
 def test_an_engine_that_was_frozen_is_frozen_in_the_replay_too(tmp_path: Path, new: str) -> None:
-    """Nothing is decided meanwhile, under whatever policy; what is decided after the thaw comes out again."""
+    """During a freeze nothing is decided under any policy; decisions after the thaw come out again."""
     made = recorded(POLICIES[new], requests=4)
     for number in range(3):
         made.open(f"before-{number}", think=40, answer=3)
@@ -210,7 +213,7 @@ def test_an_engine_that_was_frozen_is_frozen_in_the_replay_too(tmp_path: Path, n
     assert found["ends"]["recorded"] == found["ends"]["new"]
     other = difference(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 5}))
     frozen = [o for o in other.outcomes if o.request_id.startswith("frozen-")]
-    assert [o.after for o in frozen] == [ThinkEnd("natural", 9)] * 3, "no cap is told to an engine that is frozen"
+    assert [o.after for o in frozen] == [ThinkEnd("natural", 9)] * 3, "a frozen engine gets no cap"
 
 
 def test_a_recording_that_joined_a_frozen_engine_knows_of_it(tmp_path: Path) -> None:
@@ -227,14 +230,14 @@ def test_a_recording_that_joined_a_frozen_engine_knows_of_it(tmp_path: Path) -> 
     made.step(40)
     found = told(tmp_path, made.records, ACTIVE)
     changes_nothing(found)
-    assert found["ends"]["new"]["eat"] >= 1, "it is told of the thaw as well"
+    assert found["ends"]["new"]["eat"] >= 1, "the replay ends the freeze as well"
 
 
 # ------------------------------------------------------------------------------------------------------ other policies
 
 
 def test_an_active_rule_over_a_dense_recording(tmp_path: Path) -> None:
-    """Nothing was applied when it was recorded: the new rule's ends are all added, where the live rule makes them."""
+    """The recording's policy applied nothing, so all ends of the new rule are added, where the live rule makes them."""
     made = Recorded()
     made.apply(DENSE)
     for number in range(4):
@@ -251,7 +254,7 @@ def test_an_active_rule_over_a_dense_recording(tmp_path: Path) -> None:
     decided = {d.life.opened.request_id: d for d in live.log.decisions(lambda d: d.kind == "force", None)}
     for request in found["changed_requests"]:
         place = request["new"]["think_tokens"]
-        # Samples were asked for at every token, not every other one: it may come out one earlier.
+        # The recording has a sample at every token, not at every other token, so an end may come one token earlier.
         assert 0 <= decided[request["request_id"]].signals.think_tokens - place <= 1
         assert (
             request["ended"]
@@ -315,14 +318,15 @@ def test_samples_exist_only_where_they_were_recorded(tmp_path: Path) -> None:
 
 
 def test_reports_that_merge_steps_tell_of_what_the_new_policy_did(tmp_path: Path) -> None:
-    """Other probes and outcomes than the recorded ones came in the steps of a report that tells each step's."""
+    """The new policy has other probes and outcomes than the recorded ones, also in reports that list each merged
+    step."""
     records = recorded(DENSE).records
     single = told(tmp_path, records, ACTIVE)
     for record in records:
         report = record.up.step
         if record.up.WhichOneof("message") != "step" or not report.steps:
             continue
-        # After a step that made nothing.
+        # Put a step without tokens before the recorded step.
         merged, report.steps = report.merged, 2
         merged.rows.extend([0, len(report.tokens.slot)])
         merged.step_time_ms.extend([1.0, report.step_time_ms])
@@ -338,7 +342,8 @@ def test_reports_that_merge_steps_tell_of_what_the_new_policy_did(tmp_path: Path
 
 
 def test_a_probe_wants_a_sample_of_its_place(tmp_path: Path) -> None:
-    """Recorded at sentence ends, asked for at paragraphs: only the samples at paragraph ends are taken."""
+    """Samples were recorded at sentence ends and are wanted at paragraph ends, so only samples at paragraph ends are
+    used."""
     at_sentences = DENSE.entropy.model_copy(update={"eat_probe_placement": "sentence"})
     made = Recorded()
     made.apply(DENSE.model_copy(update={"entropy": at_sentences}))
@@ -438,7 +443,8 @@ def test_a_trace_that_breaks_the_contract(tmp_path: Path) -> None:
 
 
 def test_times_are_the_recorded_ones(tmp_path: Path) -> None:
-    """Deadlines depend on time: moved as a whole, a trace gives the same; stretched, it does not."""
+    """Deadlines depend on time: a trace that is moved as a whole gives the same result, and a stretched trace does
+    not."""
     made = recorded(POLICIES["deadline"])
     before = told(tmp_path, made.records, POLICIES["deadline"])
     later = []

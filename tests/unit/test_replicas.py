@@ -1,6 +1,7 @@
-"""Replicas as rows of a real PostgreSQL: who is seen, and that never two lead, however they are stopped and come back.
+"""Replicas as rows of a real PostgreSQL: each sees the others, and never do two lead, however replicas stop and come
+back.
 
-Time passes for the rows and for the replicas' clocks at once: by hand.
+The test moves the time of the rows and of the replicas' clocks together.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class World:
-    """One database, the replicas on it, and the time of all."""
+    """One database, the replicas on it, and the time of all of them."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -51,7 +52,7 @@ class World:
                 await connection.execute(text(statement), {"seconds": seconds})
 
     async def write(self, replica: Replicas) -> bool:
-        """Write as a leader does; whether it was one."""
+        """Write as a leader does, and return whether the replica was the leader."""
         try:
             async with self.databases[0].writing() as connection:
                 await replica.fence(connection)
@@ -79,13 +80,13 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
         assert [*one.others, *two.others] == [two.me, one.me]
         await world.passes(LEASE_S - 0.5)
         await one.beat()
-        assert [*one.others] == [two.me], "not dead yet"
+        assert [*one.others] == [two.me], "replica two is not dead yet"
         await world.passes(1.0)
         await one.beat()
         assert not one.others
         await two.beat()
         await one.beat()
-        assert [*one.others] == [two.me], "it was only slow"
+        assert [*one.others] == [two.me], "replica two was only slow"
         await two.leave()
         await one.beat()
         assert not one.others
@@ -108,17 +109,17 @@ def test_the_lead_passes_on(postgres: Postgres) -> None:
         assert not await world.write(two)
         await world.passes(LEASE_S - MARGIN_S)
         assert not one.leads(), "a leader stops before another may begin"
-        assert await world.write(one), "but nobody has led since"
+        assert await world.write(one), "no other replica has led since"
         await world.passes(2 * MARGIN_S)
         await two.beat()
         assert two.leads()
-        assert not await world.write(one), "stopped between asking and writing"
+        assert not await world.write(one), "the old leader was stopped between asking and writing"
         await one.beat()
         assert not one.leads()
         await two.leave()
         assert not two.leads()
         await one.beat()
-        assert one.leads(), "one that leaves does not make others wait"
+        assert one.leads(), "a leader that leaves lets another one lead at once"
         assert await world.write(one)
         assert await world.rows("SELECT token FROM written ORDER BY number") == [1, 1, 3]
         await world.close()
@@ -127,7 +128,7 @@ def test_the_lead_passes_on(postgres: Postgres) -> None:
 
 
 class LeaderMachine(RuleBasedStateMachine):
-    """Three replicas that beat, write, stop for a while, die and are replaced, at once or one after the other."""
+    """Three replicas that beat, write, pause, die and are replaced, at once or one after the other."""
 
     postgres: Postgres
 
@@ -157,7 +158,7 @@ class LeaderMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def write(self, which: int) -> None:
         leads = self.replicas[which].leads()
-        assert self.run(self.world.write(self.replicas[which])) or not leads, "who leads may write"
+        assert self.run(self.world.write(self.replicas[which])) or not leads, "the leader may write"
 
     @rule(seconds=st.sampled_from([1.0, 3.0, LEASE_S + 0.5]))
     def time_passes(self, seconds: float) -> None:
@@ -184,7 +185,7 @@ class LeaderMachine(RuleBasedStateMachine):
         self.run(self.world.passes(FORGET_S))
         for replica in self.replicas:
             self.run(replica.beat())
-        assert sum(replica.leads() for replica in self.replicas) == 1, "in the end somebody leads"
+        assert sum(replica.leads() for replica in self.replicas) == 1, "in the end exactly one replica leads"
         self.run(self.world.close())
         self.runner.close()
 

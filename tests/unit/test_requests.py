@@ -1,4 +1,4 @@
-"""The request table: rows that come and go, token rows accounted in order, and what a hostile agent may send."""
+"""The request table: rows that come and go, token rows that are accounted in order, and messages of hostile agents."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_slots_out_of_range() -> None:
 
 @pytest.mark.parametrize("phase", [4, 300, -1])
 def test_phases_of_another_version(phase: int) -> None:
-    """Enums are open on the wire: what is not known here counts as not known, and nothing of it as text of a phase."""
+    """Enums are open on the wire: an unknown phase counts as unspecified, and its tokens count for no phase."""
     made = table({})
     sent = agent_pb2.RequestOpened(slot=1, phase=phase)  # type: ignore[arg-type]
     made.open(agent_pb2.RequestOpened.FromString(sent.SerializeToString()))
@@ -148,7 +148,8 @@ def test_a_new_window_length_begins_anew() -> None:
     st.integers(1, 10),
 )
 def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], size: int) -> None:
-    """Slots repeat within a report (merged steps, draft tokens): rows count in order, as if each came alone."""
+    """A slot may repeat within a report (merged steps, draft tokens): its rows count in order, as if each came
+    alone."""
     whole, cut = table(*[thinking()] * 4), table(*[thinking()] * 4)
     whole.add_tokens(tokens(rows))
     for at in range(0, len(rows), size):
@@ -179,13 +180,14 @@ def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) ->
 
 
 def taking_in(made: RequestTable, rows: int) -> int:
-    """Lines that it takes, for one report of so many boundaries of each of eight slots."""
+    """Return the number of lines of code that run for one report with `rows` boundaries of each of eight slots."""
     columns = tokens([(slot, THINK, FLAG_BOUNDARY, 0.5, 5) for _ in range(rows) for slot in range(8)])
     return lines_run("meridian_control", lambda: made.add_tokens(columns))
 
 
 def test_no_work_in_python_for_each_row_of_a_report() -> None:
-    """A message of 16 MiB, all of it rows of some slots, would hold up all engines for a minute."""
+    """If Python worked on each row, a message of 16 MiB with rows of a few slots would hold up all engines for a
+    minute."""
     made = table(*[thinking()] * 8)
     made.set_window(1)
     assert 0 < taking_in(made, 10_000) <= taking_in(made, 100)
@@ -197,7 +199,7 @@ def test_no_work_in_python_for_each_row_of_a_report() -> None:
 
 
 def reported(made: RequestTable, now_ms: float, *rows: tuple[int, int, int]) -> tuple[list[float], list[float]]:
-    """Output ITL and TTOT that a report gives, milliseconds."""
+    """Return the output ITL and the TTOT, in milliseconds, that a report gives."""
     made.add_tokens(tokens([(*row, 0.0) for row in rows]), now_ms)
     return made.output_itl_ms.tolist(), made.ttot_ms.tolist()
 
@@ -212,14 +214,14 @@ def test_times_from_token_to_token() -> None:
     assert reported(made, 35, (0, OUTPUT, 0)) == ([], [5])
     assert reported(made, 42, (0, OUTPUT, 0)) == ([7], [])
     assert reported(made, 50) == ([], [])
-    assert reported(made, 52, (0, OUTPUT, 0)) == ([10], []), "a step without it, left out or preempted"
+    assert reported(made, 52, (0, OUTPUT, 0)) == ([10], []), "the request had no token in the step between"
     assert reported(made, 60, (0, THINK, phases.FLAG_MARKER)) == ([], [])
     assert reported(made, 64, (0, THINK, ENDED)) == ([], [])
-    assert reported(made, 67, (0, OUTPUT, 0)) == ([], [3]), "thinking was taken up again"
+    assert reported(made, 67, (0, OUTPUT, 0)) == ([], [3]), "TTOT begins at the newest end of thinking"
 
 
 def test_several_tokens_of_a_report_came_evenly_spread() -> None:
-    """From merged steps or drafted: each counts once, and together they take as long as they took."""
+    """Tokens of merged steps, or drafted ones, count once each, and together they take the time between the reports."""
     made = table({"phase": OUTPUT}, thinking())
     reported(made, 10, (0, OUTPUT, 0), (1, THINK, 0))
     rows = [(0, OUTPUT, 0), (1, THINK, 0), (0, OUTPUT, 0), (1, THINK, ENDED), (1, OUTPUT, 0), (1, OUTPUT, 0)]
@@ -227,7 +229,8 @@ def test_several_tokens_of_a_report_came_evenly_spread() -> None:
 
 
 def test_the_report_with_a_requests_first_tokens_gives_no_interval() -> None:
-    """It was opened, or told of in a snapshot, at another time than its token before was made."""
+    """The first tokens give no interval, because the request was opened, or named in a snapshot, at another time than
+    its last token was made."""
     made = table({"phase": OUTPUT}, thinking())
     assert reported(made, 90, (0, OUTPUT, 0), (0, OUTPUT, 0), (1, THINK, ENDED), (1, OUTPUT, 0)) == ([], [])
     assert reported(made, 95, (0, OUTPUT, 0), (1, OUTPUT, 0)) == ([5, 5], [])

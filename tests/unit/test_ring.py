@@ -1,4 +1,4 @@
-"""The ring between the engine's thread and the one that sends: who is woken when, and that nothing is lost."""
+"""The ring between the engine's thread and the sending thread: when the reader is woken, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_S = 30.0
 
 
 def reader(ring: RecordQueue[int], wanted: int = 1) -> tuple[threading.Thread, list[int]]:
-    """A thread that takes one item; it sleeps in the ring once this returns."""
+    """Start a thread that takes one item; the thread sleeps in the ring when this function returns."""
     got: list[int] = []
     thread = threading.Thread(target=lambda: got.append(ring.get(LONG_S, wanted)))
     thread.start()
@@ -82,7 +82,7 @@ def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:
     ring.wake()
     thread.join(LONG_S)
     assert (got, ring.presses) == ([1], True)
-    assert ring.get(LONG_S, wanted=3) == 2, "it is not waited with"
+    assert ring.get(LONG_S, wanted=3) == 2, "an item that must be sent at once is not held back"
     ring.took(1)
     assert not ring.presses
 
@@ -91,7 +91,7 @@ def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> No
     ring: RecordQueue[int] = RecordQueue()
     ring.lay(1)
     ring.wake()
-    assert ring._bell.empty(), "waking costs more than anything else"
+    assert ring._bell.empty(), "no reader sleeps, so nothing is woken"
     thread = threading.Thread(target=ring.rest, args=(LONG_S,))
     thread.start()
     ring.wake()
@@ -103,7 +103,7 @@ def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> No
 
 
 def test_no_wake_is_lost() -> None:
-    """Each item is laid down when the last one was taken, at whatever point of its way to sleep the reader is."""
+    """Each item is added when the last one has been taken, at any point of the reader's way to sleep."""
     ring: RecordQueue[int] = RecordQueue()
     taken = threading.Semaphore(0)
     got: list[int] = []

@@ -1,4 +1,4 @@
-"""Rollouts as pure functions: who gets which revision, what guardrails say, and what becomes of a rollout."""
+"""Rollouts as pure functions: the revision of each engine, the guardrails' judgement, and the states of a rollout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def started(*steps: dict[str, Any], rollout_id: int = 3, **fields: Any) -> Rollo
 
 
 def buckets(seconds: float, count: int) -> tuple[int, ...]:
-    """`count` observations of a bound of the histogram's."""
+    """Return a histogram's counts with `count` observations at one of the bounds."""
     counts = [0] * (len(TIME_BOUNDS_S) + 1)
     counts[TIME_BOUNDS_S.index(seconds)] = count
     return tuple(counts)
@@ -99,7 +99,7 @@ def test_plans_that_are_refused(text: str, complaint: str) -> None:
     assert str(caught.value) == complaint
 
 
-# -------------------------------------------------------------------------------------------------------- who gets it
+# -------------------------------------------------------------------------------------------------- choice of engines
 
 ids = st.text(max_size=20)
 labels = st.dictionaries(st.sampled_from(["pool", "zone"]), st.sampled_from(["canary-1", "canary-2", "main"]))
@@ -125,7 +125,7 @@ def test_a_later_step_only_adds_engines(
     assert set(given) <= {STABLE, CANDIDATE}
     assert given == sorted(given)
     assert given == [revision_of(at(rollout, step), engine, has, 0) for step in range(1, len(plan) + 1)], (
-        "the same again"
+        "the choice is the same each time"
     )
 
 
@@ -166,7 +166,7 @@ def test_labels_are_globs_and_must_all_match() -> None:
 def test_an_engine_never_goes_back(
     plan: list[dict[str, Any]], engine: str, before: dict[str, str], after: dict[str, str], what: list[str]
 ) -> None:
-    """Whatever happens, and though its labels change: it keeps what it has, or gets something newer."""
+    """Whatever happens, and even if its labels change, an engine keeps its revision or gets a newer one."""
     rollout, has = started(*plan), STABLE
     for number, action in enumerate(what):
         rollout = act(rollout, action)
@@ -197,7 +197,7 @@ def test_ends_are_for_everybody() -> None:
     assert [revision_of(aborted, "e", {}, has) for has in (STABLE, CANDIDATE)] == [BACK, BACK]
 
 
-# -------------------------------------------------------------------------------------------------------- what happens
+# ---------------------------------------------------------------------------------------------------- steps and states
 
 
 def test_steps_follow_each_other_when_they_have_baked() -> None:
@@ -305,7 +305,7 @@ def test_what_is_stored_is_read_back() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A rollout under any calls and measurements: its step never falls, ends are final, guardrails always win."""
+    """A rollout under any calls and measurements: its step never falls, ends are final, and guardrails always win."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def test_p99() -> None:
     assert p99(buckets(0.02, 5)) == pytest.approx(0.016 + 0.99 * 0.004)
     mixed = tuple(a + b for a, b in zip(buckets(0.02, 985), buckets(1.0, 15), strict=True))
     assert p99(mixed) == pytest.approx(0.8 + 0.2 * 5 / 15)
-    assert p99((0,) * len(TIME_BOUNDS_S) + (1,)) == TIME_BOUNDS_S[-1], "beyond what is measured"
+    assert p99((0,) * len(TIME_BOUNDS_S) + (1,)) == TIME_BOUNDS_S[-1], "the last bound stands for all above it"
 
 
 def answers(count: int, empty: int = 0, reentries: int = 0) -> Measured:
@@ -409,7 +409,7 @@ def test_nothing_is_judged_by_too_little(name: str, limit: float, bad: Sample, g
     assert (rollout.state, found.violated, found.waiting) == (State.RUNNING, False, True)
     assert found.observations == 100
     more = tick(rollout, bad, 1.0, NOW)
-    assert more.violation is not None, "what comes later counts with what came before"
+    assert more.violation is not None, "later observations add to earlier ones"
     at_once = tick(started(guardrails={name: limit, "min_observations": 0}), bad, 1.0, NOW)
     assert at_once.violation is not None
     unseen = tick(started(guardrails={name: limit, "min_observations": 0}), seen(), 1.0, NOW)

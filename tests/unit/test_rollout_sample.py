@@ -1,4 +1,5 @@
-"""What a rollout is judged by, from engines as FleetService shows them: counters that grow, and start over."""
+"""Measurements by which a rollout is judged, from engines as FleetService shows them: counters that grow and start
+over."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LEASE_S = 30.0
 
 
 def engine(name: str, acked: int = 1, tokens: int = 0, since_s: float = -100, **fields: Any) -> fleet_pb2.Engine:
-    """One that is at 20 ms a token, finishes an answer with every token, every second of them empty."""
+    """Return an engine that takes 20 ms per token and finishes an answer with every token, every second answer
+    empty."""
     itl = time_histogram()
     itl.add(np.full(tokens, 0.02))
     made = fleet_pb2.Engine(
@@ -34,7 +36,7 @@ def engine(name: str, acked: int = 1, tokens: int = 0, since_s: float = -100, **
 
 
 class Looks:
-    """One look a second."""
+    """A sampler that takes one sample a second."""
 
     def __init__(self) -> None:
         self.sampler, self.now = Sampler(), NOW
@@ -51,7 +53,7 @@ def counted(sample: Sample) -> tuple[int, int]:
 
 def test_what_is_new_belongs_to_the_policy_applied() -> None:
     looks = Looks()
-    assert counted(looks.at(engine("a", 2, 50), engine("b", 1, 70))) == (0, 0), "from before the first look"
+    assert counted(looks.at(engine("a", 2, 50), engine("b", 1, 70))) == (0, 0), "earlier tokens do not count"
     sample = looks.at(engine("a", 2, 60), engine("b", 1, 73))
     assert counted(sample) == (10, 3)
     assert (sample.candidate.answers, sample.candidate.empty, sample.candidate.reentries) == (10, 5, 0)
@@ -70,9 +72,9 @@ def test_an_engine_that_changes_policy_counts_from_the_next_look_on() -> None:
 def test_counters_that_start_over() -> None:
     looks = Looks()
     looks.at(engine("a", 2, 50))
-    assert counted(looks.at(engine("a", 2, 4, since_s=0.5))) == (4, 0), "all of it came since the look before"
+    assert counted(looks.at(engine("a", 2, 4, since_s=0.5))) == (4, 0), "all tokens came since the last sample"
     assert counted(looks.at(engine("a", 2, 9, since_s=0.5), engine("new", 1, 3, since_s=1.5))) == (5, 3)
-    assert counted(looks.at(engine("found", 1, 30, since_s=-50))) == (0, 0), "another replica showed it only now"
+    assert counted(looks.at(engine("found", 1, 30, since_s=-50))) == (0, 0), "the engine is not new"
 
 
 def test_other_buckets_are_left_out() -> None:
@@ -109,4 +111,4 @@ def test_degraded_is_past_the_lease_or_switched_off() -> None:
     assert missing_and_degraded(*gone, *moved) == (2, 0)
     assert missing_and_degraded(*gone, *moved) == (0, 2)
     assert missing_and_degraded(engine("gone", 2), gone[1]) == (0, 1)
-    assert missing_and_degraded(gone[0]) == (1, 0), "another time"
+    assert missing_and_degraded(gone[0]) == (1, 0), "the engine is missing once more"

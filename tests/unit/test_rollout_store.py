@@ -1,4 +1,4 @@
-"""The rollout store on a real SQLite file and a real PostgreSQL: what is in force, and who wins."""
+"""The rollout store on a real SQLite file and a real PostgreSQL: the policy in force, and calls that compete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @asynccontextmanager
 async def opened(address: str) -> AsyncIterator[RolloutStore]:
-    """One that holds the old policy."""
+    """Yield a rollout store that holds the old policy."""
     store = PolicyStore(await Database.open(address))
     try:
         if await store.current() is None:
@@ -123,7 +123,8 @@ async def test_a_change_is_made_to_what_is_stored(address: str) -> None:
 
 
 async def test_of_those_at_once_one_wins(address: str) -> None:
-    """Whatever comes first, numbers have no gap and a candidate never comes into force by being newest."""
+    """Whichever call comes first, revision numbers have no gap, and a candidate never comes into force by being
+    newest."""
     async with opened(address) as one, opened(address) as two:
         attempts = [start(store) for store in (one, two)] + [append(store.policies) for store in (one, two) * 4]
         results = await asyncio.gather(*attempts, return_exceptions=True)
@@ -147,7 +148,7 @@ async def test_a_request_id_starts_once(address: str) -> None:
     by = By(NOW, "ann", "", "a")
     async with opened(address) as store:
         made = await start(store, by=by)
-        assert await start(store, by=by, etag="stale") == made, "an answer needs no etag"
+        assert await start(store, by=by, etag="stale") == made, "a repeated call needs no etag"
         for plan, policy in ((OTHER_PLAN, NEW), (PLAN, OLD)):
             with pytest.raises(
                 InvalidRequest, match=r'^request_id must be a new one; got "a", which started rollout 1 '

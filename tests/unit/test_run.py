@@ -1,4 +1,4 @@
-"""Steps noted as a whole come to what they come to one request at a time, whoever looks, and whenever."""
+"""Steps that the tracker notes as a whole give the same results as steps that it notes request by request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meridian_agent.link.messages import step_report
 
 START, END, TEXT, STOP = 1, 2, 3, 4
 MARKERS = Markers(((START,),), ((END,),))
-# STOP ends a sentence.
+# The token STOP ends a sentence.
 BOUNDARIES = bytes([0, 0, 0, 0, 32])
 
 
@@ -30,7 +30,7 @@ def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap
 
 
 def step(tracker: Tracker, tokens: dict[str, list[int]]) -> bool:
-    """As the agent accounts a step; whether it was noted as a whole."""
+    """Account a step as the agent does, and return whether it was noted as a whole."""
     if tracker.note(list(tokens), list(tokens.values())):
         return True
     for row, (name, new) in enumerate(tokens.items()):
@@ -133,7 +133,7 @@ def test_reports_do_not_tell_how_a_step_was_accounted() -> None:
         assert step(tracker, tokens) is whole
         reports.append(step_report([tracker.take_record()]).SerializeToString(deterministic=True))
     assert reports[0] == reports[1]
-    assert tracker.record.text == (), "the next record begins empty"
+    assert tracker.record.text == (), "the tracker's next record begins empty"
 
 
 def state(live: LiveRequest) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ def state(live: LiveRequest) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_noted_as_a_whole_or_one_by_one(seed: int) -> None:
-    """The same workload twice; nobody can tell them apart, at any of the times when somebody looks."""
+    """The same workload is noted in both ways, and no reader can tell the two apart at any time."""
     rng = random.Random(seed)
     whole, singly = tracker_of(), tracker_of()
     count, as_a_whole = 0, 0

@@ -1,4 +1,4 @@
-"""The mixin over a scheduler that does nothing."""
+"""The agent's scheduler mixin over a scheduler that does nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meridian_agent.engine.scheduler_mixin import governed
 
 
 class Stock:
-    """Notes that it was shut down."""
+    """A scheduler that remembers whether it was shut down."""
 
     was_shut_down = False
 
@@ -22,7 +22,7 @@ class Stock:
 
 @pytest.mark.parametrize("is_off", [False, True])
 def test_no_stream_outlives_the_engine(is_off: bool) -> None:
-    """Neither while the agent is off: its process may go on."""
+    """The link is stopped with the engine, also while the agent is off, because the process may go on."""
     stopped: list[bool] = []
     made: Any = object.__new__(governed(Stock))
     made._guard = Guard()

@@ -24,7 +24,8 @@ from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
 
 
 def test_an_engine_without_markers_takes_the_policy_and_is_told_nothing_of_thinking() -> None:
-    """Were it told all the same, the agent would refuse it; where it knows them, the same requests get all three."""
+    """An agent without markers would refuse caps and probes, so the session sends none; with markers the same request
+    gets both."""
     dense = {**CALIBRATED, "shadow": True, "eat_probe_placement": "anywhere"}
     chosen = policy(scheduler={"max_think_tokens": 40, **EARLY}, entropy=dense)
     for unknown in ("", "no parser"):
@@ -83,7 +84,7 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
     ],
 )
 def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
-    """Unless the policy says so, as many as no rule needs one by one."""
+    """Unless the policy says otherwise, a report merges as many steps as the policy's rules allow."""
     (response,) = Stream().session.on_policy(1, policy(**sections))
     assert response.settings.report_interval_steps == steps
 
@@ -144,7 +145,7 @@ def test_only_the_answer_to_the_newest_settings_counts() -> None:
     assert (made.session.acked_revision, made.session.nack_error) == (2, "")
 
 
-# ------------------------------------------------------------------------------------------------------ what is decided
+# ------------------------------------------------------------------------------------------------------------ decisions
 
 
 def test_a_request_is_told_what_concerns_it_once() -> None:
@@ -156,11 +157,11 @@ def test_a_request_is_told_what_concerns_it_once() -> None:
     assert (list(first.plan.slot), list(first.plan.rank)) == ([0], [544])
     assert first.step == made.agent.engine.records[-1].step
     asked = made.step(20)
-    assert {name.name for name, _ in asked.ListFields()} == {"step"}, "only that the probe's result was heard"
+    assert {name.name for name, _ in asked.ListFields()} == {"step"}, "the directives only answer the probe's result"
 
 
 def test_silence_is_broken_now_and_then() -> None:
-    """The agent must know that it is heard, or its lease runs out."""
+    """The session answers now and then, because the agent's lease runs out without answers."""
     made = stream()
     made.step()
     made.now += timedelta(seconds=ACK_INTERVAL_S)
@@ -186,7 +187,8 @@ def test_the_hard_cap_ends_thinking_and_is_counted() -> None:
 
 
 def test_what_comes_after_an_end_is_counted() -> None:
-    """Forced and natural ends side by side: an answer, none to speak of, thinking taken up again, and no end at all."""
+    """Forced and natural ends are counted apart: with an answer, with nearly no answer, and with thinking that begins
+    again."""
     made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
     made.open("forced", answer=5)
     made.open("forced-empty", answer=1)
@@ -229,7 +231,7 @@ def test_what_measures_entropy_is_shown() -> None:
 
 
 def test_latencies_and_thinking_are_counted_per_engine() -> None:
-    """What the engine shows and what its totals come to: one interval less than tokens, one start of an answer."""
+    """The engine's view and the totals agree: ten intervals for eleven answer tokens, and one start of an answer."""
     made = stream(policy(scheduler=EARLY))
     made.open("a", think=40, answer=11)
     made.step(60, then_ms=20.0)
@@ -264,7 +266,7 @@ CAPABILITIES = ("force_end", "eat_probe", "dispatch", "reclaim", "template_strip
 @pytest.mark.parametrize("missing", CAPABILITIES)
 def test_what_an_engine_cannot_do_is_never_asked(missing: str) -> None:
     can = agent_pb2.Capabilities(**{name: name != missing for name in CAPABILITIES})
-    # In force, what it cannot do would have the policy refused.
+    # If the section were in force, the engine would refuse the policy, because it cannot do what the section needs.
     entropy = CALIBRATED | {"shadow": missing in {"force_end", "eat_probe"}}
     made = stream(policy(scheduler=EARLY, entropy=entropy), capabilities=can)
     made.open("a")
@@ -296,7 +298,7 @@ def test_from_shadow_to_enforced() -> None:
     assert made.session.totals.ends == {"hard_cap_shadowed": 1, "eat_shadowed": 1}
     enforced = made.apply(policy(scheduler=shadow | {"shadow": False}, entropy=CALIBRATED))[-1].directives
     assert [(c.max_think_tokens, c.shadow) for c in enforced.caps] == [(6, False)]
-    assert [f.shadow for f in enforced.forces] == [False], "what was only shadowed is due now"
+    assert [f.shadow for f in enforced.forces] == [False], "the end that was only shadowed is now decided"
     assert [t.shadow for t in enforced.tiers] == [False]
     assert (enforced.plan.shadow, list(enforced.plan.slot)) == (False, [0])
     made.step(3)

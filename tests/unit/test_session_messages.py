@@ -52,7 +52,7 @@ def test_an_end_under_way_while_the_table_is_told_anew_is_still_the_rules() -> N
 
 
 def test_a_snapshot_before_the_first_policy() -> None:
-    """Decisions are aimed at the step of what they were taken from, or the agent takes them for old ones."""
+    """Decisions name the step that they were made from; otherwise the agent would take them for old ones."""
     made = Stream()
     made.agent.heard()
     made.agent.engine.step = 70
@@ -215,7 +215,7 @@ def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
     )
     assert (costs := merged.session._decider.cost).steps == 4
     assert costs.coefficients == alone.session._decider.cost.coefficients
-    # Of an agent that does not tell them apart nothing is known but their number.
+    # If the agent does not tell merged steps apart, only their number is known, and nothing can be learnt.
     merged.say(2, tokens=tokens(rows[2]), step_time_ms=11.0)
     assert costs.steps == 4
 

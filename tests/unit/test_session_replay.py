@@ -36,7 +36,7 @@ def test_close_settles_what_is_open() -> None:
 
 
 def busy(seed: int) -> Stream:
-    """Some hundred steps in which everything happens: arrivals, aborts, preemptions, policies, lost reports."""
+    """Make 150 random steps with arrivals, aborts, preemptions, new policies and refused settings."""
     rng = random.Random(seed)
     made = stream(policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED))
     policies = [
@@ -113,7 +113,7 @@ def test_a_recorded_stream_replays_exactly(seed: int) -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(2, 8))
 def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int) -> None:
-    """A slow link merges steps; what the control plane knows is the same in the end."""
+    """A slow link merges steps; in the end the control plane's table is the same."""
     seen = []
     for most in (1, interval):
         made = Stream()

@@ -15,7 +15,7 @@ from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
 
-# ------------------------------------------------------------------------------------------------------- who gets what
+# ----------------------------------------------------------------------------------------------------------- overrides
 
 RULES = CALIBRATED | {"eat_warmup_samples": 1, "eat_probe_interval_tokens": 1}
 LOW = {"effort": "low", "scheduler": {"max_think_tokens": 7}}
@@ -86,7 +86,7 @@ def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
 
 
 def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
-    """Clients choose what overrides match: eight of them make 256 policies."""
+    """Clients choose the fields that overrides match on, so eight overrides make 256 policies."""
     values: dict[str, dict[str, float]] = {
         "scheduler": {
             "min_think_tokens": 1,
@@ -178,7 +178,7 @@ def test_results_of_probes_are_always_answered() -> None:
     assert set(heard) <= answered
 
 
-# -------------------------------------------------------------------------------------------------------------- gate
+# ------------------------------------------------------------------------------------------- probes, ends and shares
 
 
 def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at_once() -> None:

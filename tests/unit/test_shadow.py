@@ -1,4 +1,5 @@
-"""Rules in shadow against what really happened: each request once, where each rule would have ended it."""
+"""Rules in shadow against what really happened: each request counts once, with the place where each rule would have
+ended it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NO_CAP = -1
 
 
 def told(made: Comparison) -> dict[tuple[str, str], tuple[int, ...]]:
-    """requests, thinking tokens, would end, tokens there, saved."""
+    """Return (requests, thinking tokens, requests that would end, their tokens there, saved tokens) by section and
+    reason."""
     return {
         (m.section, m.reason): (m.requests, m.think_tokens, m.would_end, m.would_end_think_tokens, m.saved_tokens)
         for m in made.messages()
@@ -87,7 +89,7 @@ def test_other_rules_begin_anew_and_other_fields_do_not() -> None:
     assert {m.since_revision for m in made.messages()} == {3}
 
 
-# ------------------------------------------------------------------------------------------------------- by a session
+# ------------------------------------------------------------------------------------------- the session's comparison
 
 
 def run(entropy: dict[str, Any], scheduler: dict[str, Any], think: int = 30) -> Stream:

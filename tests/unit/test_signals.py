@@ -17,7 +17,7 @@ from tests.fakes.tables import table, thinking, tokens
 
 
 def eat_reference(samples: list[float], alpha: float) -> tuple[float, float]:
-    """The rule of arXiv 2509.26522 as it is written down."""
+    """Compute mean and variance by the rule of arXiv 2509.26522 as it is written there."""
     mean, variance = samples[0], 0.0
     for x in samples[1:]:
         mean = alpha * x + (1 - alpha) * mean
@@ -58,7 +58,7 @@ def test_a_sample_that_was_not_measured_spoils_nothing(sample: float) -> None:
 
 
 def rpdi_reference(entropies: list[float], width: int) -> float:
-    """LTF / GTF of arXiv 2603.14251 over the entropies that were measured."""
+    """Compute LTF / GTF of arXiv 2603.14251 over the entropies that were measured."""
     measured = [float(np.float32(h)) for h in entropies if math.isfinite(h)]
     if len(measured) < width or not any(measured):
         return math.nan
@@ -72,7 +72,8 @@ def rpdi_reference(entropies: list[float], width: int) -> float:
     st.integers(1, 40),
 )
 def test_rpdi(width: int, entropies: list[float], merged: int) -> None:
-    """Reports of several rows of one slot, window wrap-around and tokens that were not measured."""
+    """RPDI is exact with several rows of one slot in a report, after the window wraps around, and with tokens that were
+    not measured."""
     made = table(thinking(), thinking(), window=width)
     for at in range(0, len(entropies), merged):
         rows = [(0, THINK, 0, h) for h in entropies[at : at + merged]]
@@ -90,7 +91,7 @@ def test_rpdi_by_hand() -> None:
 
 
 def test_rpdi_of_large_and_then_small_entropies() -> None:
-    """What leaves the window leaves it without a trace."""
+    """Entropies that leave the window leave no rounding error behind."""
     made = table(thinking(), window=4)
     made.add_tokens(tokens([(0, THINK, 0, h) for h in [10.0] * 4 + [1e-6] * 4]))
     np.testing.assert_allclose(rpdi(made)[0], float(np.float32(1e-6)) / 5.0000005, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The file of the last good settings: what is kept comes back, and nothing else does."""
+"""The file of the last good settings: kept settings come back, and nothing else does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     file = kept(tmp_path / "new" / "folder")
     assert StateFile(tmp_path / "new" / "folder", "rack/7", "m").load() == SETTINGS
     assert file.path.name == "rack%2F7.json"
-    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name], "nothing is left behind"
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name], "no temporary file is left behind"
 
 
 def test_the_newest_wins(tmp_path: Path) -> None:

@@ -48,13 +48,13 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> str:
-    """A SQLite store's address."""
+    """Return the address of a SQLite store."""
     return f"sqlite+aiosqlite:///{path}"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def address(request: pytest.FixtureRequest, file: str) -> str:
-    """An empty store of either kind."""
+    """Return the address of an empty store, of each kind in turn."""
     return file if request.param == "sqlite" else str(request.getfixturevalue("postgres").database())
 
 
@@ -183,7 +183,7 @@ async def test_a_request_id_stores_once(address: str) -> None:
     async with opened(address) as store:
         first = await append(store, request_id="a")
         second = await append(store, Policy(), etag=first.etag)
-        assert await append(store, etag="stale", request_id="a") == first, "an answer needs no etag"
+        assert await append(store, etag="stale", request_id="a") == first, "a repeated call needs no etag"
         complaint = 'request_id must be a new one; got "a", which stored another policy as revision 1'
         with pytest.raises(InvalidRequest, match=f"^{complaint}$"):
             await append(store, Policy(), request_id="a")
@@ -199,7 +199,7 @@ async def test_a_request_id_used_at_once_stores_once(address: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------- migrations
 
-# What the first version made.
+# Table and row as the first version of the store made them.
 FIRST_SCHEMA = """CREATE TABLE policy_revisions (revision INTEGER NOT NULL, etag VARCHAR(64) NOT NULL,
     policy TEXT NOT NULL, author TEXT NOT NULL, reason TEXT NOT NULL, created_at DATETIME NOT NULL,
     PRIMARY KEY (revision))"""
@@ -272,7 +272,7 @@ async def test_a_file_that_is_locked_while_it_is_opened(tmp_path: Path, monkeypa
     await database.close()
 
 
-# ---------------------------------------------------------------------------------------------------- hearing of it
+# ---------------------------------------------------------------------------------------------------- notifications
 
 
 @asynccontextmanager
@@ -353,7 +353,7 @@ async def test_a_file_has_nobody_else_to_hear_of(file: str) -> None:
         await store.follow(lambda _: None)
 
 
-# ------------------------------------------------------------------------------------------------------- what fails
+# --------------------------------------------------------------------------------------------------------- failures
 
 
 async def test_durability_settings(file: str) -> None:

@@ -1,5 +1,5 @@
 """The store as a state machine: whatever writers do at once, and however often PostgreSQL is killed, revisions go up by
-one, and what was acknowledged stays as it is."""
+one and acknowledged revisions never change."""
 
 import asyncio
 import tempfile
@@ -30,14 +30,14 @@ WRITERS = st.lists(
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two stores over one database, as two replicas have them."""
+    """Two stores over one database, as two replicas have."""
 
     address: str
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        # Acknowledged revisions by number; the policy each request id was acknowledged for.
+        # Acknowledged revisions by their number, and by the request id of the acknowledged call.
         self.known: dict[int, StoredRevision] = {}
         self.by_request: dict[str, StoredRevision] = {}
         self.stores = [PolicyStore(self.run(Database.open(self.address))) for _ in range(2)]
@@ -47,7 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.runner.run(coroutine)
 
     async def write(self, writers: list[tuple[int, Policy, bool, str]]) -> list[Any]:
-        """All at once, some with the newest etag; what came of each."""
+        """Make all writes at once, some with the newest etag, and return the result of each."""
         current = await self.stores[0].current()
         etag = "" if current is None else current.etag
         appends = [

@@ -1,4 +1,4 @@
-"""Who has thought enough: each rule at its threshold, each policy field's effect, and which rule speaks first."""
+"""Rules that end thinking: each rule at its threshold, each policy field's effect, and the order of the rules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EAT, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RPDI
 RANK, SOFT = agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_SOFT_CLOSE
 
 ACTIVE = {"shadow": False}
-# Fires under the defaults, with exactly the evidence that is needed.
+# A request for which EAT fires under the defaults, with exactly the evidence that is needed.
 CONVERGED = thinking(think_tokens=512, eat_count=20, eat_ema_nats=0.09, eat_ema_variance=0.9e-4)
-# Local mean 3, global mean 1: RPDI is 3.
+# A request with local mean 3 and global mean 1, whose RPDI is 3.
 DERAILED = thinking(
     think_tokens=512, entropy_count=100, entropy_sum=100.0, entropy_window_sum=3.0 * WINDOW, boundary_now=True
 )
@@ -112,7 +112,7 @@ def test_the_rpdi_threshold_has_an_effect_and_zero_switches_the_rule_off() -> No
 
 
 def test_the_rpdi_window_has_an_effect() -> None:
-    """The window is the table's: see test_session_rules for how it follows the policy."""
+    """The table holds the window; test_session_rules tests how the window follows the policy."""
     rows = [DERAILED | {"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0}]
     assert ends(policy(), table(*rows, window=8)) == [(0, RPDI)]
     assert ends(policy(), table(*rows, window=16)) == []
@@ -124,7 +124,7 @@ PUBLISHED = [[5], [10, 50, 100, 1000], [20, 20, 20], [50, 50, 50, 50, 50, 50]]
 
 
 def ranked(*newest_first: int, **columns: Any) -> dict[str, Any]:
-    """A request whose end marker had these ranks at its sentence ends."""
+    """Return a request whose end marker had these ranks at its sentence ends."""
     history = [*newest_first, *[0] * (RANK_HISTORY - len(newest_first))]
     row = {"think_tokens": 512, "boundary_ranks": history, "boundary_count": len(newest_first), "boundary_now": True}
     return thinking(**row | columns)
@@ -140,7 +140,8 @@ def ranked(*newest_first: int, **columns: Any) -> dict[str, Any]:
     ],
 )
 def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: tuple[int, ...], index: int) -> None:
-    """The published conditions (arXiv 2508.17627), one by one: at the bound, above it, and with one end too few."""
+    """Each published condition (arXiv 2508.17627) fires at its bound, but neither above the bound nor with one sentence
+    end too few."""
     only = policy(entropy={"rpdi_threshold": 0, "rank_conditions": [{"max_ranks": PUBLISHED[index]}]})
     assert ends(only, table(ranked(*ranks))) == [(0, RANK)]
     for place in range(len(ranks)):
@@ -155,7 +156,7 @@ def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: tuple[int, ...]
 def test_the_rank_rule_waits_for_a_sentence_end_past_the_floor(changed: dict[str, Any]) -> None:
     on = policy(entropy={"rank_conditions": [{"max_ranks": [5]}]})
     assert ends(on, table(ranked(1, **changed))) == []
-    assert ends(policy(), table(ranked(1))) == [], "off unless conditions are named"
+    assert ends(policy(), table(ranked(1))) == [], "the rank rule is off unless the policy names conditions"
 
 
 def test_soft_close_fires_past_its_budget_where_the_end_marker_is_likely() -> None:
@@ -182,7 +183,7 @@ def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
     assert not rows.boundary_now[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- both
+# --------------------------------------------------------------------------------------------------- rules together
 
 
 def test_precedence_over_all_rules() -> None:

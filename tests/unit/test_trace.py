@@ -1,4 +1,4 @@
-"""Trace files, and what is read out of them: the same as a live session's table would hold."""
+"""Trace files, and the columns that are read from them: the same as a live session's table would hold."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_a_foreign_file(path: Path, content: bytes, reason: str) -> None:
     assert complaint_of(path).startswith(f"{path}: at byte 0 (uncompressed) {reason}")
 
 
-# ----------------------------------------------------------------------------------------------------- what is in it
+# ---------------------------------------------------------------------------------------------------------- contents
 
 
 def live(requests: list[traces.MadeUp]) -> list[tuple[Any, ...]]:
-    """What a request table holds whenever a sentence end comes to be known, request by request."""
+    """Return what a request table holds each time that a sentence end becomes known, request by request."""
     seen: list[tuple[Any, ...]] = []
     for number, request in enumerate(requests):
         table = RequestTable(WINDOW)
@@ -124,7 +124,7 @@ def live(requests: list[traces.MadeUp]) -> list[tuple[Any, ...]]:
 
 def test_columns_are_those_of_a_live_table(path: Path) -> None:
     requests = [traces.made_up(n) for n in range(6)]
-    # A marker of two tokens, whose first was counted as thinking; and thinking that is taken up again.
+    # Request 2 has a marker of two tokens whose first was counted as thinking; request 3 thinks again.
     requests[2].rows[-4:-3] = [(THINK, 0, 0.2, 3), (THINK, 3 | 1 << 8, 0.1, 1)]
     requests[3].rows += [
         (OUTPUT, 1, 0.1, 9),

@@ -1,4 +1,4 @@
-"""The tracker: slots, counts, who is due, and what a record says."""
+"""The tracker: slots, counts, requests that are due, and the contents of a record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_slots_are_reused_lowest_first() -> None:
 
 
 def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
-    """A client leaves and another comes between two steps: the record cannot say which came first."""
+    """One request closes and another opens between two steps; their slots differ, because the record cannot say which
+    came first."""
     tracker = Tracker(MARKERS)
     gone = opened(tracker, "a")
     tracker.take_record()
@@ -49,7 +50,8 @@ def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
 
 
 def test_records_are_numbered_apart() -> None:
-    """Asynchronous scheduling can finish two updates at one engine step; a request knows which record it came in."""
+    """Asynchronous scheduling can finish two updates at one engine step; a request knows in which record it was
+    opened."""
     tracker = Tracker(MARKERS)
     tracker.record.step = 5
     assert tracker.take_record().step == 5
@@ -82,7 +84,7 @@ def test_who_answers() -> None:
     tracker = Tracker(MARKERS)
     a, b = opened(tracker, "a"), opened(tracker, "b", [START, END])
     assert tracker.answering_ids == {"b"}
-    assert tracker.answering_ids is tracker.answering_ids, "it is made anew only when it changes"
+    assert tracker.answering_ids is tracker.answering_ids, "the set is made anew only when it changes"
     tracker.feed(a, [END], 0)
     assert tracker.answering_ids == {"a", "b"}
     tracker.feed(b, [START], 0)
@@ -147,7 +149,7 @@ def test_reorder_is_asked_for_by_phase_changes_and_arrivals() -> None:
 
 
 def test_a_sentence_that_ends_within_a_step_is_looked_back_at() -> None:
-    """As far as a step reaches, not past a marker, and once."""
+    """The tracker looks back only as far as one step reaches, not past a marker, and once."""
     tracker = Tracker(MARKERS)
     tracker.boundaries = bytes([0, 0, 0, 0, 0, FLAG_SENTENCE, FLAG_SENTENCE | FLAG_PARAGRAPH])
     tr = opened(tracker, "a")
@@ -204,7 +206,7 @@ def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
     tracker = Tracker(MARKERS)
     natural, lifted, gone = (opened(tracker, name, own_cap=0) for name in "abc")
     other = opened(tracker, "d", [], own_cap=0)
-    assert [*tracker.due] == [natural, lifted, gone], "one that does not think is not due"
+    assert [*tracker.due] == [natural, lifted, gone], "a request that does not think is not due"
     tracker.feed(natural, [END], 0)
     lifted.info = info("b")
     tracker.watch_limit(lifted)
@@ -228,7 +230,7 @@ def test_expected_tokens_move_the_ending_on() -> None:
     tr.ending = Ending((5, 6), 1)
     tr.expected = {2: 5}
     tracker.feed(tr, [TEXT], 0)
-    assert (tr.ending.position, tr.expected) == (0, {}), "rejected drafts: the row was never reached"
+    assert (tr.ending.position, tr.expected) == (0, {}), "with drafts rejected, the row was not reached"
     tr.expected = {1: 5, 2: 6}
     assert tracker.feed(tr, [TEXT, 5, 6], 0) is True
     assert tr.ending.position == 2

@@ -1,4 +1,4 @@
-"""What `make test-vllm` makes of two runs of vLLM's tests: what differs, and when a run says nothing."""
+"""The comparison of two runs of vLLM's tests by `make test-vllm`: their differences, and runs that prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of several replicas as one list."""
+"""The engines of several replicas as one list, in which each engine appears once."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ ENGINES = st.lists(
 @given(ENGINES)
 def test_each_engine_once_as_its_newest_connection_has_it(engines: list[fleet_pb2.Engine]) -> None:
     shown = once(engines)
-    assert {e.engine_id for e in shown} == {e.engine_id for e in engines}, "none is lost"
+    assert {e.engine_id for e in shown} == {e.engine_id for e in engines}, "no engine is lost"
     keys = [(e.engine_id, e.incarnation) for e in shown]
-    assert keys == sorted(set(keys)), "none is shown twice"
+    assert keys == sorted(set(keys)), "no engine is shown twice"
     for one in shown:
         rivals = [e for e in engines if e.engine_id == one.engine_id]
         if one.state == CONNECTED:
             same = [e for e in rivals if e.state == CONNECTED and e.incarnation == one.incarnation]
         else:
-            assert not [e for e in rivals if e.state == CONNECTED], "one that is connected is not gone"
+            assert not [e for e in rivals if e.state == CONNECTED], "an engine that is connected is not shown as gone"
             same = rivals
         assert one.connect_time.seconds == max(e.connect_time.seconds for e in same)

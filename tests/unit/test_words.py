@@ -1,4 +1,4 @@
-"""Sentences and names that a newcomer can read: rules that a program can check."""
+"""Sentences and names that a newcomer can read, by rules that a program can check."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SOURCES = sorted(
     for folder in ("meridian_agent", "meridian_control", "kernels", "deploy")
     for path in (ROOT / folder).rglob("*.py")
 )
-# With these words a sentence has lost its subject, or never names it.
+# A sentence that begins with one of these words lacks its subject.
 LOST = re.compile(r"(Of|What|Whose|Those|That|Who|Which)\b")
 MAX_LINES, MAX_MODULES = 400, 15
 
 
 def sentences(path: Path) -> Iterator[str]:
-    """How each docstring and each comment begins."""
+    """Yield the beginning of each docstring and each comment."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
