@@ -1,1 +1,1 @@
-"""The database underneath every store, SQLite or PostgreSQL. Knows no table but its own."""
+"""The database that every store uses, SQLite or PostgreSQL. The package knows no table except its schema version."""

@@ -1,7 +1,7 @@
-"""The control plane's database, SQLite or PostgreSQL: its connection, its schema's age, and hearing of changes.
+"""The control plane's database, SQLite or PostgreSQL: its connections, its schema, and notice of changes.
 
-Owns what all stores on it share and knows nothing of what they keep. Runs on the control plane's event loop; the driver
-does the waiting.
+The module owns what all stores share and knows nothing of the stores' tables. It runs on the control plane's event
+loop; the database driver does the waiting.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Between two attempts to hear of changes again.
+# Pause in seconds before the control plane tries again to receive other replicas' changes.
 RETRY_S = 1.0
-# How long a connection to a SQLite file waits for a lock that another connection holds.
+# Seconds for which a connection to a SQLite file waits for a lock that another connection holds.
 BUSY_TIMEOUT_S = 30.0
 WAL_RETRY_S = 0.02
 
 
 class Database:
-    """Open with `Database.open`, close with `close`. Several, in several processes, may be open on the same data; on
-    PostgreSQL they hear of each other's changes."""
+    """A database that `Database.open` opens and `close` closes.
+
+    Several processes may open the same data at once. On PostgreSQL each process is notified of the others' changes.
+    """
 
     def __init__(self, engine: AsyncEngine, postgres_url: str | None = None) -> None:
         self._engine = engine
         self._postgres_url = postgres_url
-        # Hears of changes for all that follow, while anybody does.
+        # One task receives changes for all callers of `follow`; None while there is no caller.
         self._listening: asyncio.Task[None] | None = None
         self._followers: set[asyncio.Event] = set()
 
@@ -61,7 +63,7 @@ class Database:
                 raise StoreUnavailable(f'policy store: must be a SQLite file or postgresql://…; got "{scheme}://…"')
             else:
                 database = cls(create_async_engine(url, hide_parameters=True))
-                # aiosqlite leaves a failing thread behind when it cannot open the file, so find that out here.
+                # If aiosqlite cannot open the file, it leaves a failing thread behind. So test here that it opens.
                 sqlite3.connect(database._engine.url.database or ":memory:", uri=True).close()
                 event.listen(database._engine.sync_engine, "connect", _make_durable)
             try:
@@ -76,21 +78,21 @@ class Database:
 
     @property
     def shared(self) -> bool:
-        """Whether several replicas may use it."""
+        """Whether several replicas may use the database."""
         return self._postgres_url is not None
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A connection to read with. Raises StoreUnavailable, from what is done with it too."""
+        """Open a connection for reading. Raises StoreUnavailable, also from the caller's statements on it."""
         with _unavailable():
             async with self._engine.connect() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self, tell: bool = True) -> AsyncIterator[AsyncConnection]:
-        """A transaction, on disk once it is left; `tell` lets other replicas know.
+        """Open a transaction, which is on disk once the block is left; `tell` notifies other replicas of it.
 
-        Raises StoreUnavailable and SQLAlchemy's IntegrityError, from what is done with it too.
+        Raises StoreUnavailable and SQLAlchemy's IntegrityError, also from the caller's statements in the transaction.
         """
         with _unavailable():
             async with self._engine.begin() as connection:
@@ -101,8 +103,8 @@ class Database:
     async def follow(self, look: Callable[[], Awaitable[None]]) -> None:
         """Call `look` now and whenever another replica may have changed something, until cancelled.
 
-        Returns at once on SQLite, which is for one replica. Where `look` raises StoreUnavailable it is called again.
-        All that follow share a connection.
+        Returns at once on SQLite, which is for one replica. If `look` raises StoreUnavailable, it is called again.
+        All callers share one connection to the server.
         """
         if not self.shared:
             return
@@ -119,7 +121,7 @@ class Database:
 
     @asynccontextmanager
     async def _hearing(self) -> AsyncIterator[asyncio.Event]:
-        """Set from the beginning, and whenever something may have changed."""
+        """Yield an event that is set at the beginning and whenever another replica may have changed something."""
         changed = asyncio.Event()
         changed.set()
         self._followers.add(changed)
@@ -152,20 +154,23 @@ class Database:
 
 
 def _complain(error: StoreUnavailable) -> None:
-    """Raises CancelledError where the driver's complaint of being cancelled has taken the place of that."""
+    """Log that changes are not seen.
+
+    Raises CancelledError if the task was cancelled, because the driver may raise its own error instead.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError from error
-    logger.warning("%s: changes of other replicas are not seen", error)
+    logger.warning("%s: changes by other replicas are not seen", error)
 
 
 def utc(stored: datetime) -> datetime:
-    """A time as it was stored: SQLite drops the zone of what was stored as UTC."""
+    """Return a stored time in UTC. SQLite drops the zone of a time, so a time without a zone counts as UTC."""
     return stored.replace(tzinfo=stored.tzinfo or UTC).astimezone(UTC)
 
 
 def _make_durable(connection: Any, _record: Any) -> None:
-    """WAL keeps readers and writers apart; FULL syncs each commit, so an acknowledged one outlives a crash."""
+    """Set WAL, so that readers and writers do not block each other, and FULL, so that commits survive a crash."""
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
     deadline = time.monotonic() + BUSY_TIMEOUT_S
@@ -174,7 +179,7 @@ def _make_durable(connection: Any, _record: Any) -> None:
             cursor.execute("PRAGMA journal_mode=WAL")
             break
         except sqlite3.OperationalError as error:
-            # SQLite's own busy timeout does not cover the change of a new file to WAL.
+            # SQLite's own busy timeout does not apply while a new file is changed to WAL.
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             await_only(asyncio.sleep(WAL_RETRY_S))
@@ -184,7 +189,7 @@ def _make_durable(connection: Any, _record: Any) -> None:
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Turn what drivers raise into StoreUnavailable; the driver's own text carries neither statement nor password."""
+    """Turn drivers' errors into StoreUnavailable; a driver's own text contains neither statement nor password."""
     try:
         yield
     except IntegrityError:

@@ -1,8 +1,8 @@
-"""The policy database's schema, as the steps that lead to it.
+"""The database's schema, as a list of migration steps.
 
 Each step runs once, in order, in one transaction under a lock, so that replicas may start at the same time. Steps only
-add what an older version can do without: during an upgrade, and after one that is taken back, older versions go on
-working on the same database. The statements mean the same to SQLite and PostgreSQL.
+add tables and columns that an older version can do without, because older versions use the same database during an
+upgrade and after an upgrade is rolled back. The statements mean the same to SQLite and PostgreSQL.
 """
 
 from sqlalchemy import text
@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 STEPS: tuple[tuple[str, ...], ...] = (
     (
-        # Databases older than these steps have it already.
+        # Databases that are older than these migration steps already contain this table.
         """CREATE TABLE IF NOT EXISTS policy_revisions (
             revision INTEGER NOT NULL PRIMARY KEY,
             etag VARCHAR(64) NOT NULL,
@@ -30,7 +30,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
             address TEXT NOT NULL,
             heartbeat_at TIMESTAMPTZ NOT NULL
         )""",
-        # One row: who leads, the how manieth leader that is, and until when.
+        # The table has one row: the replica that leads, a token that counts the leaders so far, and when the lead ends.
         """CREATE TABLE leader (
             number INTEGER NOT NULL PRIMARY KEY,
             replica_id VARCHAR(128) NOT NULL,
@@ -66,7 +66,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
         )""",
     ),
     (
-        # 1 in the active one, else NULL, so that there is one at most.
+        # `active` is 1 for the active rollout and NULL for the others. The column is unique, so one at most is active.
         """CREATE TABLE rollouts (
             rollout_id INTEGER NOT NULL PRIMARY KEY,
             active INTEGER UNIQUE,
@@ -78,12 +78,15 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ),
 )
 
-# Any number, the same in every replica.
+# An arbitrary number, which must be the same in every replica.
 ADVISORY_LOCK = 7_346_910_121
 
 
 async def migrate(connection: AsyncConnection) -> None:
-    """Bring the database to this version's schema; one that is ahead stays as it is. In a transaction of its own."""
+    """Bring the database to this version's schema; a newer schema stays as it is.
+
+    The connection must be at the beginning of a transaction.
+    """
     postgres = connection.dialect.name == "postgresql"
     await connection.execute(text(f"SELECT pg_advisory_xact_lock({ADVISORY_LOCK})" if postgres else "BEGIN IMMEDIATE"))
     await connection.execute(text("CREATE TABLE IF NOT EXISTS meridian_schema (version INTEGER NOT NULL PRIMARY KEY)"))

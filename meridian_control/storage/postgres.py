@@ -1,7 +1,7 @@
-"""PostgreSQL underneath the database: connections, and hearing of what other replicas stored.
+"""PostgreSQL connections, and notice of changes that other replicas stored.
 
-A notification says that something changed, a query says what: a lost one costs POLL_S, no more. Runs on the control
-plane's event loop.
+A notification says only that something changed; readers query for the change itself. So a lost notification delays a
+change by at most POLL_S. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 SCHEMES = ("postgresql://", "postgres://")
 CHANNEL = "meridian_policy"
 NOTIFY = f"SELECT pg_notify('{CHANNEL}', '')"
-# The name in pg_stat_activity of the connection that hears of changes.
+# Name in pg_stat_activity of the connection that receives notifications.
 FOLLOWER = "meridian-control listens"
 CALL_TIMEOUT_S = 10.0
-# A change is looked for this often even if nothing is heard; it also finds out whether the server is there.
+# Seconds without a notification after which readers query anyway; the query also shows whether the server still runs.
 POLL_S = 10.0
 POOL_SIZE = 2
 
 
 def create_engine(url: str) -> AsyncEngine:
-    """`url` as libpq reads it, sslmode, several hosts and PG* variables included."""
+    """Create an engine for `url`, which is read as libpq does, with sslmode, several hosts and PG* variables."""
 
     async def connect() -> Any:
         return await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
@@ -39,7 +39,7 @@ def create_engine(url: str) -> AsyncEngine:
 
 
 async def changes(url: str) -> AsyncGenerator[None, None]:
-    """Yields now and whenever something may have changed; raises when the server is lost."""
+    """Yield now and whenever another replica may have changed something; raise if the connection is lost."""
     name = {"application_name": FOLLOWER}
     connection = await asyncpg.connect(
         url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S, server_settings=name
