@@ -1,1 +1,4 @@
-"""Prometheus metrics and OpenTelemetry traces, made from what the fleet counts. Decides nothing."""
+"""Prometheus metrics and OpenTelemetry traces, made from the fleet's counters and the decision log.
+
+The package makes no decisions.
+"""

@@ -1,7 +1,7 @@
-"""Prometheus metrics, collected from the fleet's own counters when they are scraped.
+"""Prometheus metrics, collected from the fleet's own counters at each scrape.
 
-Names, labels and texts are the catalogue's. The scrape runs on a thread of prometheus-client's; the counters are read
-on the event loop that owns them.
+Names, labels and texts come from the catalogue. A scrape runs on a thread of prometheus-client; the counters are read
+on the event loop that owns the fleet.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     Rows: TypeAlias = Iterable[tuple[Labels, float]]
 
 SCRAPE_TIMEOUT_S = 5.0
-# Engines with series of their own; the others are in what is counted over the fleet.
+# Largest number of engines with series of their own. Metrics over the whole fleet count the other engines too.
 MAX_ENGINE_SERIES = 500
 STATES = {number: name for number, name in enum_names.STATES.items() if number}
 PHASES = {"prompt": PROMPT, "think": THINK, "output": OUTPUT}
-# Values of a label that begin at 0: of a series that begins at 1 Prometheus does not see the first.
+# These label values are exposed from 0 on, because Prometheus does not see the first increment of a new series.
 ENDS = ("natural", "hard_cap", "eat", "rank", "rpdi", "soft_close")
 ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
@@ -57,7 +57,7 @@ CLIENT_FAULTS = (
 )
 STREAM_ENDS = ("agent_closed", "disconnected", "going_away", "replaced", "overflow", "invalid_request")
 
-# Where a fault of the agent may come from.
+# Names of the hooks in which an agent may fail.
 FAULT_CAUSES = frozenset(enum_names.FAULT_CAUSE_NAMES.values()) - {"unspecified"}
 
 # Metrics of every connected engine.
@@ -68,8 +68,8 @@ ENGINE: dict[str, Callable[[Session], float]] = {
     "meridian_engine_frozen": lambda s: s.frozen,
     "meridian_engine_open_decisions": lambda s: len(s.open_decisions),
 }
-# Metrics of every engine that has reported. The agents' counts come with their reports: nothing extra runs in their
-# pods.
+# Metrics of every engine that has reported. Agents send their counters with their reports, so no exporter runs in the
+# engines' pods.
 REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
     "meridian_engine_running_requests": lambda r: r.running,
     "meridian_engine_waiting_requests": lambda r: r.waiting,
@@ -87,10 +87,11 @@ REPORTED: dict[str, Callable[[agent_pb2.StepReport], float]] = {
 
 
 class FleetCollector(Collector):
-    """Label sets are bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and guardrails.
+    """Collects the fleet's metrics for Prometheus.
 
-    leads: whether this replica leads. rollout: the newest, as the replica that leads knows it. faults: those of
-    callers, by cause. loop: the fleet's.
+    The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and
+    guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the leading replica knows
+    it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class FleetCollector(Collector):
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names are known without reading, the values are not."""
+        """Return nothing, because the catalogue already has the names and only `collect` has the values."""
         return ()
 
     async def _read(self) -> list[Metric]:
-        # After a restart an engine's old stream may still be there.
+        # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
         values: list[tuple[str, Rows]] = [
@@ -167,7 +168,7 @@ class FleetCollector(Collector):
         return [((name,), float(count[number])) for number, name in STATES.items()]
 
     def _states(self, engines: dict[str, Session]) -> Rows:
-        """The counts of all engines, of those that went away too, as long as there is room."""
+        """Return each engine's state, also for engines that went away if the limit of series allows it."""
         known = {engine.engine_id: engine.agent_state for engine in self._fleet.engines()}
         gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
         named = [(engine, known[engine]) for engine in (*engines, *gone)]
@@ -175,7 +176,7 @@ class FleetCollector(Collector):
 
 
 def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
-    """The families are there without a rollout too, empty."""
+    """Yield the rollout's metric families, which are empty if there is no rollout."""
     one = [] if rollout is None else [rollout]
     yield "meridian_rollout_state", [((state.word,), r.state is state) for r in one for state in State]
     yield "meridian_rollout_step", [((), r.step) for r in one]
@@ -187,7 +188,7 @@ def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
 
 
 def of_limit(reading: GuardrailReading) -> float:
-    """The reading as a multiple of its limit, above 1 where it is violated."""
+    """Return a guardrail's reading divided by its limit: above 1 if the guardrail is violated."""
     value = reading.value or 0.0
     return value / reading.limit if reading.limit else math.inf if value > 0 else 0.0
 
@@ -222,7 +223,7 @@ def _phases(engine: str, session: Session) -> Rows:
 
 
 def _kind(key: str) -> Labels:
-    """Labels of a decision that is counted as `kind`, or `kind/reason`."""
+    """Return the labels of a decision that is counted under `kind` or `kind/reason`."""
     kind, _, reason = key.partition("/")
     return kind, reason
 
@@ -237,7 +238,7 @@ def _family(name: str, rows: Rows) -> Metric:
 
 
 def _faults(hello: agent_pb2.Hello) -> Counter[str]:
-    """By cause; a cause that is not known here is `other`, so that no agent makes up labels."""
+    """Count the agent's faults by cause. An unknown cause counts as `other`, so that agents cannot add label values."""
     known: Counter[str] = Counter()
     for cause, count in hello.faults.items():
         known[cause if cause in FAULT_CAUSES else "other"] += count

@@ -1,7 +1,7 @@
-"""`grpc_server_*` metrics under their usual names, as an interceptor of the gRPC server.
+"""The usual `grpc_server_*` metrics, counted by an interceptor of the gRPC server.
 
-Knows nothing of what the services do. Runs on the server's event loop. Calls of methods that nobody serves are not
-counted: their names are the caller's to choose.
+The module knows nothing of the services. It runs on the server's event loop. Calls of unknown methods are not counted,
+because the caller chooses their names and could create any number of series.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     Handler = grpc.RpcMethodHandler[Any, Any]
 
-# By whether requests and responses are streams: the handler's attribute, the label, how to make another handler.
+# Key: whether requests and whether responses are streams. Value: the handler's attribute, the metric label, and the
+# function that makes such a handler.
 SHAPES = {
     (False, False): ("unary_unary", "unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", "server_stream", grpc.unary_stream_rpc_method_handler),
@@ -34,7 +35,7 @@ SHAPES = {
 
 
 class ServerMetrics(grpc.aio.ServerInterceptor):
-    """To be the first interceptor: what a later one refuses is counted too."""
+    """Counts calls. It must be the first interceptor, so that calls refused by a later interceptor are counted too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def metric(kind: Any, name: str) -> Any:
@@ -61,7 +62,7 @@ class ServerMetrics(grpc.aio.ServerInterceptor):
 
 
 class _Method:
-    """One method, around the `behaviour` that serves it."""
+    """Wraps the `behaviour` that serves one method, and counts its calls and messages."""
 
     def __init__(
         self, metrics: ServerMetrics, behaviour: Any, request_streaming: bool, labels: tuple[str, str, str]
@@ -77,7 +78,7 @@ class _Method:
             return response
 
     async def stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Handlers that yield are followed message by message; others write to the context."""
+        """Serve a streaming response. Count each message that the handler yields or writes to the context."""
         with self._call(context):
             if not inspect.isasyncgenfunction(self._behaviour):
                 await self._behaviour(self._requests(request), _Writing(context, self._sent))
@@ -117,7 +118,7 @@ class _Method:
 
 
 class _Writing:
-    """A context whose written messages are counted."""
+    """A call's context that counts the messages written to it."""
 
     def __init__(self, context: Any, sent: Any) -> None:
         self._context, self._sent = context, sent
@@ -131,7 +132,7 @@ class _Writing:
 
 
 def _code(context: Any) -> str:
-    """The status the call ends with; a handler that set none ends with OK."""
+    """Return the status with which the call ends: OK if the handler has set none."""
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name

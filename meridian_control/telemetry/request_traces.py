@@ -1,8 +1,8 @@
-"""Requests as OpenTelemetry traces: a span per request, its phases within, the ends of thinking as events.
+"""Requests as OpenTelemetry traces: a span per request, child spans for its phases, events for the ends of thinking.
 
-Owns what a life of the decision log looks like as spans; the SDK samples, queues and exports them on a thread of its
-own, and drops what the collector is too slow for. Which requests have a life is `telemetry.decision_log_sample_ratio`.
-Names follow OpenTelemetry's conventions for generative AI where there is one.
+The module turns a request's life in the decision log into spans. The SDK samples, queues and exports the spans on its
+own thread, and drops spans if the collector is too slow. `telemetry.decision_log_sample_ratio` sets the share of
+requests whose lives are logged. Names follow OpenTelemetry's conventions for generative AI if the conventions have one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
     from meridian_control.decision_log.records import Life
 
-# Also how long a collector that is gone may hold up the end.
+# Timeout in seconds of an export, so an unreachable collector delays the control plane's exit by at most this long.
 EXPORT_TIMEOUT_S = 2
 CARRIED_OUT = ("applied", "shadowed")
 PHASES = {agent_pb2.PHASE_PROMPT: "prompt", agent_pb2.PHASE_THINK: "think", agent_pb2.PHASE_OUTPUT: "output"}
 
 
 class Tracing:
-    """Exports lives that are over to an OTLP endpoint over gRPC, or to `exporter`.
+    """Exports finished requests to an OTLP endpoint over gRPC, or to `exporter`.
 
-    endpoint: host:port or URL; http:// and a bare address are without TLS. sample_ratio: share of requests that have no
-    trace of their own yet; one that comes with a sampled trace is always in it.
+    `endpoint` is host:port or a URL; http:// and an address without a scheme mean no TLS. `sample_ratio` is the share
+    that is traced of the requests without a trace of their own; a request with a sampled trace always joins its trace.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float, exporter: SpanExporter | None = None) -> None:
@@ -55,14 +55,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def over(self, life: Life) -> None:
-        """A request is over: export its spans. Never waits."""
+        """Queue the spans of a finished request for export. Never waits."""
         opened, end = life.opened, life.close_time
         if end is None:
             return
         parent = self._propagator.extract({"traceparent": opened.traceparent}) if opened.traceparent else None
         span = self._tracer.start_span("meridian.request", parent, start_time=_ns(life.open_time))
         if not span.is_recording():
-            # Most are not sampled, and nothing below would be kept.
+            # Most requests are not sampled, and the SDK would discard their child spans.
             return
         span.set_attributes(dict(_attributes(life)))
         within = trace.set_span_in_context(span)
@@ -83,12 +83,12 @@ class Tracing:
         span.end(_ns(end))
 
     def stop(self) -> None:
-        """Export what waits, within the SDK's own time limit."""
+        """Export the queued spans, within the SDK's own time limit."""
         self._provider.shutdown()
 
 
 def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
-    """Each stretch of one phase: name, begin, end, tokens generated in it (None where that is not known)."""
+    """Yield each stretch of one phase: its name, begin, end, and generated tokens (None for the prompt phase)."""
     marks = [e for e in life.in_order() if not isinstance(e, LoggedDecision) and e.phase in PHASES]
     for i, mark in enumerate(marks):
         if i and marks[i - 1].phase == mark.phase:
@@ -99,7 +99,8 @@ def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
         tokens = None
         if mark.phase != agent_pb2.PHASE_PROMPT:
             name = "think_tokens" if mark.phase == agent_pb2.PHASE_THINK else "output_tokens"
-            # A mark is as of the end of its report, in which the first tokens of the stretch may have come already.
+            # A mark has the counts at the end of its report, which may already contain the stretch's first tokens. So
+            # count from the mark before it.
             before = marks[i - 1] if i else mark
             tokens = max(0, getattr(after if after is not None else life, name) - getattr(before, name))
         yield PHASES[agent_pb2.Phase.ValueType(mark.phase)], mark.time, until, tokens
