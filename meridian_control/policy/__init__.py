@@ -1,1 +1,1 @@
-"""The policy: its schema, its forms, its store. Knows no engine and no rule."""
+"""The policy's schema, file formats and store. The package knows no engine and no decision rule."""

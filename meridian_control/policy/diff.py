@@ -1,7 +1,7 @@
-"""A policy field by field: what differs between two, and which rule gave each value.
+"""Compares two policies field by field, and explains the source of each value.
 
-Owns the flat form, dotted path to value, and how a value is spelled. Knows nothing of engines, storage or gRPC. Pure
-functions, usable on any thread.
+The module owns a policy's flat form (dotted path to value) and the spelling of values. It knows nothing of engines,
+storage or gRPC. Its functions are pure and may run on any thread.
 """
 
 import json
@@ -18,7 +18,7 @@ FLOOR, CAP = "scheduler.min_think_tokens", "scheduler.max_think_tokens"
 
 
 class FieldChange(NamedTuple):
-    """One field that differs; values as TOML spells them, empty where the field is not set."""
+    """One field that differs. Values are spelled as in TOML, and are empty if the field is not set."""
 
     path: str
     before: str
@@ -26,7 +26,7 @@ class FieldChange(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The value that holds and what gave it: default, policy, `override[i]` or request."""
+    """A field's value in force and its source: default, policy, `override[i]` or request."""
 
     path: str
     value: str
@@ -35,7 +35,10 @@ class Explained(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """Whom a policy is explained for: what overrides match on, the engine's model, a request's own limits."""
+    """The engine or request that a policy is explained for.
+
+    A subject has the facts that overrides match on, the engine's model, and a request's own limits.
+    """
 
     who: Who
     served_model: str
@@ -44,7 +47,7 @@ class Subject:
 
 
 def diff(before: Policy, after: Policy) -> list[FieldChange]:
-    """The fields in which two policies differ; what is set to no effect counts as not set."""
+    """Return the fields in which two policies differ. A model's default value counts as not set."""
     old, new = _flat(before), _flat(after)
     differing = (path for path in old | new if old.get(path) != new.get(path))
     return [
@@ -53,7 +56,7 @@ def diff(before: Policy, after: Policy) -> list[FieldChange]:
 
 
 def explain(policy: Policy, subject: Subject) -> list[Explained]:
-    """Every field's value for one engine or request, the same as `Policy.of` and the request's own limits give."""
+    """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it."""
     holds = policy.of(subject.who)
     model = policy.model.get(subject.served_model)
     values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
@@ -66,7 +69,7 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
             plain |= changed
             origins |= dict.fromkeys(changed, f"override[{index}]")
     if values[FLOOR] != plain[FLOOR]:
-        # Where they cross, the cap wins.
+        # The floor was above the cap and was lowered to the cap, so its value has the cap's source.
         origins[FLOOR] = origins[CAP]
     if subject.own_cap_tokens is not None and subject.own_cap_tokens < values[CAP]:
         values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
@@ -76,7 +79,7 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
 
 
 def spelled(value: Any) -> str:
-    """A value on one line, as TOML spells it."""
+    """Spell a value on one line, as TOML does."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{dotted((key,))} = {spelled(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
@@ -85,7 +88,7 @@ def spelled(value: Any) -> str:
 
 
 def _flat(policy: Policy) -> dict[str, Any]:
-    """The fields that are set, by dotted path: models and overrides only where they say anything."""
+    """Return the set fields by dotted path, without models' default values and overrides' empty patterns."""
     flat = _sections(policy)
     default = dict(_model_values("", ModelPolicy())).values()
     for name, model in policy.model.items():
@@ -96,7 +99,7 @@ def _flat(policy: Policy) -> dict[str, Any]:
 
 
 def _sections(policy: Any, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The set fields of the sections that are not lists or tables by name."""
+    """Return the set fields by dotted path, without models and overrides; `names` limits the sections."""
     dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override"})
     return {
         dotted((section, field)): value
@@ -111,7 +114,7 @@ def _model_values(name: str, model: ModelPolicy) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(loc: tuple[int | str, ...], value: Any) -> Iterator[tuple[str, Any]]:
-    """Values below `loc`; a list is one value, an empty pattern none."""
+    """Yield the values below `loc` by dotted path. A list counts as one value; an empty pattern is left out."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _leaves((*loc, key), entry)

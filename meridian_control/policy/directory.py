@@ -1,7 +1,7 @@
-"""The policy from a mounted directory: its meridian.toml is put in force whenever it changes, a ConfigMap for example.
+"""Puts the policy of a mounted directory, for example of a ConfigMap, in force whenever its meridian.toml changes.
 
-Owns when the file is read and what its changes become; a file that cannot be used changes nothing. Runs on the control
-plane's event loop; the watching has a thread of its own.
+The module decides when the file is read, and stores its changes as revisions. A file that cannot be used changes
+nothing. The module runs on the control plane's event loop; the file watcher has its own thread.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AUTHOR = "meridian-control"
-# The file is looked at this often even if nothing is heard: some file systems say nothing.
+# Milliseconds after which the file is read even without a change event, because some file systems send no events.
 POLL_MS = 5000
 
 
 class PolicyDirectory:
-    """`on_change` gets each revision that came of the file; `clock` gives aware time."""
+    """Follows the policy file of a directory.
+
+    `on_change` gets each revision that was stored from the file; `clock` returns aware times.
+    """
 
     def __init__(
         self,
@@ -49,14 +52,14 @@ class PolicyDirectory:
     ) -> None:
         self.file = folder / forms.FILE_NAME
         self._store, self._on_change, self._clock = store, on_change, clock
-        # The file as it was put in force last, and the complaint about it that was logged last.
+        # The policy that was last put in force from the file, and the error about the file that was last logged.
         self._done: Policy | None = None
         self._complaint = ""
 
     async def begin(self) -> StoredRevision:
-        """Put the file's policy in force, or go on with what the store holds where it cannot be, or not now.
+        """Put the file's policy in force; if the file or an active rollout prevents that, keep the store's policy.
 
-        Raises MeridianError where that is nothing, or the folder is not there.
+        Raises MeridianError if the store has no policy either, or if the folder does not exist.
         """
         if not self.file.parent.is_dir():
             raise PolicyError([Violation(f"{self.file.parent}:", "is not a directory")])
@@ -72,7 +75,7 @@ class PolicyDirectory:
         return current
 
     async def read(self) -> None:
-        """Put the file's policy in force, unless it is or that was done before. Raises MeridianError."""
+        """Put the file's policy in force, unless it already is or the file has not changed. Raises MeridianError."""
         wanted = forms.load(self.file)
         while wanted != self._done:
             try:
@@ -86,7 +89,7 @@ class PolicyDirectory:
                         wanted, etag=etag, author=AUTHOR, reason=str(self.file), now=self._clock()
                     )
                 except EtagMismatch:
-                    # Another replica was quicker, with the same file as a rule.
+                    # Another replica stored a policy first, usually from the same file.
                     continue
                 logger.info("%s is in force as revision %d", self.file, stored.revision)
                 self._on_change(stored)
@@ -95,7 +98,7 @@ class PolicyDirectory:
     async def watch(self) -> None:
         """Read the file at every change, until cancelled."""
         folder = self.file.parent
-        # A ConfigMap changes by the renaming of a link beside the file, so anything in the folder counts.
+        # A ConfigMap changes when a link beside the file is renamed, so every change in the folder counts.
         async for _ in awatch(
             folder, watch_filter=None, recursive=False, rust_timeout=POLL_MS, yield_on_timeout=True, debounce=200
         ):
@@ -106,7 +109,7 @@ class PolicyDirectory:
                 self._log(error)
 
     def _log(self, error: MeridianError) -> None:
-        """Once, however often the file is read."""
+        """Log an error about the file once, even if the file is read repeatedly."""
         if str(error) != self._complaint:
             self._complaint = str(error)
             logger.error("%s is not put in force: %s", self.file, "; ".join(str(error).splitlines()))

@@ -1,6 +1,7 @@
-"""The forms of a policy: TOML text, file, message.
+"""Converts a policy between its forms: TOML text, file and protobuf message.
 
-Knows no field. Pure functions, usable on any thread; only `load` and `find` touch the file system.
+The module knows no policy field. Its functions may run on any thread and are pure, except that `load`, `load_as` and
+`find` use the file system.
 """
 
 import os
@@ -30,12 +31,12 @@ Schema = TypeVar("Schema", bound=Section)
 
 
 def parse_toml(text: str, source: str = "<string>") -> Policy:
-    """Read a policy from TOML text; `source` names it in syntax errors. Raises PolicyError."""
+    """Read a policy from TOML text; `source` names the text in syntax errors. Raises PolicyError."""
     return parse_toml_as(Policy, text, source)
 
 
 def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> Schema:
-    """Read TOML text of another schema. Raises PolicyError."""
+    """Read TOML text that has the given schema. Raises PolicyError."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -44,12 +45,12 @@ def parse_toml_as(schema: type[Schema], text: str, source: str = "<string>") -> 
 
 
 def load(path: str | os.PathLike[str]) -> Policy:
-    """Read a policy file. Raises PolicyError, which lists every bad field, for a missing or unreadable file too."""
+    """Read a policy file. Raises PolicyError, which lists every bad field, also if the file cannot be read."""
     return load_as(Policy, Path(path))
 
 
 def load_as(schema: type[Schema], path: Path) -> Schema:
-    """Read a TOML file of another schema. Raises PolicyError, for an unreadable file too."""
+    """Read a TOML file that has the given schema. Raises PolicyError, also if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -59,9 +60,9 @@ def load_as(schema: type[Schema], path: Path) -> Schema:
 
 
 def find(explicit: Path | None) -> Path | None:
-    """The policy file to use: `explicit`, which must exist, or the first that exists of ./meridian.toml and the user's.
+    """Return the policy file to use: `explicit`, else ./meridian.toml, else the user's file; None if none exists.
 
-    Raises PolicyError when `explicit` is not a file.
+    Raises PolicyError if `explicit` is not a file.
     """
     if explicit is not None:
         if not explicit.is_file():
@@ -73,27 +74,27 @@ def find(explicit: Path | None) -> Path | None:
 
 
 def from_proto(message: policy_pb2.Policy) -> Policy:
-    """Validate a policy message; absent fields get their defaults. Raises PolicyError, for unknown fields too."""
+    """Validate a policy message; absent fields get their defaults. Raises PolicyError, also for unknown fields."""
     return from_proto_as(Policy, message)
 
 
 def from_proto_as(schema: type[Schema], message: Message) -> Schema:
-    """Validate a message whose fields are another schema's. Raises PolicyError, for unknown fields too."""
+    """Validate a message against the given schema. Raises PolicyError, also for unknown fields."""
     return _validate(schema, _plain(message))
 
 
 def to_proto(policy: Policy) -> policy_pb2.Policy:
-    """The message with every field set."""
+    """Return the policy's message with every field set."""
     return json_format.ParseDict(policy.model_dump(mode="json", exclude_none=True), policy_pb2.Policy())
 
 
 def to_toml(policy: Policy) -> str:
-    """TOML text with every field, which parse_toml reads back to an equal policy."""
+    """Return TOML text with every field; `parse_toml` reads the text back as an equal policy."""
     return tomli_w.dumps(policy.model_dump(mode="json", exclude_none=True))
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Set fields by name, as plain Python values; unlike JSON it keeps NaN a number."""
+    """Return a message's set fields by name, as plain Python values. Unlike in protobuf's JSON, NaN stays a number."""
     known = {field.name: _plain_value(field, value) for field, value in message.ListFields()}
     unknown = UnknownFieldSet(message)
     return known | {f"field {unknown[index].field_number}": None for index in range(len(unknown))}

@@ -1,6 +1,6 @@
-"""A policy: its sections, and other values of theirs for some requests.
+"""A complete policy: its sections, and overrides with other values for some requests.
 
-Knows nothing of engines, requests, storage or gRPC. Pure values and functions, usable on any thread.
+The module knows nothing of engines, storage or gRPC. Its values are immutable, and its functions may run on any thread.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from meridian_control.policy.schema import (
 
 
 def _override(section: type[Section], *names: str) -> type[Section]:
-    """A section of an override: these fields of `section`, each of which may be absent."""
+    """Make a section of an override: a model with the named fields of `section`, each of which may be absent."""
     fields: dict[str, Any] = {}
     for name in names:
         info = section.model_fields[name]
         kind = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-        # An empty list and an absent one are the same on the wire: only the absent one is allowed.
+        # An empty list looks like an absent list on the wire, so an override may not set an empty list.
         if get_origin(info.annotation) is tuple:
             kind = Annotated[kind, Field(min_length=1)]
         fields[name] = (Optional[kind], Field(None, description=info.description))  # noqa: UP045
@@ -66,7 +66,7 @@ Glob = Annotated[str, Field(max_length=256)]
 
 
 class Who(NamedTuple):
-    """The facts that an override may match on."""
+    """The facts about a request and its engine that an override may match on."""
 
     model: str = ""
     tenant: str = ""
@@ -76,15 +76,15 @@ class Who(NamedTuple):
 
 
 class Override(Section):
-    """Other values for some requests."""
+    """Other values of policy fields for the requests that the override matches."""
 
     model: Glob = Field("", description="Glob over the model or LoRA adapter name; empty matches all.")
     tenant: Glob = Field("", description="Glob over the request's meridian_tenant; empty matches all.")
     slo_class: Glob = Field("", description="Glob over the request's meridian_slo_class; empty matches all.")
     effort: Glob = Field("", description="Glob over the request's meridian_effort; empty matches all.")
-    engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels the engine must have.")
-    scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Set to other values.")  # type: ignore[valid-type]
-    entropy: EntropyOverride = Field(EntropyOverride(), description="Set to other values.")  # type: ignore[valid-type]
+    engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels that the engine must have.")
+    scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
+    entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
 
     def matches(self, who: Who) -> bool:
         pairs = ((self.model, who.model), (self.tenant, who.tenant), (self.slo_class, who.slo_class))
@@ -94,7 +94,7 @@ class Override(Section):
 
 
 class Policy(Section):
-    """One complete policy; every absent field has its default."""
+    """One complete policy; every absent field gets its default."""
 
     scheduler: SchedulerPolicy = SchedulerPolicy()
     entropy: EntropyPolicy = EntropyPolicy()
@@ -102,7 +102,7 @@ class Policy(Section):
     telemetry: TelemetryPolicy = TelemetryPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
     model: Mapping[str, ModelPolicy] = Field(
-        {}, max_length=256, description="Overrides by model name as the engine serves it."
+        {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )
     override: tuple[Override, ...] = Field(
         (),
@@ -112,8 +112,10 @@ class Policy(Section):
     )
 
     def of(self, who: Who) -> Self:
-        """The policy for one request: every matching override applied in order. Where floor and cap cross, the cap
-        wins."""
+        """Return the policy for one request, with every matching override applied in order.
+
+        If the thinking floor exceeds the cap, the cap wins.
+        """
         changes: dict[str, dict[str, Any]] = {"scheduler": {}, "entropy": {}}
         for override in self.override:
             if override.matches(who):

@@ -1,11 +1,11 @@
 """The policy store: every accepted policy revision, append-only, in SQLite or PostgreSQL.
 
-Owns the revision numbers, the etags and the request ids. Knows nothing of gRPC, of what a policy means, or of who is
-told about a change. Runs on the control plane's event loop; the driver does the waiting.
+The module owns revision numbers, etags and request ids. It knows nothing of gRPC, of a policy's meaning, or of the
+receivers of a change. It runs on the control plane's event loop; the database driver does the waiting.
 
-Appending reads the newest revision and inserts the next number. The primary key makes that atomic: when somebody else
-took the number first, the insert fails and the append starts over with what is newest then. The candidate of an active
-rollout is stored but not in force, and nothing is appended meanwhile.
+Appending reads the newest revision and inserts the next number. The primary key makes that atomic: if another append
+took the number first, the insert fails, and the append starts over from the revision that is newest by then. The
+candidate of an active rollout is stored but not in force, and no revision is appended during the rollout.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from meridian_control.storage.database import Database, utc
 
 logger = logging.getLogger(__name__)
 
-# The etag of a store that holds nothing yet.
+# Etag of an empty store.
 EMPTY_ETAG = "none"
 MAX_REQUEST_ID_CHARS = 128
 MAX_REVISION = 2**31 - 1
@@ -57,14 +57,14 @@ _revisions = Table(
     MetaData(),
     Column("revision", Integer, primary_key=True, autoincrement=False),
     Column("etag", String(64), nullable=False),
-    # TOML, as an operator would read it.
+    # The policy as TOML text, so that an operator can read the column.
     Column("policy", Text, nullable=False),
     Column("author", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
 )
-# The columns of rollouts that concern revisions.
+# Columns of the table `rollouts` that decide which revision is in force.
 _rollouts = table("rollouts", column("rollout_id"), column("active"), column("candidate_revision"))
 _active = _rollouts.c.active == 1
 _in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
@@ -101,15 +101,15 @@ class PolicyStore:
         self.database = database
 
     async def current(self) -> StoredRevision | None:
-        """The revision in force, None in an empty store: the newest, or while a rollout is active the one before it.
+        """Return the revision in force, which is the newest one except for an active rollout's candidate.
 
-        Raises StoreUnavailable, StoredPolicyUnreadable.
+        The result is None in an empty store. Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         row = await self._newest()
         return None if row is None else _stored(row)
 
     async def get(self, revision: int) -> StoredRevision:
-        """One revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
+        """Return one revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
         query = select(_revisions).where(_revisions.c.revision == revision)
         row = await self._one(query) if revision <= MAX_REVISION else None
         if row is None:
@@ -117,7 +117,7 @@ class PolicyStore:
         return _stored(row)
 
     async def history(self, limit: int, before: int | None = None) -> list[RevisionHeader]:
-        """The newest revisions, newest first; `before` leaves out that one and all newer. Raises StoreUnavailable."""
+        """Return up to `limit` revisions, newest first, all older than `before`. Raises StoreUnavailable."""
         query = select(*_HEADER).order_by(_revisions.c.revision.desc()).limit(limit)
         if before is not None:
             query = query.where(_revisions.c.revision < before)
@@ -125,10 +125,13 @@ class PolicyStore:
             return [RevisionHeader(**_values(row)) for row in await connection.execute(query)]
 
     async def check(self, etag: str) -> int:
-        """The newest revision's number (0 for none). Raises EtagMismatch unless `etag` is its etag or empty, and
-        RolloutActive while nothing may be appended."""
+        """Return the newest revision's number, 0 in an empty store.
+
+        Raises EtagMismatch if `etag` is neither empty nor the etag of that revision; RolloutActive during a rollout.
+        """
         row = await self._newest()
-        # In this order: of a rollout that begins in between, the candidate has the number that an append would take.
+        # The rollout is read second: if one begins after that, its candidate takes the number that an append would
+        # take, so the append fails.
         rollout = await self._one(select(_rollouts.c.rollout_id).where(_active))
         if rollout is not None:
             raise RolloutActive(rollout.rollout_id)
@@ -138,9 +141,9 @@ class PolicyStore:
         return 0 if row is None else row.revision
 
     async def answered(self, request_id: str, policy: Policy) -> StoredRevision | None:
-        """The revision that was stored under `request_id`, None where nothing was or it is empty.
+        """Return the revision that was stored under `request_id`; None if there is none or `request_id` is empty.
 
-        Raises InvalidRequest when that was another policy; StoreUnavailable, StoredPolicyUnreadable.
+        Raises InvalidRequest if that revision has another policy; StoreUnavailable, StoredPolicyUnreadable.
         """
         query = select(_revisions).where(_revisions.c.request_id == request_id)
         row = await self._one(query) if request_id else None
@@ -155,10 +158,11 @@ class PolicyStore:
     async def append(
         self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
     ) -> StoredRevision:
-        """Store `policy` as the next revision; on return it is on disk.
+        """Store `policy` as the next revision, which is on disk when the call returns.
 
-        `etag` must be that of the newest revision, empty skips the check; `now` is aware. What `request_id` stored
-        before is returned as it is. Raises EtagMismatch, RolloutActive, InvalidRequest, StoreUnavailable.
+        `etag` must be the newest revision's etag; an empty `etag` skips the check. `now` is an aware time. If
+        `request_id` has already stored a revision, that revision is returned. Raises EtagMismatch, RolloutActive,
+        InvalidRequest, StoreUnavailable.
         """
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
@@ -168,7 +172,7 @@ class PolicyStore:
                 return stored
 
     async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
-        """Call `on_change` with the newest revision now and whenever another replica stored one, until cancelled.
+        """Call `on_change` with the revision in force now and whenever another replica changes it, until cancelled.
 
         Returns at once on SQLite, which is for one replica.
         """
@@ -183,7 +187,7 @@ class PolicyStore:
             try:
                 on_change(await self.get(newest))
             except StoredPolicyUnreadable as error:
-                # A newer version wrote it; the policy that is known stays in force.
+                # A newer version of the control plane wrote the revision. The policy that was read last stays in force.
                 logger.error("%s", error)
             known = newest
 
@@ -197,7 +201,7 @@ class PolicyStore:
             return (await connection.execute(query)).one_or_none()
 
     async def _insert(self, stored: StoredRevision, request_id: str) -> bool:
-        """False when the revision number or the request id is already taken."""
+        """Insert a revision; return False if its number or its request id is already taken."""
         try:
             async with self.database.writing() as connection:
                 await insert_revision(connection, stored, request_id)
@@ -207,12 +211,12 @@ class PolicyStore:
 
 
 def new_revision(revision: int, policy: Policy, author: str, reason: str, now: datetime) -> StoredRevision:
-    """As it would be stored; `now` is aware."""
+    """Make the revision as it would be stored; `now` is an aware time."""
     return StoredRevision(revision, _etag(revision, to_toml(policy)), policy, author, reason, now.astimezone(UTC))
 
 
 async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:
-    """Store it. Raises SQLAlchemy's IntegrityError where the number or the request id is taken."""
+    """Store a revision. Raises SQLAlchemy's IntegrityError if its number or its request id is taken."""
     row = {**vars(stored), "policy": to_toml(stored.policy), "request_id": request_id or None}
     await connection.execute(insert(_revisions).values(row))
 

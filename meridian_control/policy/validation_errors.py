@@ -1,6 +1,6 @@
-"""Says in words what is wrong with a policy or a plan: the text of every complaint, from what validation found.
+"""Turns the validation errors of a policy or a rollout plan into messages for people.
 
-Owns how paths and values are spelled. Knows no field. Pure functions, usable on any thread.
+The module owns how paths and values are spelled, and knows no field. Its functions are pure and may run on any thread.
 """
 
 import json
@@ -20,7 +20,7 @@ MAX_VALUE_CHARS = 60
 
 
 def violation(schema: type[Section], error: ErrorDetails) -> Violation:
-    """One error in a value, with its place."""
+    """Turn one validation error into a violation with the path of the bad value."""
     path = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return Violation(path, "is not a known key")
@@ -28,7 +28,7 @@ def violation(schema: type[Section], error: ErrorDetails) -> Violation:
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
-    """Dotted path in TOML's own spelling: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
+    """Return a dotted path as TOML spells it: `model."Qwen/Qwen3-8B".think_end_token_ids[0]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{_key(part)}" for part in loc).removeprefix(".")
 
 
@@ -37,7 +37,7 @@ def _key(part: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string as TOML spells it: as JSON does, which leaves one character plain that TOML does not."""
+    """Quote a string as TOML does. TOML quotes like JSON, but also escapes the character U+007F."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -72,7 +72,7 @@ def _requirement(schema: type[Section], error: ErrorDetails) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    """The interval a field's constraints allow: every number has a lower limit, most have an upper one."""
+    """Return the interval that a field's limits allow. Every number has a lower limit, most have an upper limit."""
     limits = {name: getattr(limit, name) for limit in metadata for name in ("gt", "ge", "le") if hasattr(limit, name)}
     exclusive = "gt" in limits
     low = limits["gt" if exclusive else "ge"]
@@ -82,7 +82,7 @@ def _range(metadata: list[Any]) -> str:
 
 
 def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
-    """The schema of the value at `loc`; table names and list indexes lead to the type of their values."""
+    """Return the schema of the value at `loc`; an entry of a table or list has the schema of the entries."""
     field = FieldInfo.from_annotation(schema)
     for part in loc:
         annotation = field.annotation
@@ -96,18 +96,18 @@ def _field(schema: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
 
 
 def _render(value: Any) -> str:
-    """The value as TOML spells it, cut to a line's length."""
+    """Spell a value as TOML does, shortened to MAX_VALUE_CHARS characters."""
     if isinstance(value, float):
         return repr(value)
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # The integer has more digits than Python prints.
         return "a very long value"
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
 
 
 def syntax_message(error: ValueError | RecursionError, text: str) -> str:
-    """Where TOML text cannot be read, and why."""
+    """Return the position and the cause of an error in TOML text."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     message, _, position = str(error).removesuffix(")").rpartition(" (at ")

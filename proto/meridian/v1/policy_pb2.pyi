@@ -365,48 +365,50 @@ class SchedulerPolicy(_message.Message):
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Order and share steps by phase; false leaves the engine's own order."""
+    """Order requests and share steps by phase; false keeps the engine's own order."""
     shadow: _builtins.bool
-    """Decide and count, but do not apply."""
+    """Make and count decisions, but do not apply them."""
     think_tpot_budget_ms: _builtins.float
-    """Milliseconds a thinking sequence may go without a token while it is left out of steps; 0 is four times the output
-    budget.
+    """Milliseconds for which a thinking sequence may go without a token while it is left out of steps; 0 means four times
+    the output budget.
     """
     output_tpot_budget_ms: _builtins.float
-    """Step-time target in milliseconds while answers stream; only when it is exceeded are thinking sequences left out. 0
-    follows the engine: 1.75 times what a step of all running sequences takes, so that prompts alone are held back.
+    """Target for the step time in milliseconds while answers stream; thinking sequences are left out only if steps exceed
+    it. 0 means 1.75 times the duration of a step of all running sequences, so that only prompts are held back.
     """
     think_batch_multiplier: _builtins.float
-    """Thinking sequences per answering one that may join a step while answers stream and the output budget is exceeded."""
+    """Thinking sequences per answering sequence that may join a step while answers stream and steps exceed the output
+    budget.
+    """
     min_think_tokens: _builtins.int
-    """Thinking tokens before which no entropy rule ends thinking; not above the hard cap, which also lowers it where only
-    the cap is given.
+    """Thinking tokens before which no entropy rule ends thinking. The floor may not exceed the hard cap; if only a lower
+    cap is set, the floor is lowered to the cap.
     """
     max_think_tokens: _builtins.int
-    """Hard cap on a request's thinking, in tokens, kept by the agent itself."""
+    """Hard cap on a request's thinking, in tokens, which the agent itself enforces."""
     soft_think_tokens: _builtins.int
-    """Soft close: thinking tokens from which on thinking ends at the first sentence end where the end marker ranks at
-    most soft_close_rank; 0 switches the rule off.
+    """Soft close: from this many thinking tokens on, thinking ends at the first sentence end where the end marker's rank
+    is at most soft_close_rank; 0 switches the rule off.
     """
     soft_close_rank: _builtins.int
-    """Soft close: highest rank of the end marker."""
+    """Soft close: highest rank of the end marker at which thinking ends."""
     empty_answer_extension_tokens: _builtins.int
-    """Thinking tokens added, once, to the cap of a request whose answer would be empty if it were ended; no rule ends it
-    meanwhile; 0 switches this off.
+    """Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; no rule ends the
+    request's thinking while its answer would be empty. 0 switches the extension off.
     """
     strategy: _builtins.str
-    """Who is most urgent: answers, whoever is nearest to missing its budget, or thinking with answers paced at their
-    budget; stock leaves vLLM's own order.
+    """The most urgent requests: answering ones (output_first), those nearest to missing their budget (deadline), or
+    thinking ones, with answers paced at their budget (reasoning_first); stock keeps vLLM's order.
     """
     min_prefill_tokens: _builtins.int
-    """Prompt tokens that may join a step while answers stream, whatever the output budget leaves; 0 is twice what steps
-    had of late.
+    """Prompt tokens that may join a step while answers stream even if the output budget leaves less room; 0 means twice
+    the prompt tokens of recent steps.
     """
     long_think_tokens: _builtins.int
-    """reasoning_first: thinking tokens from which on a request is the least urgent."""
+    """Strategy reasoning_first: a request with at least this many thinking tokens is least urgent."""
     lease_ms: _builtins.int
-    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
-    with the control plane; 0 for fallback.lease_ms alone.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
+    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     def __init__(
         self,
@@ -510,11 +512,11 @@ class EntropyPolicy(_message.Message):
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT and RPDI rules; false measures no entropy."""
+    """Evaluate the EAT, rank and RPDI rules; false switches all three off."""
     shadow: _builtins.bool
-    """Decide and count, but do not end thinking."""
+    """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
-    """Weight of the newest EAT sample, a fraction."""
+    """Weight of the newest EAT sample in the moving mean and variance, a fraction."""
     eat_ema_variance_threshold: _builtins.float
     """EAT rule: the EMA variance, in nats squared, below which EAT counts as settled; the level threshold must be met
     too.
@@ -526,28 +528,28 @@ class EntropyPolicy(_message.Message):
     rpdi_threshold: _builtins.float
     """RPDI rule: ratio of local to global mean token entropy above which thinking ends; 0 switches the rule off."""
     rpdi_window_tokens: _builtins.int
-    """RPDI rule: newest thinking tokens that make up the local mean."""
+    """RPDI rule: number of newest thinking tokens that the local mean covers."""
     eat_probe_placement: _builtins.str
-    """Where a probe that is due is placed: at once, or when a sentence or paragraph ends."""
+    """Place of a probe that is due: at once (anywhere), or when the next sentence or paragraph ends."""
     eat_warmup_samples: _builtins.int
-    """EAT rule: samples before it may fire; the variance starts at 0 without bias correction, so about 4/ema_alpha make
-    it mean something.
+    """EAT rule: samples before the rule may fire. The variance starts at 0 without bias correction, so it is meaningful
+    only after about 4 / ema_alpha samples.
     """
     eat_probe_max_rank: _builtins.int
-    """Gate: a probe is asked for only after a sentence end where the end marker ranks at most this, and then placed at
-    once; 0 switches the gate off.
+    """Gate: a probe is requested only after a sentence end where the end marker's rank is at most this value, and is then
+    placed at once; 0 switches the gate off.
     """
     eat_hold_ms: _builtins.int
-    """A probed request waits this long at most, in milliseconds, for what is decided from its probe, so that thinking
-    ends where it was measured; 0 lets it think on meanwhile. Not in shadow.
+    """Milliseconds for which a probed request waits at most for the decision from its probe, so that thinking ends where
+    EAT was measured; 0 lets the request think on. In shadow no request waits.
     """
     lease_ms: _builtins.int
-    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
-    with the control plane; 0 for fallback.lease_ms alone.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
+    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
-        """Rank rule: thinking ends at a sentence end where any of these holds."""
+        """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
 
     def __init__(
         self,
@@ -663,14 +665,14 @@ class KvMemoryPolicy(_message.Message):
     enabled: _builtins.bool
     """Act on KV pressure; false leaves eviction and admission to the engine."""
     shadow: _builtins.bool
-    """Decide and count, but do not apply."""
+    """Make and count decisions, but do not apply them."""
     think_phase_memory_fraction: _builtins.float
-    """Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above it nothing new is
-    admitted.
+    """Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above that share no new
+    request is admitted.
     """
     lease_ms: _builtins.int
-    """Milliseconds this section's decisions stay in force without a stream, its caps included, so that an experiment ends
-    with the control plane; 0 for fallback.lease_ms alone.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
+    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     def __init__(
         self,
@@ -712,12 +714,12 @@ class TelemetryPolicy(_message.Message):
     REPORT_INTERVAL_STEPS_FIELD_NUMBER: _builtins.int
     DECISION_LOG_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
-    """Engine steps merged into one report; fewer where one of them has more to tell than text. 0 for 8, and for 1
-    under strategy deadline, where a rule reads ranks at sentence ends, and where probes that no request waits for may
-    be less than 8 tokens apart.
+    """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 8 steps, but 1
+    step if the strategy is deadline, if a rule reads ranks at sentence ends, or if probes without a hold may be less
+    than 8 tokens apart.
     """
     decision_log_sample_ratio: _builtins.float
-    """Share of requests, a fraction, whose life the decision log keeps; chosen by a hash of their ids."""
+    """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""
     def __init__(
         self,
         *,
@@ -747,7 +749,7 @@ class FallbackPolicy(_message.Message):
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
-    """Milliseconds decisions stay in force without a stream; caps stay."""
+    """Milliseconds for which decisions stay in force without a stream; caps stay in force for good."""
     def __init__(
         self,
         *,
@@ -776,20 +778,20 @@ class ModelPolicy(_message.Message):
     CLOSING_TEXT_FIELD_NUMBER: _builtins.int
     EAT_ANSWER_PREFIX_FIELD_NUMBER: _builtins.int
     reasoning_parser: _builtins.str
-    """Name of the vLLM reasoning parser; empty takes the engine's own."""
+    """Name of the vLLM reasoning parser; empty means the engine's own parser."""
     supports_think_disable: _builtins.bool
-    """A closed think block at the end of the prompt means the request does not think."""
+    """Whether a closed think block at the end of the prompt means that the request does not think."""
     closing_text: _builtins.str
-    """Text that a forced end writes before the marker; it counts as thinking."""
+    """Text that a forced end writes before the end marker; the text counts as thinking."""
     eat_answer_prefix: _builtins.str
-    """Text that an EAT probe appends after the marker, to stand before the answer."""
+    """Text that an EAT probe appends after the end marker, before the answer."""
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that open thinking; empty takes the reasoning parser's."""
+        """Token ids that begin thinking; empty means those of the reasoning parser."""
 
     @_builtins.property
     def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end thinking; empty takes the reasoning parser's."""
+        """Token ids that end thinking; empty means those of the reasoning parser."""
 
     def __init__(
         self,
