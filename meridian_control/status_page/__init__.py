@@ -1,1 +1,1 @@
-"""The read-only page over HTTP. Reads what the gRPC services say, and changes nothing."""
+"""The read-only status page over HTTP. The page shows the same data as the gRPC services, and changes nothing."""

@@ -1,8 +1,8 @@
-"""Collects what the status page shows of the fleet, as plain data: FleetService, RolloutService and PolicyService for
-eyes.
+"""Collects the status page's contents as plain data, from the same sources as the gRPC services.
 
-Owns what is worth a place on the page, how much of it, and the words for the state of an engine. Knows nothing of HTTP.
-All but `contents` are pure functions. Runs on the control plane's event loop.
+The module decides which data the page shows, how many rows, and with which words it describes an engine's state. It
+knows nothing of HTTP. Only `contents`, `stored` and `newest_ends` query the fleet and the stores; the other functions
+are pure. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meridian_control.rollout.store import RolloutStore
     from meridian_control.session.freeze_state import Freeze, Match
 
-# Rows of each table; the numbers above them are of everything.
+# Largest number of rows in each table; the totals above the tables count everything.
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
 ASKED_DECISIONS = 200
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
@@ -40,7 +40,7 @@ PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "out
 
 
 async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
-    """Everything on the page but the life of a request. Raises MeridianError."""
+    """Return everything on the page except the life of a request. Raises MeridianError."""
     state, ends = await asyncio.gather(whole.watched(), newest_ends(whole))
     engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
@@ -63,7 +63,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
 
 
 async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fleet_pb2.Engine]) -> dict[str, Any]:
-    """The contents of the database; while that is away, only that it is: the rest of the page goes on."""
+    """Return revisions and rollouts from the database, or a note that the database cannot be read."""
     try:
         revisions, newest = await policies.history(MAX_REVISIONS), await rollouts.history(MAX_ROLLOUTS)
     except StoreUnavailable as error:
@@ -75,7 +75,7 @@ async def stored(policies: PolicyStore, rollouts: RolloutStore, engines: list[fl
 
 
 async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
-    """Decisions to end thinking, newest first; of the caps, which every request has, those that were reached."""
+    """Return the decisions that ended thinking, newest first. Every request has a cap, so only reached caps count."""
     forces, caps = await asyncio.gather(
         *(
             decision_queries.decisions(whole, fleet_pb2.ListDecisionsRequest(kind=kind, page_size=ASKED_DECISIONS))
@@ -87,7 +87,7 @@ async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
 
 
 def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, Any]:
-    """Numbers over the whole fleet; of counters, those of the engines that are shown."""
+    """Return numbers over the whole fleet; counters are summed over the given engines."""
     up = [engine for engine in engines if engine.state == CONNECTED]
     ended: Counter[str] = Counter()
     for engine in engines:
@@ -103,7 +103,7 @@ def totals(engines: Iterable[fleet_pb2.Engine], requests: Iterable[fleet_pb2.Liv
 
 
 def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int]]:
-    """Live requests by phase: new (no token yet), generating or preempted, as meridian_engine_requests has them."""
+    """Count live requests by phase and state (new, generating or preempted), as meridian_engine_requests does."""
     found = {phase: {"new": 0, "generating": 0, "preempted": 0} for phase in PHASES}
     names = {number: phase for phase, number in PHASES.items()}
     for request in requests:
@@ -114,7 +114,7 @@ def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int
 
 
 class Condition(NamedTuple):
-    """An engine's state in a word, its cause in a sentence, and how much it matters: bad, warn or nothing."""
+    """An engine's state in a word, the state's cause in a sentence, and its severity: bad, warn or empty."""
 
     word: str
     cause: str = ""
@@ -122,11 +122,11 @@ class Condition(NamedTuple):
 
 
 def condition(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
-    """The state that matters most to whoever looks after the engine."""
+    """Return the engine's most important state for an operator."""
     if engine.state != CONNECTED:
         return _gone(engine, now)
     if engine.fault:
-        return Condition("off", f"the agent stepped aside, the engine runs as stock vLLM: {engine.fault}", "bad")
+        return Condition("off", f"the agent is off, so the engine runs as stock vLLM: {engine.fault}", "bad")
     if engine.HasField("freeze"):
         return _frozen(engine.freeze, freezes, now)
     return _connected(engine)
@@ -136,9 +136,9 @@ def _connected(engine: fleet_pb2.Engine) -> Condition:
     if engine.nack_error:
         return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
     if not engine.acked_revision:
-        return Condition("connected", "has not taken a policy yet", "warn")
+        return Condition("connected", "the agent has not applied a policy yet", "warn")
     if engine.unknown_markers:
-        return Condition("no markers", f"nothing counts as thinking: {engine.unknown_markers}", "warn")
+        return Condition("no markers", f"no token counts as thinking: {engine.unknown_markers}", "warn")
     return Condition(state_name(engine.agent_state) if engine.agent_state else "connected")
 
 
@@ -146,24 +146,32 @@ def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
     heard = engine.report_time if engine.HasField("report_time") else engine.connect_time
     ago = lasting((now - heard.ToDatetime(UTC)).total_seconds())
     if engine.agent_state == agent_pb2.AGENT_STATE_STALE:
-        return Condition("gone", f"heard {ago} ago; if it lives, the last decisions hold (STALE)", "warn")
+        return Condition(
+            "gone", f"last heard {ago} ago; if the engine still runs, its last decisions are in force (STALE)", "warn"
+        )
     if engine.agent_state == agent_pb2.AGENT_STATE_DEGRADED:
-        return Condition("gone", f"heard {ago} ago, past its lease; if it lives, only the caps hold (DEGRADED)", "bad")
-    return Condition("gone", f"heard {ago} ago, the agent was off: {engine.fault}", "bad")
+        return Condition(
+            "gone",
+            f"last heard {ago} ago, longer than its lease; if the engine still runs, only caps are in force (DEGRADED)",
+            "bad",
+        )
+    return Condition("gone", f"last heard {ago} ago, the agent was off: {engine.fault}", "bad")
 
 
 def _frozen(freeze: fleet_pb2.EngineFreeze, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
     reasons = "; ".join(dict.fromkeys(freezes[i].reason for i in freeze.freeze_ids if i in freezes))
     if not freeze.confirmed:
-        return Condition("freezing" if freeze.freeze_ids else "thawing", reasons or "has not confirmed yet", "warn")
+        return Condition(
+            "freezing" if freeze.freeze_ids else "thawing", reasons or "the agent has not confirmed yet", "warn"
+        )
     if not freeze.HasField("end_time"):
-        return Condition("frozen", "runs as stock vLLM because of MERIDIAN_FREEZE in its environment", "warn")
+        return Condition("frozen", "the engine runs as stock vLLM because its environment sets MERIDIAN_FREEZE", "warn")
     left = lasting((freeze.end_time.ToDatetime(UTC) - now).total_seconds())
-    return Condition("frozen", f"runs as stock vLLM for {left} more" + f": {reasons}" * bool(reasons), "warn")
+    return Condition("frozen", f"runs as stock vLLM for {left} longer" + f": {reasons}" * bool(reasons), "warn")
 
 
 def lasting(seconds: float) -> str:
-    """A length of time for people: 42 s, 9 min, 2 h 5 min."""
+    """Spell a duration for people: 42 s, 9 min, 2 h 5 min."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -190,7 +198,7 @@ def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: dat
 
 
 def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:
-    """`engines` are those that it holds for, `confirmed` those that say so."""
+    """Return a freeze's row: `engines` counts the engines that it covers, `confirmed` those that confirmed it."""
     held = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
     return {
         "freeze_id": freeze.freeze_id,
@@ -231,7 +239,7 @@ def decision_text(last: fleet_pb2.LastDecision) -> str:
 
 
 def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:
-    """`engines` counts the connected ones that have it in force."""
+    """Return a revision's row: `engines` counts the connected engines that have applied the revision."""
     return {
         "revision": header.revision,
         "author": header.author,
@@ -242,7 +250,7 @@ def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) ->
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON has it, zeros included, with the proto's own names; NaN is left out: nothing was measured."""
+    """Convert a message to plain data with the proto's names and with zeros; NaN (not measured) is left out."""
     told = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return _finite(told)  # type: ignore[no-any-return]
 

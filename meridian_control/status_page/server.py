@@ -1,7 +1,8 @@
-"""A read-only page about the fleet, over HTTP: what FleetService, PolicyService and RolloutService say, for eyes.
+"""Serves the read-only status page of the fleet over HTTP.
 
-Owns what the page is told and how often; what it looks like is in `static/`. Runs on the control plane's event loop:
-the fleet is looked at once per interval, however many look at the page, and not at all while nobody does.
+The module sends the page's contents to browsers; the files in `static/` define how the page looks. It runs on the
+control plane's event loop. It collects the contents once per interval for all viewers together, and not at all while no
+viewer has the page open.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ HEADERS = {
 
 
 class StatusPage:
-    """The HTTP application. `start` binds, `stop` ends all streams."""
+    """The HTTP application. `start` binds its address, and `stop` ends all event streams."""
 
     def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, access: str = "") -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
-        # A sentence on what strangers on the network may do, empty where there is nothing to say.
+        # A warning about what unauthenticated callers may do; empty if there is nothing to warn about.
         self._access = access
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -63,7 +64,7 @@ class StatusPage:
         self._runner = web.AppRunner(app, access_log=None)
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port. Raises OSError when the address cannot be had."""
+        """Bind the address and return the port. Raises OSError if the address cannot be bound."""
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host or None, port).start()
@@ -84,7 +85,7 @@ class StatusPage:
         return web.Response(text=text, content_type=kind, headers=HEADERS)
 
     async def _request(self, request: web.Request) -> web.Response:
-        """One request's life."""
+        """Return one request's life as JSON."""
         asked = fleet_pb2.ExplainRequestRequest(
             request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
         )
@@ -96,7 +97,7 @@ class StatusPage:
             return web.json_response({"error": str(error)}, status=400, headers=HEADERS)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """The fleet's state now and at every interval, as server-sent events, until the viewer leaves."""
+        """Send the fleet's state now and at every interval, as server-sent events, until the viewer leaves."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
@@ -115,7 +116,7 @@ class StatusPage:
         return response
 
     async def _look(self) -> None:
-        """While somebody looks at the page."""
+        """Send the page's contents to all viewers at every interval, as long as there are viewers."""
         while self._viewers:
             try:
                 now = datetime.now(UTC)
@@ -124,15 +125,15 @@ class StatusPage:
             except MeridianError as error:
                 event = trouble(str(error))
             except Exception:
-                logger.exception("the status page's contents could not be had")
-                event = trouble("the page's contents could not be had; the control plane's log says why")
+                logger.exception("cannot collect the status page's contents")
+                event = trouble("The page's contents cannot be collected; the control plane's log says why.")
             for viewer in self._viewers:
                 _offer(viewer, event)
             await asyncio.sleep(INTERVAL_S)
 
 
 def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:
-    """The next message for a viewer; one that is slow to read misses what came before."""
+    """Queue the next event for a viewer in place of an unread one, so a slow viewer misses events."""
     if viewer.full():
         viewer.get_nowait()
     viewer.put_nowait(event)

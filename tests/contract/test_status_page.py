@@ -173,7 +173,7 @@ async def test_a_browser_shows_it_live(tmp_path: Path) -> None:
             await page.locator("#engines td", has_text="hard cap 1").wait_for()
             await page.locator("#connection-text", has_text="live").wait_for()
         await page.locator("#engines .state .warn", has_text="gone").wait_for()
-        await page.locator("#engines .cause", has_text="the last decisions hold").wait_for()
+        await page.locator("#engines .cause", has_text="its last decisions are in force").wait_for()
         assert not complaints
 
 

@@ -1,9 +1,9 @@
-// One request's life: a bar of its phases with the decisions on it, and what happened, in words.
+// Shows one request's life: a bar of its phases with marks for decisions, and a table of its events.
 
 import { $, compared, counted, element, leftOut, notice, number, outcome, setText, short, table, words } from "./rows.js";
 
 const PHASES = { PHASE_PROMPT: "prompt", PHASE_THINK: "think", PHASE_OUTPUT: "output" };
-const DOES = { prompt: "in its prompt", think: "thinking", output: "answering" };
+const DOES = { prompt: "reading the prompt", think: "thinking", output: "answering" };
 let wanted = null;
 let shown = null;
 let asking = false;
@@ -19,7 +19,7 @@ export function follow() {
   ask();
 }
 
-// Again, while the request lives.
+// Asks for the request's life again, as long as the request lives.
 export function lookAgain() {
   if (wanted && !asking && (!shown || !shown.close_time)) ask();
 }
@@ -48,15 +48,15 @@ function show(life) {
   const end = new Date(life.close_time || Date.now()).getTime();
   setText("life-heading", `${life.request_id} on ${life.engine_id}`);
   const facts = [life.tenant && `tenant ${life.tenant}`, life.slo_class && `class ${life.slo_class}`,
-    life.effort && `effort ${life.effort}`, life.joined_late && "its beginning is not known"];
+    life.effort && `effort ${life.effort}`, life.joined_late && "beginning not observed"];
   setText("life-about", [life.close_time ? "Finished" : "Live", counted(life.prompt_tokens, "prompt token"),
     ...facts.filter(Boolean)].join(", "));
   drawBar(spans(life, begin, end), life, begin, end);
-  table("life-events", life.events, (e) => life.events.indexOf(e), (e) => eventCells(e, begin), "Nothing is known.");
+  table("life-events", life.events, (e) => life.events.indexOf(e), (e) => eventCells(e, begin), "No event is known.");
   leftOut("life-more", +life.events_left_out, "earlier event");
 }
 
-// Times with one phase, in order: {phase, preempted, begin, end} in ms.
+// Returns the request's stretches of one phase, in order, as {phase, preempted, begin, end}; times are in ms.
 function spans(life, begin, end) {
   const found = [];
   let phase = "prompt", preempted = false, since = begin;
@@ -77,7 +77,7 @@ function spans(life, begin, end) {
   return found;
 }
 
-// What an event is on the bar; empty for most.
+// Returns the kind of mark that an event gets on the bar; empty for events without a mark.
 function marked(e) {
   if (e.kind === "think_end" && e.detail !== "natural") return "force";
   return e.decision && e.decision.kind === "probe" ? "probe" : "";

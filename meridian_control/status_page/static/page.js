@@ -1,4 +1,4 @@
-// The page's contents come from /events once a second, as `page_contents` makes them.
+// Shows the page's contents, which `contents.py` collects and /events sends once a second.
 
 import { follow, lookAgain } from "./life.js";
 import { isActive, showRollouts } from "./rollout.js";
@@ -6,7 +6,7 @@ import {
   $, clock, compared, counted, date, element, leftOut, notice, number, outcome, requestLink, setText, table, words,
 } from "./rows.js";
 
-const PHASES = [["prompt", "In their prompt"], ["think", "Thinking"], ["output", "Answering"]];
+const PHASES = [["prompt", "Reading the prompt"], ["think", "Thinking"], ["output", "Answering"]];
 
 const byCount = (map) => Object.entries(map).sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1))
   .map(([name, count]) => `${words(name)} ${number.format(count)}`).join(", ");
@@ -27,11 +27,11 @@ function show(state) {
 function showSummary(state) {
   const t = state.totals;
   const candidate = (state.rollouts || []).filter(isActive).map((r) => `, ${r.candidate_revision} in a rollout`);
-  // Read aloud only when it says something new.
+  // Screen readers read the summary aloud whenever it changes, so it has no numbers that change all the time.
   setText("summary", `${counted(t.engines, "engine")} connected, ` +
     `${t.troubled ? number.format(t.troubled) : "none"} in trouble, policy revision ${state.revision || "none"}${candidate.join("")}`);
   const missing = state.unreachable.length
-    ? `Not heard: replica ${state.unreachable.join(", ")}. Their engines are missing here.` : "";
+    ? `No answer from replica ${state.unreachable.join(", ")}. This page lacks the engines there.` : "";
   notice("access", state.access);
   notice("notice", [missing, state.store_trouble].filter(Boolean).join(" "));
 }
@@ -71,7 +71,7 @@ function showEngines(state) {
   $("engines").classList.toggle("one-replica", replicas.size < 2);
   table("engines", state.engines, (e) => `${e.id} ${e.incarnation}`, (e) => [
     e.id, condition(e), e.model,
-    e.acked_revision === e.revision ? String(e.revision) : [`${e.acked_revision}, not yet ${e.revision}`, "warn"],
+    e.acked_revision === e.revision ? String(e.revision) : [`${e.acked_revision}, wanted ${e.revision}`, "warn"],
     [number.format(e.thinking), "num think"], [number.format(e.answering), "num output"],
     [number.format(e.waiting), "num"], [`${Math.round(e.kv_used * 100)} %`, "num"],
     [e.step_time_ms ? e.step_time_ms.toFixed(1) : "", "num"], [byCount(e.ends), "wrap"], e.replica,
@@ -92,7 +92,7 @@ function showEnds(ends) {
     clock(d.time), d.engine_id, requestLink(d.request_id, d.engine_id), words(d.reason),
     [number.format(d.outcome_think_tokens || d.signals.think_tokens), "num"],
     [outcome(d), d.outcome === "OUTCOME_REFUSED" ? "bad" : ""], compared(d, false),
-  ], "Nothing has been decided.");
+  ], "No end of thinking has been decided.");
 }
 
 function showRequests(state) {

@@ -1,4 +1,4 @@
-// Rollouts: all of them in a table, the active one with its steps and guardrails.
+// Shows the rollouts in a table, and the active rollout with its steps and guardrails.
 
 import { $, clock, counted, element, lasting, notice, number, setText, short, table, words } from "./rows.js";
 
@@ -37,11 +37,12 @@ function showActive(r) {
     `${r.author}: ${r.reason}`);
   const steps = r.plan.step.map((step, i) => stepItem(r, step, i + 1));
   $("rollout-steps").replaceChildren(...steps);
-  const waits = r.state === "ROLLOUT_STATE_HALTED" ? `Halted: ${violation(r)}. Resume or abort it with meridianctl.`
-    : r.waiting_for ? `Waits for ${r.waiting_for}.` : "";
+  const waits = r.state === "ROLLOUT_STATE_HALTED"
+    ? `The rollout is halted: ${violation(r)}. Resume or abort the rollout with meridianctl.`
+    : r.waiting_for ? `The rollout waits for ${r.waiting_for}.` : "";
   notice("rollout-waiting", waits);
   table("guardrails", r.guardrails, (g) => g.guardrail, (g) => [
-    g.guardrail, g.violated ? ["violated", "bad"] : g.waiting ? ["too little observed", "warn"] : ["within", "good"],
+    g.guardrail, g.violated ? ["violated", "bad"] : g.waiting ? ["too few observations", "warn"] : ["within", "good"],
     [short(g.value), "num"], [short(g.limit), "num"], [number.format(g.observations), "num"],
     [+g.stable_observations ? number.format(g.stable_observations) : "", "num"],
   ], "The plan has no guardrails, or nothing has been measured yet.");
@@ -51,11 +52,11 @@ function stepItem(r, step, at) {
   const labels = Object.entries(step.engine_labels).map(([name, glob]) => `${name}=${glob}`).join(", ");
   const whom = [step.percent < 100 || !labels ? `${step.percent} %` : "", labels].filter(Boolean).join(" of ");
   if (at < r.step) return element("li", "done", `${whom}: done`);
-  if (at > r.step) return element("li", "", `${whom}: then, for ${lasting(step.bake_s)}`);
+  if (at > r.step) return element("li", "", `${whom}: later, watched for ${lasting(step.bake_s)}`);
   const bar = document.createElement("progress");
   bar.max = step.bake_s;
   bar.value = Math.min(r.baked_s, step.bake_s);
-  bar.setAttribute("aria-label", "Time of this step");
+  bar.setAttribute("aria-label", "Elapsed time of this step");
   const item = element("li", "now", `${whom}: watched ${lasting(r.baked_s)} of ${lasting(step.bake_s)} `, bar);
   item.setAttribute("aria-current", "step");
   return item;

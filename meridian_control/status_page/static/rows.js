@@ -1,4 +1,4 @@
-// Words, numbers and tables. Rows are changed in place, so that focus and selection stay.
+// Helpers for words, numbers and tables. Rows are changed in place, so that focus and selection stay.
 
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
@@ -29,13 +29,13 @@ export function setText(id, text) {
   if ($(id).textContent !== text) $(id).textContent = text;
 }
 
-// An empty text hides the element.
+// Shows a text in an element, and hides the element if the text is empty.
 export function notice(id, text) {
   setText(id, text);
   $(id).hidden = !text;
 }
 
-// Cells are text, or [text, class], or a node.
+// Fills a row with cells, each of which is a text, a pair [text, class], or a node.
 function fill(row, cells) {
   cells.forEach((cell, i) => {
     const td = row.cells[i] || row.insertCell();
@@ -93,7 +93,7 @@ export function outcome(decision) {
   return decision.shadow && known !== "shadowed" ? `${known} (shadow)` : known;
 }
 
-// The numbers that a rule compared, with the names of the limits where there is room; `more` comes after them.
+// Returns the numbers that a rule compared, followed by `more`; inFull adds the names of the limits.
 export function compared(decision, inFull, ...more) {
   const told = decision.comparisons.map((c) => {
     const seen = `${c.signal} ${short(c.value)} ${OPERATORS[c.operator] || c.operator} ${short(c.limit)}`;
