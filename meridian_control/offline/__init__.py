@@ -1,4 +1,4 @@
-"""Works on recorded traces: calibration, replay under other rules, comparison.
+"""Calibration from recorded traces, and replay of traces under another policy.
 
-Uses the code that decides live, and never a live fleet.
+The package uses the same code that decides live, but it never uses a live fleet.
 """

@@ -1,7 +1,7 @@
-"""Finds the rule, and its thresholds, that end thinking where the answer is settled: chosen on one half of a trace's
-requests, reported on the other.
+"""Chooses the rule and the thresholds that end thinking once the answer is settled.
 
-Owns the choice, its statistics and the policy that comes of it. Needs scipy, of the extra `calibrate`. Pure.
+A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. The module owns the
+choice, its statistics and the resulting policy. It needs scipy, from the extra `calibrate`. Its functions are pure.
 """
 
 from __future__ import annotations
@@ -36,23 +36,27 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 SEPARATION_RESAMPLES, BATCHES = 1000, 50
-# Requests in each half below which nothing is concluded.
+# Smallest number of requests that each half must have.
 MIN_REQUESTS = 10
-# The share of the thinking that two rules must save beyond one rule, to be worth having both.
+# A pair of rules is preferred to the best single rule only if it saves this share of the thinking more.
 PAIR_MUST_ADD = 0.02
-# Rules of a family that are paired with those of another, and the loss they may have by themselves, in max_loss.
+# Number of rules of each family that are paired with rules of other families, and the largest harm that such a rule may
+# do alone, in multiples of max_loss.
 PAIRED_RULES, PAIRED_LOSS = 5, 2
 
 
 class TooFewRequests(Exception):  # noqa: N818 - the name is the condition
-    """A trace that cannot be calibrated on; says what is missing."""
+    """A trace has too few requests to calibrate on; the message has the numbers."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The effect of a rule on some requests. saved: share of the thinking, probe tokens taken off. accuracy_change:
-    stopped minus natural. harmful_bound: upper confidence bound of the share of requests that only the stop made
-    wrong."""
+    """The effect of a rule on some requests.
+
+    `saved` is the share of the thinking that the rule saves, less the probes' tokens. `accuracy_change` is the accuracy
+    with the rule minus the natural accuracy. `harmful` counts the requests that only the stop made wrong, and
+    `harmful_bound` is the upper confidence bound of their share.
+    """
 
     requests: int
     stopped: int
@@ -69,7 +73,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Point:
-    """A rule on the frontier of its family, which was drawn on the first half; its figures there and on the other."""
+    """A rule on its family's Pareto frontier on the first half, with its figures on both halves."""
 
     rule: StoppingRule
     fit: Figures
@@ -78,7 +82,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Separation:
-    """Area under the ROC curve of a signal, right against harmful stops; by that name it is 0.5 for a coin."""
+    """How well a signal separates right from harmful stops: the area under its ROC curve, 0.5 for a random signal."""
 
     signal: str
     auroc: float
@@ -94,10 +98,10 @@ class Separation:
 class Calibration:
     natural: Figures
     separations: list[Separation]
-    # By family, from least saved to most.
+    # Each family's frontier, from the rule that saves least to the rule that saves most.
     fronts: dict[str, list[Point]]
     recommended: Point | None
-    # The best fixed cap of the same promise.
+    # The best fixed cap, chosen within the same allowed loss.
     fixed_cap: Point | None
     confirmed: bool
     policy: Policy
@@ -105,14 +109,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Goal:
-    """max_loss: accuracy that may be lost, a fraction."""
+    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals."""
 
     max_loss: float = 0.01
     confidence: float = 0.95
 
 
 def calibrate(replay: Replay, goal: Goal) -> Calibration:
-    """Raises TooFewRequests."""
+    """Choose a rule from a trace and compute its figures. Raises TooFewRequests."""
     judged = ~np.isnan(replay.judge.natural)
     first = np.array([first_half(request_id) for request_id in replay.episodes.ids], bool)
     fit, held_out = np.flatnonzero(judged & first), np.flatnonzero(judged & ~first)
@@ -148,7 +152,7 @@ def calibrate(replay: Replay, goal: Goal) -> Calibration:
 
 
 def first_half(request_id: str) -> bool:
-    """Whether a request belongs to the half that thresholds are chosen on; the same in every run."""
+    """Whether thresholds are chosen on this request; the answer depends on the id alone, so all runs agree."""
     return hashlib.sha256(request_id.encode()).digest()[0] % 2 == 0
 
 
@@ -163,7 +167,7 @@ def _nothing(replay: Replay) -> Stops:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A rule and what it does to the first half. harm: accuracy lost, without what other requests happen to gain."""
+    """A rule and its effect on the first half. `harm` is the accuracy lost, not offset by requests that turn right."""
 
     rule: StoppingRule
     stops: Stops
@@ -173,7 +177,7 @@ class _Tried:
 
 
 def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
-    """The points that no other beats in both saving and accuracy, from least saved to most."""
+    """Return the rules that no other rule beats in both saving and accuracy, from least saved to most saved."""
     front: list[_Tried] = []
     for one in sorted(tried, key=lambda t: (-t.saved, -t.change)):
         if not front or one.change > front[-1].change:
@@ -189,7 +193,7 @@ class _Halves:
     goal: Goal
 
     def tried(self, rules: Sequence[StoppingRule]) -> list[_Tried]:
-        """The rules that stop anything."""
+        """Try rules, and return those that stop at least one request of the first half."""
         tried = (self._try(rule) for rule in rules)
         return [t for t in tried if np.isfinite(t.stops.at_tokens[self.fit]).any()]
 
@@ -200,9 +204,11 @@ class _Halves:
         return _Tried(rule, stops, float(saved), float(change.mean()), float(-np.minimum(change, 0).mean()))
 
     def best(self, tried: Sequence[_Tried]) -> _Tried | None:
-        """The rule that saves most at half the loss allowed, which it keeps within with its thresholds loosened too: a
-        threshold at the very edge of what the first half bears does not hold on the other. Only harm counts: that some
-        requests become right by being stopped is luck of this half."""
+        """Return the rule that saves most within half the allowed loss, and within all of it with loosened thresholds.
+
+        A threshold that the first half only just allows would often fail on the other half. Only harm counts as loss,
+        because requests that become right by being stopped do so by chance.
+        """
         goal = self.goal
         for one in sorted(tried, key=lambda t: -t.saved):
             if one.saved <= 0:
@@ -215,7 +221,7 @@ class _Halves:
         return Point(one.rule, self.figures(one.stops, self.fit), self.figures(one.stops, self.held_out))
 
     def _spent(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[Any]:
-        """Thinking tokens and what the probes cost, [where]."""
+        """Return each request's thinking tokens plus its probes' tokens, [where]."""
         natural = self.replay.episodes.natural_tokens[where]
         spent: NDArray[Any] = np.minimum(stops.at_tokens[where], natural) + self._probed(stops, where)
         return spent
@@ -248,8 +254,10 @@ class _Halves:
 
 
 def _scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
-    """Each signal at every boundary, higher where its rule would rather stop. Entropy has no rule: for comparison; so
-    has the position, which knows nothing of the request."""
+    """Return each signal at every boundary, higher if the signal's rule is more likely to stop there.
+
+    Entropy and position have no rule and serve as comparisons. The position is the number of thinking tokens.
+    """
     episodes = replay.episodes
     return {
         "EAT": -replay.eat_nats,
@@ -261,7 +269,7 @@ def _scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
 
 
 def _separation(replay: Replay, name: str, score: NDArray[np.float64], fit: NDArray[np.intp], goal: Goal) -> Separation:
-    """Among requests whose own answer is right: does the signal tell the places where stopping keeps it?"""
+    """Measure how well a signal separates right from wrong stops, over requests whose natural answer is right."""
     natural = replay.judge.natural
     chosen = np.zeros(len(natural), bool)
     chosen[fit[natural[fit] >= RIGHT]] = True
@@ -286,8 +294,10 @@ def _separation(replay: Replay, name: str, score: NDArray[np.float64], fit: NDAr
 
 
 def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests: NDArray[np.intp]) -> Policy:
-    """The base policy with the rule in force and every other one off; without a rule, in shadow, with only those off
-    whose signal says nothing."""
+    """Return the base policy with the rule in force and every other rule off.
+
+    Without a rule, the entropy section is in shadow, and only the rules whose signals do not separate are off.
+    """
     values = replay.base.model_dump(mode="json", exclude_none=True)
     entropy, scheduler = values["entropy"], values["scheduler"]
     entropy["enabled"], entropy["shadow"] = True, rule is None
@@ -310,8 +320,10 @@ def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests:
 
 
 def _floor(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
-    """The fewest thinking tokens at which the rule stopped anything: earlier stops were never seen. A moving mean needs
-    its samples from the beginning."""
+    """Return the fewest thinking tokens at which the rule stopped a request, because no earlier stop was judged.
+
+    A rule with a moving mean gets 0, because the mean needs its samples from the beginning.
+    """
     if rule.entropy.get("ema_alpha", 1.0) < 1:
         return 0
     seen = replay.stops(rule).first_tokens[requests]

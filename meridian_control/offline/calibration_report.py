@@ -1,6 +1,6 @@
-"""Shows what calibration found, to people and to programs: a table, sentences, a picture, JSON.
+"""Presents the result of a calibration: as a table and sentences, as a plot, and as JSON.
 
-Owns wording and looks. The picture needs matplotlib, of the extra `calibrate`.
+The module owns wording and layout. The plot needs matplotlib, from the extra `calibrate`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from meridian_control.offline.statistics import Interval
 
 PROXY_NOTE = (
-    "There are no labels. Right means here: the trial answer begins with the token it kept until the end. This is a "
-    "proxy for accuracy, and means nothing where all answers begin alike: then set model.<name>.eat_answer_prefix and "
-    "record again, or give --labels."
+    "There are no labels, so an answer counts as right if the trial answer begins with the token that it keeps until "
+    "the end. This is a proxy for accuracy, which means nothing if all answers begin with the same token: then set "
+    "model.<name>.eat_answer_prefix and record again, or give --labels."
 )
-# Losses, in multiples of the one allowed, up to which the table shows each family's best rule.
+# The table shows each family's best rule within each of these losses, given in multiples of the allowed loss.
 SHOWN_LOSSES = (0.0, 0.5, 2.0, 5.0)
-# Share of the sentence ends with an EAT sample below which the report says so.
+# The report warns if a smaller share of the sentence ends than this has an EAT sample.
 WELL_COVERED = 0.8
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756", "#72b7b2", "#eeca3b")
 
 
 def table(found: Calibration, goal: Goal) -> Table:
-    """The frontier of each family, thinned; figures of the half that nothing was chosen on."""
+    """Return a table of a few rules from each family's frontier, with figures from the half not used for choosing."""
     made = Table(box=None)
     for index, name in enumerate(("family", "stops", "saved", "accuracy", "harmful", "at most", "probes", "stopped")):
         made.add_column(name, no_wrap=index != 1, justify="left" if index < 2 else "right")
@@ -64,7 +64,7 @@ def table(found: Calibration, goal: Goal) -> Table:
 
 
 def _shown(points: list[Point], goal: Goal) -> list[Point]:
-    """The point of a front that saves most at each of a few losses; if all lose more, the one that loses least."""
+    """Return the points that save most within each of SHOWN_LOSSES, or else the point that loses least."""
     shown = []
     for loss in SHOWN_LOSSES:
         allowed = [p for p in points if p.fit.accuracy_change >= -loss * goal.max_loss]
@@ -74,17 +74,17 @@ def _shown(points: list[Point], goal: Goal) -> list[Point]:
 
 
 def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
-    """The findings, a paragraph each."""
+    """Yield the findings, one paragraph each."""
     episodes, judge = replay.episodes, replay.judge
     judged = int((judge.natural == judge.natural).sum())
     yield (
-        f"{judged} requests of {len(episodes.seen)} can be judged; their thinking takes "
-        f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of them; all figures "
-        f"are of the other half, with {goal.confidence:.0%} intervals."
+        f"{judged} of {len(episodes.seen)} requests can be judged; a request thinks for "
+        f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of the requests; all "
+        f"figures are from the other half, with {goal.confidence:.0%} confidence intervals."
     )
     left_out = [f"{count} {reason}" for reason, count in episodes.left_out.items()]
     if unjudged := len(episodes.ids) - judged:
-        left_out.append(f"{unjudged} without {'an answer of its probes' if judge.is_proxy else 'labels of both kinds'}")
+        left_out.append(f"{unjudged} without {'a trial answer' if judge.is_proxy else 'a natural and a cut label'}")
     if left_out:
         yield "Left out: " + ", ".join(left_out) + "."
     if judge.is_proxy:
@@ -94,7 +94,7 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         if separation.signal == "entropy":
             continue
         if separation.signal == "position":
-            yield f"The number of thinking tokens alone, for comparison: {area}."
+            yield f"For comparison, the number of thinking tokens alone as a signal: {area}."
         elif separation.separates:
             yield f"{separation.signal} separates right from wrong stops: {area}."
         else:
@@ -107,11 +107,11 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
 
 
 def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
-    """The reasons why the figures are worth less than they look."""
+    """Yield warnings about conditions that make the figures less reliable than they look."""
     episodes = replay.episodes
     if len(episodes.owner) and 0 < (covered := float((episodes.sample >= 0).mean())) < WELL_COVERED:
         yield (
-            f"EAT was measured at {percent(covered)} of the sentence ends only: record with "
+            f"EAT was measured at only {percent(covered)} of the sentence ends: record with "
             "entropy.eat_probe_interval_tokens = 1, scheduler.min_think_tokens = 0 and every rule off."
         )
     recorded = forms.from_proto(episodes.policy) if episodes.policy is not None else replay.base
@@ -120,32 +120,32 @@ def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
         if was != now:
             yield f"The trace was recorded with the answer prefix {was!r} for {model}; the base policy has {now!r}."
     if found.policy.override:
-        yield "The base policy has overrides: where they set entropy or scheduler fields, those count, not these."
+        yield "The base policy has overrides, whose entropy and scheduler fields replace the calibrated ones."
 
 
 def recommendation(found: Calibration, goal: Goal) -> str:
     best = found.recommended
     if best is None:
         return (
-            "Nothing is recommended: on the half that rules are chosen on, no rule whose signal separates saves "
-            f"anything at a loss of at most {percent(goal.max_loss / 2)}, half of what is allowed. The policy stays in "
-            "shadow."
+            "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
+            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss. The policy stays "
+            "in shadow."
         )
     figures = best.held_out
     text = (
-        f"Best: {best.rule}. It saves {percent(figures.saved)} {_range(figures.saved_interval)} of the thinking, "
-        f"probes taken off, and changes accuracy by {points_of(figures.accuracy_change)} points "
+        f"Best: {best.rule}. The rule saves {percent(figures.saved)} {_range(figures.saved_interval)} of the thinking, "
+        f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
-        f"{figures.harmful} of {figures.requests} requests became wrong by the stop: at most "
-        f"{percent(figures.harmful_bound)} with {goal.confidence:.0%} confidence."
+        f"The stop made {figures.harmful} of {figures.requests} requests wrong: at most "
+        f"{percent(figures.harmful_bound)} of all requests with {goal.confidence:.0%} confidence."
     )
     if found.fixed_cap is not None:
         cap = found.fixed_cap
         text += f" A fixed cap chosen in the same way, {cap.rule}, saves {percent(cap.held_out.saved)}."
     if not found.confirmed:
         text += (
-            f" The half it was not chosen on does not confirm it (loss allowed: {percent(goal.max_loss)}): the policy "
-            "stays in shadow. More requests may settle it."
+            f" The other half does not confirm the rule (allowed loss: {percent(goal.max_loss)}), so the policy stays "
+            "in shadow. A trace with more requests may confirm it."
         )
     return text
 
@@ -155,7 +155,7 @@ def percent(share: float) -> str:
 
 
 def points_of(change: float) -> str:
-    """A change of a share, in percentage points, with its sign."""
+    """Spell a change of a share in percentage points, with its sign."""
     return f"{100 * change + 0.0:+.1f}"
 
 
@@ -168,7 +168,7 @@ def _range(interval: Interval, scale: int = 100) -> str:
 
 
 def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
-    """Everything that was found, as plain values."""
+    """Return the whole result of a calibration as plain values."""
     return {
         "goal": asdict(goal),
         "proxy": replay.judge.is_proxy,
@@ -186,7 +186,7 @@ def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
 
 
 def _signal(separation: Separation) -> dict[str, Any]:
-    """JSON has no NaN."""
+    """Return a signal's separation as plain values, with None for NaN, because JSON has no NaN."""
     plain = asdict(separation) | {"separates": separation.separates}
     return plain if separation.auroc == separation.auroc else plain | {"auroc": None, "interval": None}
 
@@ -213,7 +213,7 @@ def _plain(figures: Figures) -> dict[str, Any]:
 
 
 def plot(found: Calibration, replay: Replay, path: Path) -> None:
-    """Draw the frontier to `path`; its format is that of the suffix. Raises OSError or ValueError."""
+    """Draw the frontiers to `path`, in the format of its suffix. Raises OSError or ValueError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.5), layout="constrained")
@@ -230,9 +230,9 @@ def plot(found: Calibration, replay: Replay, path: Path) -> None:
             figures.tokens, figures.accuracy, bars, fmt="*", color="#b0163a", ms=16, capsize=3, label=label, zorder=5
         )
     axes.set(
-        title=f"Accuracy against thinking, {natural.requests} requests that nothing was chosen on",
+        title=f"Accuracy against thinking, {natural.requests} requests not used for choosing",
         xlabel="thinking tokens per request, probes included",
-        ylabel="answers that stay as they were (proxy)" if replay.judge.is_proxy else "accuracy",
+        ylabel="unchanged answers (proxy for accuracy)" if replay.judge.is_proxy else "accuracy",
     )
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")

@@ -1,6 +1,6 @@
-"""The rules that calibration tries: families of thresholds taken from what the trace shows.
+"""The rules that calibration tries: families of rules with thresholds from the trace's own values.
 
-Owns which thresholds are tried. Knows nothing of what is right.
+The module decides which thresholds are tried. It does not know which answers are right.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Shares of all values below which thresholds are tried: more of them where a rule is cautious, and where nearly all
-# values are low.
+# Quantiles of a signal's values that are tried as thresholds. They are dense at both ends: for cautious rules, and for
+# signals of which nearly all values are low.
 GRID = (
     *(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8),
     *(0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99),
@@ -44,12 +44,12 @@ ALPHAS = (0.2, 0.4)
 VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 RANKS = (1, 2, 3, 5, 10, 20, 50, 100)
 DEPTHS = (1, 2, 3)
-# By how much thresholds are loosened to see whether they stand at an edge.
+# Factors that loosen thresholds and shorten budgets, to test whether a rule only just keeps within the allowed loss.
 LAXER, SHORTER = 1.25, 0.9
-# arXiv 2508.17627.
+# Rank conditions published in arXiv 2508.17627.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
-# Rules of one group are variants of one another: pairs are made across groups.
+# Families in one group are variants of one rule, so pairs are made only across groups.
 GROUPS = {
     EAT_SENTENCE: "EAT",
     EAT_PARAGRAPH: "EAT",
@@ -62,7 +62,7 @@ GROUPS = {
 
 
 def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[StoppingRule]]:
-    """Rules by family, thresholds from the values these requests show; a signal that was not measured gives none."""
+    """Return rules by family, with thresholds from these requests' values; an unmeasured signal gives no rules."""
     episodes = replay.episodes
     here = np.isin(episodes.owner, requests)
     eat, ranks, ratios = replay.eat_nats[here], episodes.ranks[here, 0], replay.rpdi[here]
@@ -95,7 +95,7 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
 
 
 def loosened(rule: StoppingRule) -> StoppingRule:
-    """The rule with every threshold a quarter laxer, and budgets a tenth smaller."""
+    """Return the rule with every threshold loosened by a quarter and every token budget shortened by a tenth."""
     if rule.either:
         return either(*(loosened(part) for part in rule.either))
     entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
@@ -118,7 +118,10 @@ def loosened(rule: StoppingRule) -> StoppingRule:
 
 
 def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, gate: int = 0) -> StoppingRule:
-    """An EAT rule that probes at every place it may. With alpha 1 the mean is the newest sample, the variance 0."""
+    """Make an EAT rule that probes at every allowed place.
+
+    With alpha 1 the moving mean is the newest sample, and the variance is 0.
+    """
     return StoppingRule(
         family,
         {
@@ -134,7 +137,10 @@ def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, 
 
 
 def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:
-    """Two rules of different groups, of which either stops, by family of the pair; `most` rules of each family."""
+    """Return pairs of rules from different groups, by the pair's family, with up to `most` rules of each family.
+
+    A pair stops thinking if either of its rules does.
+    """
     pairs: dict[str, list[StoppingRule]] = {}
     for (first, ones), (second, others) in combinations(rules.items(), 2):
         if GROUPS[first] != GROUPS[second]:
@@ -145,7 +151,7 @@ def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, 
 
 
 def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[float]:
-    """Distinct values at these shares, to three digits."""
+    """Return the distinct positive values at these quantiles, rounded to three digits."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return []
@@ -154,7 +160,7 @@ def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[flo
 
 
 def _thinned(values: list[T], most: int = 8) -> list[T]:
-    """At most so many of the values, evenly spread."""
+    """Return at most `most` of the values, evenly spread."""
     if len(values) <= most:
         return values
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

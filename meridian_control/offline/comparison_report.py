@@ -1,4 +1,4 @@
-"""The figures of a replay under another policy, as JSON. No file, no clock."""
+"""Turns the comparison of a trace under two policies into figures for JSON. The functions use no file and no clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEFORE, AFTER = "recorded", "new"
 
 
 def figures(found: Difference, policy: Policy) -> dict[str, Any]:
-    """All of it, in an order that depends on trace and policy alone."""
+    """Return all figures, in an order that depends on the trace and the policy alone."""
     outcomes = found.outcomes
     return {
         "sessions": found.sessions,
@@ -56,7 +56,7 @@ def figures(found: Difference, policy: Policy) -> dict[str, Any]:
 
 
 def _changes(found: Difference, policy: Policy) -> Any:
-    """Against the newest recorded policy; nothing where the trace holds none."""
+    """Return the changes from the newest recorded policy; empty if the trace has no policy."""
     return diff(found.recorded[max(found.recorded)], policy) if found.recorded else []
 
 
@@ -65,7 +65,7 @@ def _ends(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, int]:
 
 
 def _forces(outcomes: Iterable[ComparedRequest]) -> dict[str, dict[str, int]]:
-    """Ends by cap or rule that only one of the policies makes, or that both make elsewhere or for another reason."""
+    """Count ends by cap or rule that only one policy makes, or that both make at other places or for other reasons."""
     found: dict[str, Counter[str]] = {"added": Counter(), "gone": Counter(), "moved": Counter()}
     for outcome in changed(outcomes):
         before, after = outcome.before.reason, outcome.after.reason
@@ -75,7 +75,10 @@ def _forces(outcomes: Iterable[ComparedRequest]) -> dict[str, dict[str, int]]:
 
 
 def _think_tokens(outcomes: list[ComparedRequest]) -> dict[str, Any]:
-    """Sums over requests whose ends are known under both policies; savings are against natural ends alone."""
+    """Sum the thinking tokens of requests whose ends are known under both policies.
+
+    Savings count only the requests that ended thinking naturally in the recording.
+    """
     known = [o for o in outcomes if UNKNOWN not in (o.before.reason, o.after.reason)]
     natural = [o for o in outcomes if o.recorded.reason == NATURAL]
     spent = [sum(place.think_tokens for place in places) for places in _sides(known)]
@@ -95,7 +98,7 @@ def _sides(outcomes: list[ComparedRequest]) -> tuple[list[ThinkEnd], list[ThinkE
 
 
 def _shadowed(outcomes: Iterable[ComparedRequest], side: int) -> dict[str, dict[str, int]]:
-    """The decisions of rules in shadow, by reason, and what they alone would save against natural ends."""
+    """Count the decisions of rules in shadow, by reason, with the tokens that each rule would save on natural ends."""
     found: dict[str, dict[str, int]] = {}
     for outcome in outcomes:
         for reason, tokens in outcome.fates[side].shadowed.items():
@@ -118,34 +121,31 @@ def _request(outcome: ComparedRequest) -> dict[str, Any]:
 
 
 def unknowns(found: Difference) -> list[str]:
-    """The limits of this replay's knowledge."""
+    """Return sentences that say what the replay cannot know."""
     gone_on = sum(o.after.reason == UNKNOWN for o in found.outcomes)
     asked, answered = found.probes[1], found.samples[1]
     sentences = [
-        "Answers: what follows an end that was not there, or is not there any more, was never generated.",
-        "Timing: the engine's course is the recorded one. Order and share show what would have been asked for, not "
-        "what that does to latencies; tokens are counted where an end is decided, a token or two before it applies.",
+        "Answers: no answer was generated for an end of thinking that the new policy adds, moves or removes.",
+        "Timing: the engine's steps are the recorded ones. Order and share show what the policy would have asked for, "
+        "not the effect on latencies; tokens are counted where an end is decided, a token or two before it applies.",
     ]
     sentences += [
-        f"Refused: {engine_id} would not take the new policy: {why}" for engine_id, why in found.refused.items()
+        f"Refused: {engine_id} would not accept the new policy: {why}" for engine_id, why in found.refused.items()
     ]
     if asked > answered:
         sentences.append(
-            f"EAT: samples exist only where they were recorded; {asked - answered} of the {asked} probes that the new "
-            f"policy asks for have none, and its EAT rule may have fired where it does not here."
+            f"EAT: samples exist only at recorded places. {asked - answered} of the {asked} probes that the new "
+            f"policy asks for have no sample, so its EAT rule may fire less often in this replay than it would live."
         )
     if gone_on:
         sentences.append(
-            f"Longer thinking: {gone_on} requests whose end is gone would have thought on; the trace does not say how "
-            f"far. They are in no sum of tokens."
+            f"Longer thinking: {gone_on} requests that the new policy no longer ends would have thought on for an "
+            f"unknown number of tokens. No sum of tokens includes these requests."
         )
     if found.reproduced < found.of_decisions:
         sentences.append(
-            f"The past: {found.of_decisions - found.reproduced} of {found.of_decisions} decisions do not come out as "
-            f"recorded under the recorded policy itself, because the recording began in the middle of a stream, or was "
+            f"The past: {found.of_decisions - found.reproduced} of {found.of_decisions} decisions differ from the "
+            f"recording even under the recorded policy, because the recording began in the middle of a stream, or was "
             f"made by another version. Both sides of this comparison are recomputed."
         )
     return sentences
-
-
-# ------------------------------------------------------------------------------------------------------------ output

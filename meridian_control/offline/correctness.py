@@ -1,6 +1,6 @@
-"""Whether thinking could have ended at a place: from the user's labels, or from what the probes would have answered.
+"""Judges whether the answer is right if thinking ends at a place: by users' labels, or by the probes' trial answers.
 
-Owns the label file's format and the proxy. Knows no rule.
+The module owns the label file's format and the proxy for labels. It knows no rule.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from meridian_control.offline.episodes import Episodes
 
 LABEL_KEYS = {"request_id", "think_tokens", "correct"}
-# From here on a probability counts as right where only right or wrong can be counted.
+# Smallest probability of a right answer that counts as right, in counts of right and wrong answers.
 RIGHT = 0.5
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How right the answer is after so many thinking tokens, 0 to 1, where that is known.
+    """The probability of a right answer after a number of thinking tokens, at the places where it is known.
 
-    Places are sorted by request, then by thinking tokens. `natural` is the answer after all of the thinking, NaN for a
-    request that cannot be judged.
+    Places are sorted by request, then by thinking tokens. `natural` is the probability after all of the thinking; NaN
+    for a request that cannot be judged.
     """
 
     owner: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Judge:
     is_proxy: bool
 
     def at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """How right at these places: what is known at the nearest place not before, else of the whole thinking."""
+        """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
         keys = self.owner * KEY + self.think_tokens
         found = np.searchsorted(keys, owner * KEY + think_tokens)
         within = found < len(keys)
@@ -54,7 +54,7 @@ class Judge:
 
 
 def from_probes(episodes: Episodes) -> Judge:
-    """The proxy: a place is right where the trial answer was already the one that then stayed, and is not empty."""
+    """Judge by a proxy: a place is right if its trial answer is not empty and no later trial answer differs."""
     owner, same = episodes.sample_owner, episodes.same_answer
     number = np.arange(len(owner))
     end = np.searchsorted(owner, owner, "right")
@@ -65,9 +65,9 @@ def from_probes(episodes: Episodes) -> Judge:
 
 
 def from_labels(path: Path, episodes: Episodes) -> Judge:
-    """The user's labels. Raises FileError, with the line of one that is malformed or whose request is not in the trace.
+    """Judge by the user's labels. A request without both a natural and a cut label cannot be judged.
 
-    A request without labels of both kinds, natural and cut, cannot be judged.
+    Raises FileError with the line of a label that is malformed or whose request is not in the trace.
     """
     numbers = _numbers(path, episodes)
     natural = np.full(len(episodes.ids), np.nan)
@@ -96,10 +96,10 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
 
 
 def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
-    """Requests by id, -1 for those that cannot be used; also by what is left of an id without vLLM's additions."""
+    """Return request numbers by id, and by id without vLLM's additions; -1 for requests that cannot be used."""
     twice = [request_id for request_id, count in Counter(episodes.ids).items() if count > 1]
     if twice:
-        raise FileError(path, "", f"cannot be used: the traces hold several requests {twice[0]!r}")
+        raise FileError(path, "", f"cannot be used: the traces hold several requests with the id {twice[0]!r}")
     exact = dict.fromkeys(episodes.seen, -1) | {request_id: number for number, request_id in enumerate(episodes.ids)}
     uses = Counter(name for request_id in exact for name in shortened(request_id))
     short = {name: number for request_id, number in exact.items() for name in shortened(request_id)}

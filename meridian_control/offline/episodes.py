@@ -1,7 +1,7 @@
-"""Reads what the requests of a trace did: their sentence ends with the signals there, as flat NumPy columns.
+"""Reads the requests of a trace: their sentence ends, with the signals there, as flat NumPy columns.
 
-Owns the way from trace records to columns, and which requests may be used. Knows no rule and no threshold. The columns
-mean what those of `requests.RequestTable` mean at the moment in which a live session would decide.
+The module turns trace records into columns, and decides which requests can be used. It knows no rule and no threshold.
+The columns have the values that a live session's `RequestTable` has at the moment of its decision.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FLAG_PARAGRAPH = 64
-# More than any request thinks or any trace has of reports: keys of (request, number) stay in order.
+# Above any number of thinking tokens or reports, so that the keys request * KEY + number sort by request.
 KEY = 1 << 40
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """Requests whose thinking was seen from beginning to natural end; [requests], [boundaries] or [samples].
+    """Requests whose thinking was recorded from its beginning to its natural end, as columns.
 
     A boundary is a sentence end in the thinking after which the end marker's rank became known; a sample is a measured
-    EAT probe. Both are sorted by request, then by thinking tokens.
+    EAT probe. Columns are [requests], [boundaries] or [samples]; boundaries and samples are sorted by request, then by
+    thinking tokens.
     """
 
     ids: list[str]
-    # Thinking tokens the model took.
+    # By request: thinking tokens until the model ended thinking.
     natural_tokens: NDArray[np.int64]
-    # By boundary: request, thinking tokens there and when its rank was known (the next token).
+    # By boundary: number of the request, thinking tokens there, and thinking tokens when its rank was known.
     owner: NDArray[np.int64]
     think_tokens: NDArray[np.int64]
     decided_tokens: NDArray[np.int64]
     paragraph: NDArray[np.bool_]
-    # End-marker ranks at this and earlier sentence ends, newest first, [boundaries, RANK_HISTORY]; how many there are.
+    # End-marker ranks at this and earlier sentence ends, newest first, [boundaries, RANK_HISTORY], and their number.
     ranks: NDArray[np.int64]
     rank_count: NDArray[np.int64]
-    # Entropy of the newest token; count and sum over the thinking; running sum over all requests, and the place in it.
+    # By boundary: entropy of the newest token, count and sum of the request's entropies, and the boundary's place in
+    # `entropy_running`, which is the running sum of entropies over all requests.
     entropy_nats: NDArray[np.float64]
     entropy_count: NDArray[np.int64]
     entropy_sum: NDArray[np.float64]
     entropy_place: NDArray[np.int64]
     entropy_running: NDArray[np.float64]
-    # By boundary: the first sample from here to the next boundary, -1 for none.
+    # By boundary: the first sample between the boundary and the next one, -1 for none.
     sample: NDArray[np.int64]
-    # By sample: request, thinking tokens where it was placed and when its result came.
+    # By sample: number of the request, thinking tokens at the probe's place, and thinking tokens when the result came.
     sample_owner: NDArray[np.int64]
     sample_tokens: NDArray[np.int64]
     sample_arrived: NDArray[np.int64]
@@ -71,13 +73,13 @@ class Episodes:
     cost_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
-    # Every request id in the trace; requests that cannot be used, by reason; the newest policy given to a session.
+    # Every request id in the trace, the number of unusable requests by reason, and the newest policy in the trace.
     seen: frozenset[str]
     left_out: dict[str, int]
     policy: policy_pb2.Policy | None
 
     def window_sum(self, width: int) -> NDArray[np.float64]:
-        """Sum of the newest `width` token entropies, [boundaries]; meaningless before there are as many."""
+        """Return the sum of the newest `width` token entropies, [boundaries]; meaningless before `width` tokens."""
         running, place = self.entropy_running, self.entropy_place
         total: NDArray[np.float64] = running[place] - running[np.maximum(0, place - width)]
         return total
@@ -91,22 +93,22 @@ class _Request:
 
 @dataclass
 class _Collector:
-    """Rows of all sessions as they come, slots replaced by request numbers."""
+    """Collects the rows of all sessions in order, with request numbers in place of slots."""
 
     model: str
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     policy: policy_pb2.Policy | None = None
-    # By report: owner, number of the report, columns.
+    # For each report: its rows' request numbers, its own number for each row, and its columns.
     tokens: list[list[Any]] = field(default_factory=list)
     probes: list[list[Any]] = field(default_factory=list)
-    # Per session its model and the request in each slot.
+    # By session: the request in each slot, and the model that the engine serves.
     slots: dict[str, dict[int, int]] = field(default_factory=dict)
     served: dict[str, str] = field(default_factory=dict)
     report: int = 0
 
     def add(self, record: fleet_pb2.TraceRecord) -> None:
-        """Raises ValueError for a record that breaks the contract."""
+        """Add the next record of a trace. Raises ValueError for a record that breaks the contract."""
         kind, session = record.up.WhichOneof("message"), record.session_id
         if record.HasField("policy"):
             self.policy = record.policy.policy
@@ -148,7 +150,7 @@ class _Collector:
         owner = np.fromiter((slots.get(slot, -1) for slot in message.slot), np.int64, count)
         rows = [owner, np.full(count, self.report)]
         for name, kind in columns.items():
-            # A column that the sender does not know is empty.
+            # A sender that does not know a column leaves the column empty.
             values = getattr(message, name) or [0] * count
             if len(values) != count:
                 raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
@@ -167,11 +169,11 @@ PROBE_COLUMNS = {
 
 
 def collect(paths: Iterable[Path], model: str = "") -> Episodes:
-    """Read traces. `model` chooses one where they hold several. Raises FileError."""
+    """Read traces; `model` chooses one model if the traces contain several. Raises FileError."""
     collector = _Collector(model)
     path = None
     for path in paths:
-        # A session's slots mean nothing in another file.
+        # A session's slots are valid within one file only.
         collector.slots.clear()
         for number, record in enumerate(read(path)):
             try:
@@ -185,13 +187,13 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
 
 
 def _grouped(chunks: list[list[Any]], columns: dict[str, Any], numbers: NDArray[np.int64]) -> list[Any]:
-    """Owner, report and columns of all rows, grouped by request, each request's in their order.
+    """Return request number, report number and columns of all rows, grouped by request, in their original order.
 
-    `numbers` are the requests' new numbers; rows of requests with -1 are left out.
+    `numbers` has the requests' new numbers; rows of requests with the new number -1 are left out.
     """
     kinds = [np.int64, np.int64, *columns.values()]
     parts = [np.concatenate([np.zeros(0, kind), *(c[i] for c in chunks)]) for i, kind in enumerate(kinds)]
-    # The last of `numbers` is for owner -1.
+    # Rows without a known request have owner -1, which selects the last entry of `numbers`.
     new = numbers[parts[0]]
     order = np.argsort(new, kind="stable")
     order = order[new[order] >= 0]
@@ -211,7 +213,7 @@ def _episodes(seen: _Collector) -> Episodes:
     known = (owner[1:] == owner[:-1]) & (phase[:-1] == THINK) & ((flags[:-1] & FLAG_BOUNDARY) != 0)
     at = np.flatnonzero(known & (phase[1:] == THINK) & (rank[1:] > 0))
     ranks, rank_count = _ranks(owner[at], rank[at + 1])
-    # At an end marker a live session decides nothing any more.
+    # A live session no longer decides once the end marker has begun, so boundaries before an end marker are left out.
     goes_on = (flags[at + 1] & FLAG_END) == 0
     at, ranks, rank_count = at[goes_on], ranks[goes_on], rank_count[goes_on]
     after = at + 1
@@ -244,7 +246,7 @@ def _episodes(seen: _Collector) -> Episodes:
 
 
 def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int64]) -> dict[str, Any]:
-    """The probes that were measured, with the thinking tokens their request had when the result came."""
+    """Return the columns of the measured probes, with the request's thinking tokens when each result came."""
     owner, report, tokens, eat, *others = rows
     order = np.lexsort((tokens, owner))
     order = order[np.isfinite(eat[order])]
@@ -255,7 +257,7 @@ def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int
 
 
 def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:
-    """Why a request cannot be used; empty when it can."""
+    """Return the reason why each request cannot be used; empty for a request that can."""
     count = len(seen.requests)
     owner, _, phase, flags, *_ = rows
     ended, forced, thought, answered = (
@@ -281,7 +283,7 @@ def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:
 
 
 def _counted(phase: NDArray[Any], flags: NDArray[Any]) -> NDArray[np.int64]:
-    """Running number of thinking tokens over all rows, counted as the request table does."""
+    """Return the running number of thinking tokens over all rows, counted as in the request table."""
     text = (flags & FLAG_MARKER) == 0
     back = np.where((flags & FLAG_FROM_OUTPUT) != 0, 0, flags >> TAKE_BACK_SHIFT)
     counted: NDArray[np.int64] = np.cumsum((text & (phase == THINK)) - back)
@@ -289,7 +291,7 @@ def _counted(phase: NDArray[Any], flags: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _within(begins: NDArray[Any], owner: NDArray[Any], running: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A running number over all rows, made to begin at 0 with every request."""
+    """Turn a running number over all rows into one that begins at 0 with every request."""
     first = begins[:-1]
     before = np.where(first > 0, running[first - 1], 0)
     within: NDArray[np.int64] = running - before[owner]
@@ -297,7 +299,7 @@ def _within(begins: NDArray[Any], owner: NDArray[Any], running: NDArray[np.int64
 
 
 def _ranks(owner: NDArray[Any], rank: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ranks at each boundary and those before it in the same request, newest first, and how many there are."""
+    """Return the ranks at each boundary and at the request's earlier boundaries, newest first, and their number."""
     number = np.arange(len(owner))
     position = number - np.searchsorted(owner, owner)
     ranks = np.zeros((len(owner), RANK_HISTORY), np.int64)
@@ -310,7 +312,7 @@ def _ranks(owner: NDArray[Any], rank: NDArray[Any]) -> tuple[NDArray[np.int64], 
 def _sample_of(
     owner: NDArray[Any], tokens: NDArray[Any], sample_owner: NDArray[Any], sample_tokens: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """The first sample at or after each boundary and before the next one; -1 for none."""
+    """Return the first sample at or after each boundary and before the next boundary; -1 for none."""
     here = owner * KEY + tokens
     following = np.minimum(np.append(here[1:], np.iinfo(np.int64).max)[: len(here)], (owner + 1) * KEY)
     keys = sample_owner * KEY + sample_tokens

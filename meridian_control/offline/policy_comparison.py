@@ -1,7 +1,7 @@
-"""Finds what another policy would have changed in a trace: two runs of it side by side, request by request and step by
-step.
+"""Finds what another policy would have changed in a trace, by replaying the trace under both policies side by side.
 
-Owns what counts as a change. Knows neither files nor output. Same trace and policy, same figures, in the same order.
+The module defines what counts as a change of a request or a step. It knows nothing of output. The same trace and policy
+always give the same figures, in the same order.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
 
-# How thinking ends: by these, or by a rule.
+# Reasons for an end of thinking, besides the names of the rules.
 NATURAL, UNKNOWN, UNENDED, CAP = "natural", "unknown", "unended", "hard_cap"
 BY_ITSELF = (NATURAL, UNENDED, UNKNOWN)
 
 
 @dataclass(frozen=True)
 class ComparedRequest:
-    """One request under both policies. The ends' tokens are what was known where they were decided.
+    """One request under both policies. The tokens of an end are those known when the end was decided.
 
-    `recorded` is what really happened; an `after` of reason `unknown` would have gone on from there.
+    `recorded` is the end in the recording. If the reason of `after` is `unknown`, thinking would have gone on.
     """
 
     request_id: str
@@ -45,12 +45,12 @@ class ComparedRequest:
     recorded: ThinkEnd
     before: ThinkEnd
     after: ThinkEnd
-    # The shadowed decisions, by reason, and the caps.
+    # The request's decisions under the recorded and under the new policy.
     fates: tuple[ReplayResult, ReplayResult]
 
     @property
     def change(self) -> str:
-        """same, added, gone or moved."""
+        """How the new policy changes the end of thinking: same, added, gone or moved."""
         if self.before == self.after:
             return "same"
         early, late = (place.reason in BY_ITSELF for place in (self.before, self.after))
@@ -61,21 +61,21 @@ class ComparedRequest:
 
 @dataclass
 class Steps:
-    """Over the reports of all sessions: orders and limits under both policies."""
+    """Counts, over the reports of all sessions, how orders and limits differ between the policies."""
 
     reports: int = 0
-    # Reports after which two live requests stood in another order; pairs of them, and those in another order.
+    # Reports after which some live requests are in another order; pairs of live requests; pairs in another order.
     other_order: int = 0
     pairs: int = 0
     other_pairs: int = 0
-    # Reports after which what may join a step differed; by limit, reports in which it held under each policy.
+    # Reports after which the limits of a step differ; by limit, the reports after which each policy sets the limit.
     other_share: int = 0
     limited: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
 
 @dataclass
 class _Request:
-    """Take in what really happened."""
+    """A live request, with the end of its thinking in the recording."""
 
     opened: agent_pb2.RequestOpened
     whole: bool
@@ -85,7 +85,7 @@ class _Request:
 
 
 class _Session:
-    """One recorded session under both policies."""
+    """Replays one recorded session under both policies."""
 
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy) -> None:
         self.engine_id = hello.engine_id
@@ -97,7 +97,7 @@ class _Session:
 
 
 class Difference:
-    """Reads traces under their recorded policies and under `policy`."""
+    """Compares traces under their recorded policies with the same traces under `policy`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -106,16 +106,16 @@ class Difference:
         self.left_out: Counter[str] = Counter()
         self.steps = Steps()
         self.sessions = 0
-        # By engine: why it would not take the new policy.
+        # By engine id: the error with which the engine would refuse the new policy.
         self.refused: dict[str, str] = {}
-        # Revision and policy, as given to the sessions.
+        # By revision: the policy that the recorded sessions were given.
         self.recorded: dict[int, Policy] = {}
         self.reproduced = self.of_decisions = 0
-        # EAT probes that each policy asked for, and that a recorded sample answered.
+        # EAT probes that each policy asked for, and the probes that got a recorded sample.
         self.probes, self.samples = [0, 0], [0, 0]
 
     def add(self, paths: Iterable[Path]) -> None:
-        """Raises FileError."""
+        """Compare the sessions in trace files. Raises FileError."""
         for path in paths:
             for number, record in enumerate(read(path)):
                 try:
@@ -139,7 +139,7 @@ class Difference:
         if record.HasField("down") and not record.down.HasField("freeze"):
             session.said.append(record.down)
             return
-        # The answer to a message comes after the message.
+        # Responses are recorded after their message, so the previous message is complete only now.
         self._play(session)
         session.event, session.said = record, []
 
@@ -227,10 +227,10 @@ class Difference:
 
 
 def _end(opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult) -> ThinkEnd:
-    """Where thinking ends under a policy: at what was decided, at the cap, or where the model ended it."""
+    """Return the end of thinking under a policy: by a force, by the cap, or by the model itself."""
     length = recorded.think_tokens
     caps = [fate.cap_tokens] if fate.cap_tokens is not None and not fate.cap_shadow else []
-    # The agent keeps a request's own cap in shadow too.
+    # The agent enforces a request's own cap even if the policy's caps are in shadow.
     caps += [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
     force, cap = fate.force, min(caps, default=None)
     by_itself = recorded.reason in (NATURAL, UNENDED)
@@ -240,16 +240,17 @@ def _end(opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult
         and (cap < length or (cap == length and recorded.reason == CAP))
     ):
         return ThinkEnd(CAP, cap)
-    # Decided with the last token known, it comes too late for an end that the model makes.
+    # A force that is decided from the last thinking token comes too late if the model itself ends thinking there.
     if force is not None and (force.think_tokens < length or not by_itself):
         return force
     return recorded if by_itself else ThinkEnd(UNKNOWN, length)
 
 
 def _reordered(before: SessionReplay, after: SessionReplay) -> tuple[int, int]:
-    """Pairs of live requests, and those of which one is strictly first in one run and not in the other.
+    """Count the pairs of live requests, and the pairs whose order differs between the runs.
 
-    Where a run leaves vLLM's own order all are equal. Requests that an ordering run has not ranked yet are left out.
+    All requests of a run that keeps vLLM's order count as equal. Requests that an ordering run has not ranked yet are
+    left out.
     """
     ranked = [run.ranks.keys() for run in (before, after) if run.orders]
     slots = sorted(set.intersection(*map(set, ranked))) if ranked else []

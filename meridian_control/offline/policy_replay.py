@@ -1,9 +1,9 @@
-"""A recorded trace, run again through `Session` under another policy, by the code that decides live.
+"""Replays a recorded session through `Session` under another policy, with the code that decides live.
 
-The engine's course stays as recorded: what a decision would have changed in it is not known, so nothing feeds back.
-Owns the part of the agent in that, which answers decisions that were never made: those that the recorded stream made
-too get their recorded outcomes, other ends, caps, tiers and plans count as carried out at once, and an EAT probe is
-answered by a sample recorded in its place, or not at all. Draws no conclusions. Pure: the times are the recorded ones.
+The engine's steps stay as recorded, because it is unknown how other decisions would have changed them. The module plays
+the agent: decisions that the recorded session made too get their recorded outcomes; other forces, caps, tiers and plans
+count as applied at once; another EAT probe gets a sample that was recorded in its place, or no sample. The module draws
+no conclusions. It uses no clock, only the recorded times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLACES = {agent_pb2.PLACEMENT_SENTENCE: FLAG_BOUNDARY, agent_pb2.PLACEMENT_PARAG
 
 
 class ThinkEnd(NamedTuple):
-    """Where an end of thinking was decided: why, and the thinking tokens known then."""
+    """An end of thinking: its reason, and the thinking tokens known when the end was decided."""
 
     reason: str
     think_tokens: int
@@ -49,7 +49,7 @@ class ThinkEnd(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The decisions of one policy for one request. cap_tokens: in force at last, None for none."""
+    """The decisions of one policy for one request. `cap_tokens` is the newest cap, None for no cap."""
 
     force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ReplayResult:
 
 
 class ReplayedShare(NamedTuple):
-    """The limits of steps that the agent was told; None for no limit."""
+    """The limits of steps in the newest dispatch plan; None for no limit."""
 
     think_per_step: int | None = None
     output_per_step: int | None = None
@@ -68,7 +68,7 @@ class ReplayedShare(NamedTuple):
 
 
 class ReplayedDecision(NamedTuple):
-    """A decision in a message: its id, its slot where it has one, and all else about it."""
+    """A decision in a message. `slot` is None for a plan; `content` is the decision's bytes without its id."""
 
     kind: str
     decision_id: int
@@ -78,7 +78,7 @@ class ReplayedDecision(NamedTuple):
 
 
 class PendingProbe(NamedTuple):
-    """A probe under way: its decision, where it is to be placed, and the thinking tokens when it was asked for."""
+    """A probe without a result: its decision id, its placement, and the thinking tokens when it was requested."""
 
     decision_id: int
     placement: int
@@ -86,9 +86,9 @@ class PendingProbe(NamedTuple):
 
 
 class _Came:
-    """The steps of a recorded report in which its probes and outcomes came, and those of what replaces them.
+    """The steps in which a report's recorded probes and outcomes came, and the steps of their replacements.
 
-    Raises ValueError when the report's columns of merged steps do not fit it.
+    Raises ValueError if the report's columns of merged steps do not fit the report.
     """
 
     def __init__(self, report: agent_pb2.StepReport) -> None:
@@ -100,11 +100,11 @@ class _Came:
         self._outcomes: list[tuple[int, agent_pb2.DecisionOutcome]] = []
 
     def add(self, step: int, outcome: agent_pb2.DecisionOutcome) -> None:
-        """Have an outcome told with the step in which it came."""
+        """Add an outcome to the report, with the step in which the outcome came."""
         self._outcomes.append((step, outcome))
 
     def tell(self, report: agent_pb2.StepReport) -> None:
-        """Put the outcomes into the report in the order of their steps, and tell the steps where it merges several."""
+        """Write the outcomes into the report in the order of their steps, and the steps if it merges several steps."""
         self._outcomes.sort(key=lambda came: came[0])
         report.outcomes.extend(outcome for _, outcome in self._outcomes)
         if not report.HasField("merged"):
@@ -117,43 +117,44 @@ class _Came:
 
 
 class SessionReplay:
-    """One recorded session under one policy; `policy` None stands for the recorded ones."""
+    """Replays one recorded session under one policy; with `policy` None, under the recorded policies."""
 
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy | None) -> None:
         self._policy, self._joined_late = policy, hello.joined_late
         self.session = Session(hello.session_id, hello.up.hello, _time(hello))
         if policy is not None:
-            # Revisions that the engine refused before were other policies.
+            # The engine's earlier refusals concern other policies, so forget them.
             self.session.delivery.refused.clear()
-        # Recorded decisions under way, by id: the same decision here.
+        # Recorded decisions without an outcome, by id: the id of the same decision in this run.
         self._same: dict[int, int] = {}
-        # By slot: a probe that only this run asked for. By recorded id: one that only the recorded session did.
+        # `_asked`: by slot, the probe that only this run requested. `_lent`: by recorded id, the placement of a probe
+        # that only the recorded session requested.
         self._asked: dict[int, PendingProbe] = {}
         self._lent: dict[int, int] = {}
-        # Decisions of this run alone that are carried out with the next report: id and outcome.
+        # Ids and outcomes of decisions that only this run made; the next report brings the outcomes.
         self._due: list[tuple[int, agent_pb2.Outcome.ValueType]] = []
-        # The policy given last; the nonces of settings and of freezes here by the recorded ones.
+        # The policy given last, and this run's nonces of settings and freezes by the recorded nonces.
         self.given = policy or schema.Policy()
         self._nonces: dict[int, int] = {}
         self._freeze_nonces: dict[int, int] = {}
         self._nonce = 0
-        # By slot: sentence ends of the thinking, by thinking tokens, and the count.
+        # By slot: the flags of the thinking's sentence ends by thinking tokens, and the number of thinking tokens.
         self._flags: dict[int, dict[int, int]] = {}
         self._think: dict[int, int] = {}
         self.fates: dict[int, ReplayResult] = {}
         self.ranks: dict[int, int] = {}
         self.share = ReplayedShare()
-        # The plan in force asks for an order of its own.
+        # Whether the plan in force orders requests instead of keeping vLLM's order.
         self.orders = False
         self.changed = True
         self.decisions: Counter[str] = Counter()
-        # Numbers of recorded decisions, and of those that this run made too; EAT probes asked for and answered.
+        # Counts of recorded decisions, of recorded decisions that this run made too, of EAT probes, and of EAT samples.
         self.recorded = self.reproduced = self.probes = self.samples = 0
 
     def take(self, event: fleet_pb2.TraceRecord, said: list[agent_pb2.ConnectResponse]) -> None:
-        """One record that the session was given, and what the recorded one said to it.
+        """Give one recorded event to this run's session; `said` has the recorded session's responses to the event.
 
-        Freezes are not recorded as they were given: what the session said of them stands for that.
+        A trace has no record of the given freezes, so this run derives them from the freeze message to the agent.
         """
         kind = event.up.WhichOneof("message")
         if event.HasField("policy"):
@@ -188,7 +189,7 @@ class SessionReplay:
         self.given = self._policy or forms.from_proto(event.policy.policy)
         sent = self.session.on_policy(event.policy.revision, self.given)
         if not sent:
-            # The engine cannot honour it: `session.nack_error` says why.
+            # The engine cannot honour the policy; `session.nack_error` has the reason.
             return []
         self._nonce = sent[0].settings.nonce
         for response in said:
@@ -196,12 +197,12 @@ class SessionReplay:
                 self._nonces[response.settings.nonce] = self._nonce
         if not self._joined_late or self.session.policy is not None:
             return []
-        # The agent had taken it before the recording began.
+        # The agent had applied the policy before the recording began.
         taken = agent_pb2.SettingsStatus(nonce=self._nonce, revision=event.policy.revision)
         return self.session.on_message(agent_pb2.ConnectRequest(settings_status=taken), _time(event))
 
     def _translated(self, up: agent_pb2.ConnectRequest) -> agent_pb2.ConnectRequest:
-        """A report as the agent would have sent it to this run."""
+        """Return a recorded message as the agent would have sent it to this run."""
         message = agent_pb2.ConnectRequest()
         message.CopyFrom(up)
         report, came = message.step, _Came(up.step)
@@ -238,7 +239,7 @@ class SessionReplay:
         self.changed = True
 
     def _count(self, tokens: agent_pb2.TokenColumns) -> None:
-        """Note sentence ends, counted as the request table counts."""
+        """Note the places of sentence ends, with thinking tokens counted as in the request table."""
         for slot, phase, flags in zip(tokens.slot, tokens.phase, tokens.flags, strict=False):
             if phase == THINK and slot in self._think:
                 back = 0 if flags & FLAG_FROM_OUTPUT else flags >> TAKE_BACK_SHIFT
@@ -247,7 +248,7 @@ class SessionReplay:
                     self._flags[slot][self._think[slot]] = flags
 
     def _probes(self, recorded: agent_pb2.ProbeColumns, out: agent_pb2.StepReport, came: _Came) -> None:
-        """Recorded samples: each to the probe it belongs to, or to one that it could have been taken for."""
+        """Give each recorded sample to the same probe of this run, or to another probe that the sample fits."""
         for row, (recorded_id, slot) in enumerate(zip(recorded.decision_id, recorded.slot, strict=True)):
             decision_id = self._same.get(recorded_id)
             if decision_id is None and (ask := self._asked.get(slot)) is not None:
@@ -278,7 +279,7 @@ class SessionReplay:
         return not wanted or ask.placement == placement or bool(self._flags.get(slot, {}).get(think_tokens, 0) & wanted)
 
     def _pair(self, mine: list[ReplayedDecision], recorded: list[ReplayedDecision]) -> None:
-        """Find the decisions that both made, and note the others."""
+        """Pair equal decisions of this run and of the recording, and note the decisions without a partner."""
         left: dict[tuple[str, bytes], list[int]] = {}
         for made in recorded:
             left.setdefault((made.kind, made.content), []).append(made.decision_id)
@@ -301,7 +302,7 @@ class SessionReplay:
                 self._lent[made.decision_id] = made.message.placement
 
     def _note(self, made: ReplayedDecision) -> None:
-        """Be told, as the agent would."""
+        """Note a decision of this run, as the agent would receive it."""
         message = made.message
         self.decisions[made.kind] += 1
         if made.kind == "plan":

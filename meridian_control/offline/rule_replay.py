@@ -1,7 +1,7 @@
-"""Finds what a rule would have done to the requests of a trace, by the same code that decides live.
+"""Finds the places at which a rule would have stopped the requests of a trace, with the code that decides live.
 
-Owns the way from a rule to the places where it stops requests. One call of `termination` looks at every sentence end of
-every request at once: a table whose slots are those sentence ends. Knows no statistics.
+One call of `termination` evaluates every sentence end of every request at once, because the table that it reads has a
+slot for each sentence end. The module knows no statistics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meridian_control.offline.episodes import Episodes
     from meridian_control.policy.model import Policy
 
-# Families of rules, and the signals each rests on.
+# Families of rules, and the signals that each family uses.
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
 EAT_GATED, RANK, RPDI, SOFT, CAP = "EAT gated by rank", "rank", "RPDI", "soft close", "fixed cap"
 SIGNALS = {
@@ -43,7 +43,7 @@ SIGNALS = {
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """The policy fields of one rule, or of two of which either stops."""
+    """The policy fields of one rule, or of a pair of rules of which either stops thinking."""
 
     family: str
     entropy: Mapping[str, Any] = field(default_factory=dict)
@@ -90,10 +90,11 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
 
 @dataclass(frozen=True)
 class Stops:
-    """The effect of a rule, [requests].
+    """The effect of a rule on each request, [requests].
 
-    at_tokens: thinking tokens where it ends thinking, infinity where the model does. right: of the answer then.
-    first_tokens: thinking tokens known to the decision. probes: EAT probes asked for until then.
+    `at_tokens` is the number of thinking tokens at which the rule ends thinking, infinity if the model ends it. `right`
+    is the probability that the answer is right then. `first_tokens` is the number of thinking tokens known to the
+    decision. `probes` counts the EAT probes requested until then.
     """
 
     at_tokens: NDArray[np.float64]
@@ -103,8 +104,11 @@ class Stops:
 
 
 class Replay:
-    """A trace, ready for rules. A stop takes effect `delay_tokens` after the sentence end that it is decided at, one
-    that a probe decides at once where the base policy holds probed requests."""
+    """Tries rules on a trace.
+
+    A stop takes effect `delay_tokens` after the sentence end that it is decided from. A stop that is decided from a
+    probe takes effect at the probe's place if the base policy holds probed requests.
+    """
 
     def __init__(self, episodes: Episodes, judge: Judge, base: Policy, delay_tokens: int) -> None:
         self.episodes, self.judge, self.base = episodes, judge, base
@@ -117,22 +121,22 @@ class Replay:
         self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
         self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
-        # A held request thinks no token on between its probe and what is decided from it.
+        # A held request generates no thinking token between its probe and the decision from the probe.
         held = base.entropy.eat_hold_ms > 0
         arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
         places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
-        # Under a gate a probe is asked for once the rank is known, and comes a way later.
+        # With a gate, a probe is requested only once the rank is known, so its place is that much later.
         asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
         self._eat = {gated: (at, self._judged(placed, at)) for gated, at in ((False, places), (True, places + asked))}
         self._eat_state = cache(self._eat_state_of)
         self._subset = cache(self._subset_of)
 
     def _judged(self, seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The trial answer that was seen, for the proxy; the answer that follows, for labels."""
+        """Judge the trial answer at `seen_at` if the judge is the proxy, else the answer after a stop at `stops_at`."""
         return self.judge.at(self.episodes.owner, seen_at if self.judge.is_proxy else stops_at)
 
     def _window(self, wanted: int) -> int:
-        """RPDI's window: the policy's where half of the requests think twice as long, else one that fits."""
+        """Return RPDI's window: the policy's if the median thinking is at least twice as long, else a quarter of it."""
         natural = self.episodes.natural_tokens
         typical = int(np.median(natural)) if len(natural) else 0
         return wanted if typical >= 2 * wanted else max(4, typical // 4)
@@ -146,7 +150,7 @@ class Replay:
         table.boundary_ranks[here], table.boundary_count[here] = episodes.ranks, episodes.rank_count
         table.entropy_count[here], table.entropy_sum[here] = episodes.entropy_count, episodes.entropy_sum
         table.entropy_window_sum[here] = episodes.window_sum(self.window_tokens)
-        # Only its width is read.
+        # Rules read only the width of this array.
         table.window = np.broadcast_to(np.zeros((), np.float32), (max(1, count), self.window_tokens))
         return table
 
@@ -157,13 +161,13 @@ class Replay:
     # ---------------------------------------------------------------------------------------------------------- rules
 
     def policy(self, rule: StoppingRule) -> Policy:
-        """The base policy with a rule's fields."""
+        """Return the base policy with a rule's fields."""
         entropy = self.base.entropy.model_copy(update={**rule.entropy, "rpdi_window_tokens": self.window_tokens})
         scheduler = self.base.scheduler.model_copy(update=dict(rule.scheduler))
         return self.base.model_copy(update={"entropy": entropy, "scheduler": scheduler})
 
     def stops(self, rule: StoppingRule) -> Stops:
-        """The effect that a rule would have had."""
+        """Return the effect that a rule would have had."""
         parts = [self._stops(part) for part in rule.parts]
         at = np.minimum.reduce([part.at_tokens for part in parts])
         right, first = parts[0].right, parts[0].first_tokens
@@ -193,8 +197,11 @@ class Replay:
         )
 
     def _fires(self, rule: StoppingRule) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Each request's first boundary at which a rule fires, -1 for none; by boundary, where a stop decided there
-        takes effect and how right the answer then is."""
+        """Return each request's first boundary at which a rule fires, -1 for none.
+
+        The second and third array tell, by boundary, where a stop decided there takes effect, and the probability that
+        the answer is right then.
+        """
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
         places, right = episodes.decided_tokens + self._late, self.right
         if "EAT" in SIGNALS[rule.family]:
@@ -211,14 +218,14 @@ class Replay:
             fires = termination.soft_closed(policy.scheduler, table)
         found = np.flatnonzero(fires[:count])[::-1]
         first = np.full(len(episodes.ids), -1)
-        # The last one written is the earliest.
+        # `found` is in reverse order, so each request's earliest boundary is written last and stays.
         first[episodes.owner[found]] = found
         return first, places, right
 
     # ------------------------------------------------------------------------------------------------------------ EAT
 
     def _subset_of(self, paragraph: bool, gate: int) -> NDArray[np.intp]:
-        """Boundaries at which EAT is asked for."""
+        """Return the boundaries at which EAT probes are requested."""
         episodes = self.episodes
         wanted = episodes.paragraph | (not paragraph)
         if gate:
@@ -237,8 +244,11 @@ class Replay:
         return count
 
     def _eat_state_of(self, alpha: float, paragraph: bool, gate: int) -> tuple[NDArray[Any], ...]:
-        """Number of samples, moving mean and variance at each boundary that has a sample, as `signals.add_eat_sample`
-        has them; 0 samples elsewhere, where nothing new can fire."""
+        """Return the number of EAT samples and their moving mean and variance at each boundary that has a sample.
+
+        The values are those of `signals.add_eat_sample`. Other boundaries get 0 samples, because the EAT rule can fire
+        only on a new sample.
+        """
         owner, eat = self.episodes.owner, self.eat_nats
         count, mean, variance = np.zeros(len(owner), np.int64), np.zeros(len(owner)), np.zeros(len(owner))
         sampled = self._subset(paragraph, gate)
@@ -256,5 +266,5 @@ class Replay:
 
 
 def _probing(rule: StoppingRule) -> tuple[bool, int]:
-    """Whether a rule's probes are placed at paragraphs only, and their gate."""
+    """Return whether a rule's probes are placed at paragraphs only, and the highest rank that their gate allows."""
     return rule.entropy["eat_probe_placement"] == "paragraph", rule.entropy["eat_probe_max_rank"]

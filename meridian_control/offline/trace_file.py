@@ -1,6 +1,7 @@
-"""Trace files: gzip over TraceRecords, each behind its length.
+"""Reads and writes trace files: gzip-compressed TraceRecords, each preceded by its length.
 
-Owns the format, and the count of what a trace holds. Knows nothing of rules. Files are read and written as streams.
+The module owns the file format, and counts a trace's requests and steps. It knows nothing of rules. Files are read and
+written as streams.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import IO
 
-# gzip's own default of 9 costs several times as much for a few per cent.
+# The default level 9 of Python's gzip takes several times as long and saves only a few per cent more.
 COMPRESSION = 6
-# The agents' own limit is 16 MiB a message.
+# Largest record that is read. The agents' own limit is 16 MiB for a message.
 MAX_RECORD_BYTES = 64 << 20
 
 
 class FileError(Exception):
-    """A file of the user's that cannot be used: which, where in it, and why."""
+    """A user's file cannot be used. The message names the file, the place in the file and the reason."""
 
     def __init__(self, path: Path, where: str, reason: str) -> None:
         super().__init__(f"{path}:{where} {reason}")
 
 
 class TraceWriter:
-    """Writes a new trace file and counts what is in it. Everything raises FileError when it cannot be written."""
+    """Writes a new trace file and counts its contents. Each method raises FileError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +43,7 @@ class TraceWriter:
         except OSError as error:
             raise FileError(path, "", f"cannot be written: {error.strerror}") from error
         self._file = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=COMPRESSION, mtime=0, filename="")
-        # Requests that were opened and closed in the trace; engine steps; records.
+        # Counts of requests that were both opened and closed in the trace, of engine steps, and of records.
         self.requests = self.steps = self.records = 0
         self._open: dict[str, set[int]] = {}
 
@@ -68,7 +69,7 @@ class TraceWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Written so far, compressed; lags behind by what the compressor holds."""
+        """Compressed bytes written so far, without those that the compressor still buffers."""
         return self._raw.tell()
 
     def __enter__(self) -> TraceWriter:
@@ -86,7 +87,7 @@ class TraceWriter:
 
 
 class _Bounded:
-    """A file that is never asked for more than a record can hold."""
+    """A file that refuses to read more bytes at once than a record may have."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -98,7 +99,10 @@ class _Bounded:
 
 
 def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
-    """The records of a trace file, in order. Raises FileError with the place for one that is cut off or no trace."""
+    """Yield the records of a trace file, in order.
+
+    Raises FileError with the place at which the file is cut off or is not a trace.
+    """
     offset = 0
     try:
         with gzip.open(path) as file:

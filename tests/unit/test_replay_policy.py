@@ -288,7 +288,7 @@ def test_ends_that_are_gone_moved_or_added_by_a_cap(tmp_path: Path) -> None:
     assert lower["think_tokens"]["saved_against_natural_ends"] == {"recorded": 0, "new": 5}
     higher, requests = under(50)
     assert requests == {"long": ("gone", {"reason": "unknown", "think_tokens": 20})}
-    assert any("1 requests whose end is gone" in sentence for sentence in higher["not_known"])
+    assert any("1 requests that the new policy no longer ends" in sentence for sentence in higher["not_known"])
     assert higher["think_tokens"]["requests_known"] == 3
 
 
@@ -314,7 +314,7 @@ def test_samples_exist_only_where_they_were_recorded(tmp_path: Path) -> None:
     found = told(tmp_path, made.records, ACTIVE)
     assert found["forces"] == NOTHING
     assert found["eat_probes"]["new"] == {"asked": 1, "answered": 0}
-    assert any("EAT: samples exist only where they were recorded" in sentence for sentence in found["not_known"])
+    assert any("EAT: samples exist only at recorded places" in sentence for sentence in found["not_known"])
 
 
 def test_reports_that_merge_steps_tell_of_what_the_new_policy_did(tmp_path: Path) -> None:
