@@ -1,7 +1,8 @@
 """Chooses the rule and the thresholds that end thinking once the answer is settled.
 
 A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. The module owns the
-choice, its statistics and the resulting policy. It needs scipy, from the extra `calibrate`. Its functions are pure.
+choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The module's
+functions are pure.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Figures:
 
     `saved` is the share of the thinking that the rule saves, less the probes' tokens. `accuracy_change` is the accuracy
     with the rule minus the natural accuracy. `harmful` counts the requests that only the stop made wrong, and
-    `harmful_bound` is the upper confidence bound of their share.
+    `harmful_bound` is the upper confidence bound of the share of such requests.
     """
 
     requests: int

@@ -1,6 +1,6 @@
 """The rules that calibration tries: families of rules with thresholds from the trace's own values.
 
-The module decides which thresholds are tried. It does not know which answers are right.
+The module decides which thresholds are tried, and does not know which answers are right.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Quantiles of a signal's values that are tried as thresholds. They are dense at both ends: for cautious rules, and for
-# signals of which nearly all values are low.
+# Quantiles of a signal's values that are tried as thresholds. The quantiles are dense at the low end, for cautious
+# rules, and at the high end, for signals of which nearly all values are low.
 GRID = (
     *(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8),
     *(0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99),
@@ -46,7 +46,7 @@ RANKS = (1, 2, 3, 5, 10, 20, 50, 100)
 DEPTHS = (1, 2, 3)
 # Factors that loosen thresholds and shorten budgets, to test whether a rule only just keeps within the allowed loss.
 LAXER, SHORTER = 1.25, 0.9
-# Rank conditions published in arXiv 2508.17627.
+# Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
 # Families in one group are variants of one rule, so pairs are made only across groups.

@@ -1,6 +1,6 @@
 """Judges whether the answer is right if thinking ends at a place: by users' labels, or by the probes' trial answers.
 
-The module owns the label file's format and the proxy for labels. It knows no rule.
+The module owns the label file's format and the proxy for labels. The module knows no rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the requests of a trace: their sentence ends, with the signals there, as flat NumPy columns.
 
-The module turns trace records into columns, and decides which requests can be used. It knows no rule and no threshold.
-The columns have the values that a live session's `RequestTable` has at the moment of its decision.
+The module turns trace records into columns, and decides which requests can be used. The module knows no rule and no
+threshold. The columns have the values that a live session's `RequestTable` has at the moment of its decision.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Episodes:
     entropy_sum: NDArray[np.float64]
     entropy_place: NDArray[np.int64]
     entropy_running: NDArray[np.float64]
-    # By boundary: the first sample between the boundary and the next one, -1 for none.
+    # By boundary: the first sample between the boundary and the next boundary, -1 for none.
     sample: NDArray[np.int64]
     # By sample: number of the request, thinking tokens at the probe's place, and thinking tokens when the result came.
     sample_owner: NDArray[np.int64]
@@ -99,7 +99,7 @@ class _Collector:
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     policy: policy_pb2.Policy | None = None
-    # For each report: its rows' request numbers, its own number for each row, and its columns.
+    # For each report: the request numbers of the report's rows, the report's number for each row, and the columns.
     tokens: list[list[Any]] = field(default_factory=list)
     probes: list[list[Any]] = field(default_factory=list)
     # By session: the request in each slot, and the model that the engine serves.

@@ -1,7 +1,7 @@
 """Finds what another policy would have changed in a trace, by replaying the trace under both policies side by side.
 
-The module defines what counts as a change of a request or a step. It knows nothing of output. The same trace and policy
-always give the same figures, in the same order.
+The module defines what counts as a change of a request or a step. The module knows nothing of output. The same trace
+and policy always give the same figures, in the same order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BY_ITSELF = (NATURAL, UNENDED, UNKNOWN)
 class ComparedRequest:
     """One request under both policies. The tokens of an end are those known when the end was decided.
 
-    `recorded` is the end in the recording. If the reason of `after` is `unknown`, thinking would have gone on.
+    `recorded` is the end in the recording. If the reason of `after` is `unknown`, thinking would have gone on there.
     """
 
     request_id: str
@@ -139,7 +139,7 @@ class Difference:
         if record.HasField("down") and not record.down.HasField("freeze"):
             session.said.append(record.down)
             return
-        # Responses are recorded after their message, so the previous message is complete only now.
+        # A trace has the responses to a message after the message, so all responses to the previous one are known now.
         self._play(session)
         session.event, session.said = record, []
 

@@ -3,7 +3,7 @@
 The engine's steps stay as recorded, because it is unknown how other decisions would have changed them. The module plays
 the agent: decisions that the recorded session made too get their recorded outcomes; other forces, caps, tiers and plans
 count as applied at once; another EAT probe gets a sample that was recorded in its place, or no sample. The module draws
-no conclusions. It uses no clock, only the recorded times.
+no conclusions. The module uses no clock, only the recorded times.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ReplayedShare(NamedTuple):
 
 
 class ReplayedDecision(NamedTuple):
-    """A decision in a message. `slot` is None for a plan; `content` is the decision's bytes without its id."""
+    """A decision in a message. `slot` is None for a plan; `content` has the serialized decision without its id."""
 
     kind: str
     decision_id: int
@@ -78,7 +78,7 @@ class ReplayedDecision(NamedTuple):
 
 
 class PendingProbe(NamedTuple):
-    """A probe without a result: its decision id, its placement, and the thinking tokens when it was requested."""
+    """A probe without a result yet: its decision id, its placement, and the thinking tokens when it was requested."""
 
     decision_id: int
     placement: int
@@ -104,7 +104,7 @@ class _Came:
         self._outcomes.append((step, outcome))
 
     def tell(self, report: agent_pb2.StepReport) -> None:
-        """Write the outcomes into the report in the order of their steps, and the steps if it merges several steps."""
+        """Write the outcomes into the report in the order of their steps, with the steps if the report merges steps."""
         self._outcomes.sort(key=lambda came: came[0])
         report.outcomes.extend(outcome for _, outcome in self._outcomes)
         if not report.HasField("merged"):
@@ -123,7 +123,7 @@ class SessionReplay:
         self._policy, self._joined_late = policy, hello.joined_late
         self.session = Session(hello.session_id, hello.up.hello, _time(hello))
         if policy is not None:
-            # The engine's earlier refusals concern other policies, so forget them.
+            # The engine's earlier refusals concern other policies, so the replay forgets these refusals.
             self.session.delivery.refused.clear()
         # Recorded decisions without an outcome, by id: the id of the same decision in this run.
         self._same: dict[int, int] = {}

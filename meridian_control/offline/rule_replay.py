@@ -92,9 +92,9 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
 class Stops:
     """The effect of a rule on each request, [requests].
 
-    `at_tokens` is the number of thinking tokens at which the rule ends thinking, infinity if the model ends it. `right`
-    is the probability that the answer is right then. `first_tokens` is the number of thinking tokens known to the
-    decision. `probes` counts the EAT probes requested until then.
+    `at_tokens` is the number of thinking tokens at which the rule ends thinking, infinity if the model ends thinking.
+    `right` is the probability that the answer after this end is right. `first_tokens` is the number of thinking tokens
+    known when the end was decided. `probes` counts the EAT probes requested until the end.
     """
 
     at_tokens: NDArray[np.float64]
@@ -125,7 +125,7 @@ class Replay:
         held = base.entropy.eat_hold_ms > 0
         arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
         places = np.where(has, placed if held else arrived + self._late, KEY >> 1)
-        # With a gate, a probe is requested only once the rank is known, so its place is that much later.
+        # With a gate, a probe is requested only once the rank is known, so the probe comes some tokens later.
         asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
         self._eat = {gated: (at, self._judged(placed, at)) for gated, at in ((False, places), (True, places + asked))}
         self._eat_state = cache(self._eat_state_of)
@@ -136,7 +136,7 @@ class Replay:
         return self.judge.at(self.episodes.owner, seen_at if self.judge.is_proxy else stops_at)
 
     def _window(self, wanted: int) -> int:
-        """Return RPDI's window: the policy's if the median thinking is at least twice as long, else a quarter of it."""
+        """Return the policy's RPDI window if the median thinking is twice as long, else a quarter of the median."""
         natural = self.episodes.natural_tokens
         typical = int(np.median(natural)) if len(natural) else 0
         return wanted if typical >= 2 * wanted else max(4, typical // 4)
@@ -218,7 +218,7 @@ class Replay:
             fires = termination.soft_closed(policy.scheduler, table)
         found = np.flatnonzero(fires[:count])[::-1]
         first = np.full(len(episodes.ids), -1)
-        # `found` is in reverse order, so each request's earliest boundary is written last and stays.
+        # `found` is in reverse order, so each request's earliest boundary is written last and overwrites later ones.
         first[episodes.owner[found]] = found
         return first, places, right
 

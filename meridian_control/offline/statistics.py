@@ -1,7 +1,7 @@
 """Statistics of a calibration: bootstrap intervals, a bound on rare harm, and the area under a signal's ROC curve.
 
 The bootstrap draws whole requests, because the sentence ends of one request are not independent. The module needs
-scipy, from the extra `calibrate`. Its functions are pure and give the same values in every run.
+scipy, from the extra `calibrate`. The module's functions are pure and give the same values in every run.
 """
 
 from __future__ import annotations

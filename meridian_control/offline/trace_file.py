@@ -1,7 +1,7 @@
 """Reads and writes trace files: gzip-compressed TraceRecords, each preceded by its length.
 
-The module owns the file format, and counts a trace's requests and steps. It knows nothing of rules. Files are read and
-written as streams.
+The module owns the file format, and counts a trace's requests and steps. The module knows nothing of rules. Files are
+read and written as streams.
 """
 
 from __future__ import annotations

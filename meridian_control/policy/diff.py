@@ -1,7 +1,7 @@
 """Compares two policies field by field, and explains the source of each value.
 
-The module owns a policy's flat form (dotted path to value) and the spelling of values. It knows nothing of engines,
-storage or gRPC. Its functions are pure and may run on any thread.
+The module owns a policy's flat form (dotted path to value) and the spelling of values. The module knows nothing of
+engines, storage or gRPC. The module's functions are pure and may run on any thread.
 """
 
 import json

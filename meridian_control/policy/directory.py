@@ -75,7 +75,7 @@ class PolicyDirectory:
         return current
 
     async def read(self) -> None:
-        """Put the file's policy in force, unless it already is or the file has not changed. Raises MeridianError."""
+        """Put the file's policy in force, unless it is in force or the file has not changed. Raises MeridianError."""
         wanted = forms.load(self.file)
         while wanted != self._done:
             try:

@@ -1,7 +1,7 @@
 """Converts a policy between its forms: TOML text, file and protobuf message.
 
-The module knows no policy field. Its functions may run on any thread and are pure, except that `load`, `load_as` and
-`find` use the file system.
+The module knows no policy field. The module's functions may run on any thread and are pure, except that `load`,
+`load_as` and `find` use the file system.
 """
 
 import os

@@ -1,6 +1,7 @@
 """A complete policy: its sections, and overrides with other values for some requests.
 
-The module knows nothing of engines, storage or gRPC. Its values are immutable, and its functions may run on any thread.
+The module knows nothing of engines, storage or gRPC. The module's values are immutable, and the functions may run on
+any thread.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The sections of a policy: their fields with descriptions, defaults and limits.
 
-The module knows nothing of engines, storage or gRPC. Its values are immutable, so any thread may use them.
+The module knows nothing of engines, storage or gRPC. The module's values are immutable, so any thread may use them.
 """
 
 from collections.abc import Mapping
@@ -189,7 +189,7 @@ class RankCondition(Section):
 
 
 class EntropyPolicy(Section):
-    """Decides when to end thinking that no longer helps. In shadow by default, until calibrated for the model."""
+    """Decides when to end thinking that no longer helps. The section is in shadow until calibration for the model."""
 
     enabled: bool = Field(
         True,

@@ -1,9 +1,9 @@
 """The policy store: every accepted policy revision, append-only, in SQLite or PostgreSQL.
 
-The module owns revision numbers, etags and request ids. It knows nothing of gRPC, of a policy's meaning, or of the
-receivers of a change. It runs on the control plane's event loop; the database driver does the waiting.
+The module owns revision numbers, etags and request ids. The module knows nothing of gRPC, of a policy's meaning, or of
+the receivers of a change. The module runs on the control plane's event loop; the database driver does the waiting.
 
-Appending reads the newest revision and inserts the next number. The primary key makes that atomic: if another append
+An append reads the newest revision and inserts the next number. The primary key makes appends atomic: if another
 took the number first, the insert fails, and the append starts over from the revision that is newest by then. The
 candidate of an active rollout is stored but not in force, and no revision is appended during the rollout.
 """

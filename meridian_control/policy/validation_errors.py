@@ -1,6 +1,7 @@
 """Turns the validation errors of a policy or a rollout plan into messages for people.
 
-The module owns how paths and values are spelled, and knows no field. Its functions are pure and may run on any thread.
+The module owns how paths and values are spelled, and knows no field. The module's functions are pure and may run on any
+thread.
 """
 
 import json
@@ -72,7 +73,7 @@ def _requirement(schema: type[Section], error: ErrorDetails) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    """Return the interval that a field's limits allow. Every number has a lower limit, most have an upper limit."""
+    """Return the interval that a field's limits allow. All numbers have a lower limit, and most an upper limit."""
     limits = {name: getattr(limit, name) for limit in metadata for name in ("gt", "ge", "le") if hasattr(limit, name)}
     exclusive = "gt" in limits
     low = limits["gt" if exclusive else "ge"]

@@ -1,8 +1,8 @@
 """Collects the status page's contents as plain data, from the same sources as the gRPC services.
 
-The module decides which data the page shows, how many rows, and with which words it describes an engine's state. It
-knows nothing of HTTP. Only `contents`, `stored` and `newest_ends` query the fleet and the stores; the other functions
-are pure. The module runs on the control plane's event loop.
+The module decides which data the page shows, how many rows, and with which words it describes an engine's state. The
+module knows nothing of HTTP. Only `contents`, `stored` and `newest_ends` query the fleet and the stores; the other
+functions are pure. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def engine_row(engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: dat
 
 
 def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetime) -> dict[str, Any]:
-    """Return a freeze's row: `engines` counts the engines that it covers, `confirmed` those that confirmed it."""
+    """Return a freeze's row: `engines` counts its engines, `confirmed` the engines that confirmed the freeze."""
     held = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
     return {
         "freeze_id": freeze.freeze_id,

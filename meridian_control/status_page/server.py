@@ -1,8 +1,8 @@
 """Serves the read-only status page of the fleet over HTTP.
 
-The module sends the page's contents to browsers; the files in `static/` define how the page looks. It runs on the
-control plane's event loop. It collects the contents once per interval for all viewers together, and not at all while no
-viewer has the page open.
+The module sends the page's contents to browsers; the files in `static/` define how the page looks. The module runs on
+the control plane's event loop. The module collects the contents once per interval for all viewers together, and not at
+all while no viewer has the page open.
 """
 
 from __future__ import annotations

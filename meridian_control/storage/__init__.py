@@ -1,1 +1,1 @@
-"""The database that every store uses, SQLite or PostgreSQL. The package knows no table except its schema version."""
+"""The database that every store uses, SQLite or PostgreSQL, and its schema. The package reads no store's table."""

@@ -1,7 +1,7 @@
 """The control plane's database, SQLite or PostgreSQL: its connections, its schema, and notice of changes.
 
-The module owns what all stores share and knows nothing of the stores' tables. It runs on the control plane's event
-loop; the database driver does the waiting.
+The module owns what all stores share and knows nothing of the stores' tables. The module runs on the control plane's
+event loop; the database driver does the waiting.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Database:
                 raise StoreUnavailable(f'policy store: must be a SQLite file or postgresql://…; got "{scheme}://…"')
             else:
                 database = cls(create_async_engine(url, hide_parameters=True))
-                # If aiosqlite cannot open the file, it leaves a failing thread behind. So test here that it opens.
+                # aiosqlite leaves a failing thread behind if it cannot open the file, so sqlite3 opens the file first.
                 sqlite3.connect(database._engine.url.database or ":memory:", uri=True).close()
                 event.listen(database._engine.sync_engine, "connect", _make_durable)
             try:
@@ -83,14 +83,14 @@ class Database:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Open a connection for reading. Raises StoreUnavailable, also from the caller's statements on it."""
+        """Open a connection for reading. Raises StoreUnavailable, also from the caller's statements."""
         with _unavailable():
             async with self._engine.connect() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing(self, tell: bool = True) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction, which is on disk once the block is left; `tell` notifies other replicas of it.
+        """Open a transaction, which is on disk once the block is left; with `tell` other replicas are notified.
 
         Raises StoreUnavailable and SQLAlchemy's IntegrityError, also from the caller's statements in the transaction.
         """
@@ -103,7 +103,7 @@ class Database:
     async def follow(self, look: Callable[[], Awaitable[None]]) -> None:
         """Call `look` now and whenever another replica may have changed something, until cancelled.
 
-        Returns at once on SQLite, which is for one replica. If `look` raises StoreUnavailable, it is called again.
+        Returns at once on SQLite, which is for one replica. `look` is called again if it raises StoreUnavailable.
         All callers share one connection to the server.
         """
         if not self.shared:
@@ -154,9 +154,9 @@ class Database:
 
 
 def _complain(error: StoreUnavailable) -> None:
-    """Log that changes are not seen.
+    """Log that other replicas' changes are not seen.
 
-    Raises CancelledError if the task was cancelled, because the driver may raise its own error instead.
+    Raises CancelledError if the task was cancelled, because the driver may have raised its own error instead.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,7 +1,7 @@
-"""PostgreSQL connections, and notice of changes that other replicas stored.
+"""PostgreSQL connections, and notifications of changes that other replicas stored.
 
-A notification says only that something changed; readers query for the change itself. So a lost notification delays a
-change by at most POLL_S. The module runs on the control plane's event loop.
+A notification says only that some data changed, and readers query for the change itself. A lost notification therefore
+delays a change by at most POLL_S. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ GRPC = ("grpc_type", "grpc_service", "grpc_method")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One metric under its exposed name. `text` is its help text; `act` tells an operator how to react to its value."""
+    """A metric under its exposed name. `text` is the metric's help; `act` tells an operator how to react to a value."""
 
     name: str
     kind: str

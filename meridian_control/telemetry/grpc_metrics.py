@@ -1,7 +1,7 @@
 """The usual `grpc_server_*` metrics, counted by an interceptor of the gRPC server.
 
-The module knows nothing of the services. It runs on the server's event loop. Calls of unknown methods are not counted,
-because the caller chooses their names and could create any number of series.
+The module knows nothing of the services. The module runs on the server's event loop. Calls of unknown methods are not
+counted, because the caller chooses their names and could create any number of series.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     Handler = grpc.RpcMethodHandler[Any, Any]
 
-# Key: whether requests and whether responses are streams. Value: the handler's attribute, the metric label, and the
-# function that makes such a handler.
+# The key says whether requests and whether responses are streams. The value has the handler's attribute, the metric
+# label, and the function that makes such a handler.
 SHAPES = {
     (False, False): ("unary_unary", "unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", "server_stream", grpc.unary_stream_rpc_method_handler),
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 class ServerMetrics(grpc.aio.ServerInterceptor):
-    """Counts calls. It must be the first interceptor, so that calls refused by a later interceptor are counted too."""
+    """Counts the server's calls. Must be the first interceptor, so that calls that a later one refuses count too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def metric(kind: Any, name: str) -> Any:
@@ -132,7 +132,7 @@ class _Writing:
 
 
 def _code(context: Any) -> str:
-    """Return the status with which the call ends: OK if the handler has set none."""
+    """Return the status with which a call ends. The status is OK if the handler has not set a status."""
     code = context.code()
     if isinstance(code, grpc.StatusCode):
         return code.name

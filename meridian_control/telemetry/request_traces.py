@@ -55,7 +55,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def over(self, life: Life) -> None:
-        """Queue the spans of a finished request for export. Never waits."""
+        """Queue the spans of a finished request for export, without waiting."""
         opened, end = life.opened, life.close_time
         if end is None:
             return
@@ -99,8 +99,8 @@ def phases(life: Life) -> Iterator[tuple[str, datetime, datetime, int | None]]:
         tokens = None
         if mark.phase != agent_pb2.PHASE_PROMPT:
             name = "think_tokens" if mark.phase == agent_pb2.PHASE_THINK else "output_tokens"
-            # A mark has the counts at the end of its report, which may already contain the stretch's first tokens. So
-            # count from the mark before it.
+            # A mark has the counts at the end of its report, which may already contain the stretch's first tokens, so
+            # the stretch's tokens are counted from the previous mark.
             before = marks[i - 1] if i else mark
             tokens = max(0, getattr(after if after is not None else life, name) - getattr(before, name))
         yield PHASES[agent_pb2.Phase.ValueType(mark.phase)], mark.time, until, tokens
