@@ -4,7 +4,7 @@ The module owns revision numbers, etags and request ids. The module knows nothin
 the receivers of a change. The module runs on the control plane's event loop; the database driver does the waiting.
 
 An append reads the newest revision and inserts the next number. The primary key makes appends atomic: if another
-took the number first, the insert fails, and the append starts over from the revision that is newest by then. The
+append took the number first, the insert fails, and the append starts over from the revision that is newest by then. The
 candidate of an active rollout is stored but not in force, and no revision is appended during the rollout.
 """
 
