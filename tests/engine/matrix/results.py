@@ -36,11 +36,11 @@ SOURCES = ("sources", "every hook that is used, with its parameters")
 # Texts of stock vLLM's errors or of failed checks, and their explanations.
 REASONS = {
     "no step across the end of thinking": "the check found no prompt after which drafts run across the end marker",
-    "answers the same request differently": "asked the same with the same seed again, it answers otherwise",
-    "beside a request without one": "on its CPU build a seed does not hold beside a request without one, as a probe is",
-    "does not yet support: speculative method": "its Model Runner V2 takes no ngram drafts",
-    "does not yet support: ngram": "its Model Runner V2 takes no ngram drafts",
-    "Cannot inspect kernel parameters": "its CPU build ends with an error at a draft for a sampled request, on V1",
+    "answers the same request differently": "vLLM answers the same request with the same seed differently",
+    "beside a request without one": "on vLLM's CPU build a seed has no effect beside a request without a seed, e.g. a probe",
+    "does not yet support: speculative method": "vLLM's Model Runner V2 takes no ngram drafts",
+    "does not yet support: ngram": "vLLM's Model Runner V2 takes no ngram drafts",
+    "Cannot inspect kernel parameters": "vLLM's CPU build ends with an error at a draft for a sampled request, on V1",
 }
 
 
@@ -93,8 +93,8 @@ def table(found: Mapping[str, Saved]) -> str:
     run = {version: lines for version, lines in found.items() if lines.keys() - {SOURCES}}
     columns = list(dict.fromkeys(build.shown for build in BUILDS.values()))
     read = [version for version, lines in found.items() if lines.get(SOURCES, {}).get("result") == PASSED]
-    lines = [f"{SOURCES[1].capitalize()}: in the sources of {', '.join(read)}.", ""]
-    lines += [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines = [f"The sources of vLLM {', '.join(read)} contain every hook that the agent uses, with its parameters.", ""]
+    lines += [f"| feature | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     reasons: dict[str, int] = {}
     for chosen in features.all_of_them().values():
         cells = [_cell(chosen, column, run, reasons) for column in columns]
