@@ -79,7 +79,7 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
         [
             "# What the agent costs",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../README.md#cost-make-bench-cost).",
+            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../cost.md).",
             "",
             f"## Per step, steps of {STEP_MS:.0f} ms or more",
             "",

@@ -115,7 +115,7 @@ def report(none: Course, courses: Sequence[Course]) -> str:
         [
             "# What faults cost an engine",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../README.md#faults-make-bench-faults). Governed "
+            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../faults.md). Governed "
             f"over stock in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per second. "
             f"In {unlike} of {len(stock)} pairs of windows the arms did not generate as many tokens.",
             "",
