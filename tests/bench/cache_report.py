@@ -42,7 +42,7 @@ class Column:
 COLUMNS = (
     Column("hit rate, %", "hit_rate", 1, 100.0, True),
     Column("prompt tokens", "prompt_tokens"),
-    Column("of them computed", "prefill_tokens", extremes=True),
+    Column("prompt tokens computed", "prefill_tokens", extremes=True),
     Column("TTFT P50, ms", "ttft_p50_ms", 1, extremes=True),
     Column("P95", "ttft_p95_ms", 1, extremes=True),
     Column("tokens/s", "throughput_tokens_per_s"),
@@ -128,11 +128,11 @@ def markdown(found: Findings) -> str:
 
 
 def _lines(found: Findings) -> Iterator[str]:
-    yield "# Prefix cache: what goes first"
+    yield "# Prefix cache: which blocks are reused first"
     yield ""
     yield from _protocol(found)
     yield ""
-    yield "| aim | wanted | measured | met |"
+    yield "| figure | goal | measured | met |"
     yield "|---|---|---|---|"
     for aim in aims(found):
         yield f"| {aim.name} | {aim.wanted} | {aim.measured} | {'yes' if aim.met else 'no'} |"
@@ -147,8 +147,9 @@ def _lines(found: Findings) -> Iterator[str]:
             yield f"| {arm} | {' | '.join(cells)} |"
         yield ""
         yield (
-            f"Tiers over never hit first: {found.gained(kind, NEVER_HIT):+.1f} points of hit rate, TTFT P50 "
-            f"{found.ratio(kind, 'ttft_p50_ms', NEVER_HIT):.2f}."
+            f"Compared with never hit first, tiers change the hit rate by {found.gained(kind, NEVER_HIT):+.1f} points "
+            "and "
+            f"multiply the P50 of TTFT by {found.ratio(kind, 'ttft_p50_ms', NEVER_HIT):.2f}."
         )
     if len(found.blocks) > 1:
         yield ""
@@ -175,28 +176,31 @@ def _protocol(found: Findings) -> Iterator[str]:
     yield (
         f"vLLM {vllm.__version__} on {machine()}, float32, eager, one thread; a Qwen3 of "
         f"{random_model.parameters() / 1e6:.0f} M random weights. Engine core, worker, client and `meridian-control` "
-        f"are processes of their own; other programs used {statistics.median(others):.2f} cores in the median run, "
-        f"{max(others):.2f} at most. {found.blocks[found.share]} KV blocks of {BLOCK_TOKENS} tokens: {found.share:g} "
-        "of what would hold every multi-turn chat's last prompt, system prompts once, and what "
-        f"{found.users} requests generate."
+        f"are separate processes; other programs used {statistics.median(others):.2f} cores in the median run, and at "
+        f"most {max(others):.2f}. The engine has {found.blocks[found.share]} KV blocks of {BLOCK_TOKENS} tokens, which "
+        f"is {found.share:g} of the blocks for every multi-turn chat's last prompt, the system prompts once, and the "
+        f"tokens that {found.users} requests generate."
     )
     yield ""
     yield (
         f"Multi-turn: {chats.chats} chats of {chats.turns} turns, one of {cache_load.SYSTEM_PROMPTS} system prompts of "
         f"{cache_load.SYSTEM_TOKENS} tokens each, turns of {chats.says} tokens, {chats.think} of thinking and "
         f"{chats.answer} of answer, each within {cache_load.VARIATION:.0%}; the chat template strips thinking from "
-        f"earlier turns. Tool loops: {tools.chats} chats of one question and {tools.turns - 1} tool calls, results of "
+        f"earlier turns. Tool loops: {tools.chats} chats of one question and {tools.turns - 1} tool calls, with "
+        "results of "
         f"{tools.says} tokens, {tools.think} of thinking and {tools.answer} of answer per turn; every prompt repeats "
-        "all that was generated, and every turn but the last ends with the token that begins a tool call. "
-        f"{found.users} requests in flight, chats in turns, no time to read. {found.repetitions} repetitions, each "
-        "with its own words and lengths, the same in all arms; medians, in brackets the lowest and the highest."
+        "all generated tokens, and every turn but the last ends with the token that begins a tool call. There are "
+        f"{found.users} requests in flight, chats take turns, and a chat's next turn follows without a pause. The "
+        f"number of repetitions is {found.repetitions}; each has its own words and lengths, which are the same in all "
+        "arms. Figures are medians, with the lowest and the highest value in brackets."
     )
     yield ""
     yield (
-        "Order is vLLM's own in all arms. LRU: `kv_memory.enabled = false`. Tiers: `true`. Never hit first: blocks "
-        "that no other request ever hit are reused before those that were, least recently used first in each class "
-        "(after vLLM pull requests 51909 and 55998), in an engine of its own with as many blocks. Hits and prompt "
-        "tokens are vLLM's own counters."
+        "All arms schedule requests in vLLM's own order. The arm LRU has `kv_memory.enabled = false`, and the arm "
+        "tiers "
+        "has `true`. The arm never hit first reuses blocks that no other request ever hit before all other blocks, "
+        "least recently used first in each class (after vLLM pull requests 51909 and 55998), in a separate engine with "
+        "the same number of blocks. Hits and prompt tokens are vLLM's own counters."
     )
 
 

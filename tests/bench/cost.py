@@ -32,8 +32,9 @@ PAIRS, ROUNDS = 3, 10
 def step_table(rows: Sequence[Row]) -> list[str]:
     """Return the table per batch size: the agent's time in the engine-core thread and in the worker, beside stock's."""
     lines = [
-        "| running | stock schedule + update, us | agent, us | of stock | waited for, us | of stock "
-        "| processor time: agent, of stock | in the worker, us | of its step |",
+        "| running requests | stock schedule + update, us | agent, us | agent over stock | waited for, us "
+        "| waited for over stock | processor time: agent in us, over stock | in the worker, us | share of the worker's "
+        "step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -55,7 +56,7 @@ def step_table(rows: Sequence[Row]) -> list[str]:
 def hook_table(rows: Sequence[Row]) -> list[str]:
     """Return the table of the agent's time by hook."""
     hooks = list(rows[0].hooks_us)
-    lines = [f"| running | {' | '.join(hooks)} | step, ms | round trip, ms |", "|---" * (len(hooks) + 3) + "|"]
+    lines = [f"| running requests | {' | '.join(hooks)} | step, ms | round trip, ms |", "|---" * (len(hooks) + 3) + "|"]
     for r in rows:
         spent = " | ".join(f"{r.hooks_us[h]:.1f}" for h in hooks)
         lines.append(f"| {r.requests} | {spent} | {r.step_ms:.1f} | {r.round_trip_ms:.1f} |")
@@ -65,7 +66,12 @@ def hook_table(rows: Sequence[Row]) -> list[str]:
 def throughput_table(found: Throughput) -> list[str]:
     """Return the table of all arms: tokens per second, the ratio to stock, and processor time by process."""
     names = list(found.cpu_us["governed"])
-    head = ["", "tokens per second", "over stock, 95 % interval", *(f"{name}, us per token" for name in names)]
+    head = [
+        "engine",
+        "tokens per second",
+        "throughput over stock, 95 % interval",
+        *(f"{name}, us per token" for name in names),
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for arm, rate in found.tokens_per_s.items():
         ratio = found.ratio.get(arm)
@@ -79,20 +85,21 @@ def report(rows: Sequence[Row], found: Throughput) -> str:
         [
             "# What the agent costs",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../cost.md).",
+            f"Measured on {datetime.now(UTC):%Y-%m-%d} on {machine()} ([protocol](../cost.md)).",
             "",
             f"## Per step, steps of {STEP_MS:.0f} ms or more",
             "",
             *step_table(rows),
             "",
-            "By hook, us per step; `mask` runs while the workers compute:",
+            "The next table shows the time by hook in us per step. The hook `mask` runs while the workers compute.",
             "",
             *hook_table(rows),
             "",
             "## Throughput",
             "",
-            f"{found.rounds} rounds; steps of {found.step_ms:.1f} ms; others used {found.others_cores:.2f} cores; "
-            "`every step`: `telemetry.report_interval_steps = 1`; `stock again`: another engine of the same kind.",
+            f"The run had {found.rounds} rounds with steps of {found.step_ms:.1f} ms; other programs used "
+            f"{found.others_cores:.2f} cores. `every step` is the governed engine with "
+            "`telemetry.report_interval_steps = 1`; `stock again` is a second stock engine.",
             "",
             *throughput_table(found),
             "",

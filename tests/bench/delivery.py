@@ -171,12 +171,14 @@ def markdown(sizes: Sequence[Size]) -> str:
     lines = [
         "# Delivery of a policy",
         "",
-        f"From the call of UpdatePolicy until {SHARE:.0%} of the agents had applied it, {machine()}. The server has a "
-        "core to itself, all agents and the client share the others. Every agent has "
-        f"{REQUESTS} thinking requests and reports a step of them every {REPORT_S:g} s. The 100 ms without another "
-        "change that delivery waits for are in the times.",
+        f"Times are from the call of UpdatePolicy until {SHARE:.0%} of the agents had applied the policy, on "
+        f"{machine()}. "
+        "The server has a core to itself, and the agents and the client share the other cores. Every agent has "
+        f"{REQUESTS} thinking requests and reports a step of them every {REPORT_S:g} s. The times include the 100 ms "
+        "for which the server waits for further changes.",
         "",
-        "| agents | updates | P50, s | P95, s | P99, s | aim, s | server, CPU s per update | server, cores for reports "
+        "| agents | updates | P50, s | P95, s | P99, s | goal, s | server, CPU s per update | server, cores for "
+        "reports "
         "| server RSS, MB | agents, cores |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

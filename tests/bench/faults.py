@@ -45,13 +45,13 @@ BEFORE, DURING, AFTER, STEPS = 70, 10, 16, 16
 FIGURES = {"tokens per second": "tokens_per_s", "tokens per processor second": "tokens_per_cpu_s"}
 HEAD = (
     "fault",
-    "agent meanwhile",
-    "longest gap: governed, stock, ms",
-    *(f"meanwhile: {name}" for name in FIGURES),
-    "governed again after, s",
-    *(f"afterwards: {name}" for name in FIGURES),
-    *(f"afterwards over before: {name}" for name in FIGURES),
-    "others, cores",
+    "agent's states during the fault",
+    "longest gap, ms: governed, stock",
+    *(f"during: {name}" for name in FIGURES),
+    "decisions in force again after, s",
+    *(f"after: {name}" for name in FIGURES),
+    *(f"after over before: {name}" for name in FIGURES),
+    "other programs, cores",
 )
 
 
@@ -115,9 +115,11 @@ def report(none: Course, courses: Sequence[Course]) -> str:
         [
             "# What faults cost an engine",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, {machine()}; [protocol](../faults.md). Governed "
-            f"over stock in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per second. "
-            f"In {unlike} of {len(stock)} pairs of windows the arms did not generate as many tokens.",
+            f"Measured on {datetime.now(UTC):%Y-%m-%d} on {machine()} ([protocol](../faults.md)). Figures are the "
+            "governed "
+            f"engine's over stock's in the same run, with 95 % intervals; stock generated {rate:.0f} tokens per "
+            "second. "
+            f"In {unlike} of {len(stock)} pairs of windows the two arms generated different numbers of tokens.",
             "",
             *lines,
             "",

@@ -115,11 +115,11 @@ def markdown(found: Findings) -> str:
 
 
 def _lines(found: Findings) -> Iterator[str]:
-    yield "# Ending thinking: what it saves and what it costs"
+    yield "# Ending thinking: its savings and its cost"
     yield ""
     yield from _protocol(found)
     yield ""
-    yield "| aim | wanted | measured | met |"
+    yield "| figure | goal | measured | met |"
     yield "|---|---|---|---|"
     for aim in aims(found):
         yield f"| {aim.name} | {aim.wanted} | {aim.measured} | {'yes' if aim.met else 'no'} |"
@@ -136,12 +136,14 @@ def _lines(found: Findings) -> Iterator[str]:
 def _protocol(found: Findings) -> Iterator[str]:
     tasks = " and ".join(f"`{t.task}`" for t in (found.first, found.second) if t is not None)
     yield (
-        f"{found.seeds} seeds (new prompts, new sampling seeds) of {found.requests} requests each on {tasks}; every "
-        "arm has the same prompts with the same sampling seeds, at temperature 1. One vLLM engine per task (float32, "
-        f"eager, {_machine()}, vLLM {found.vllm_version}), its core in a process of its own, governed by a real "
-        f"`meridian-control`; {IN_FLIGHT} requests in flight, steps stretched to {found.step_ms:g} ms. Tokens are "
-        "means per request. Brackets are 95 % bootstrap intervals over pairs (prompt, sampling seed). Nothing here is "
-        "asserted."
+        f"The run has {found.seeds} seeds (new prompts, new sampling seeds) of {found.requests} requests each on "
+        f"{tasks}; "
+        "every arm has the same prompts with the same sampling seeds, at temperature 1. Each task has one vLLM engine "
+        f"(float32, eager, {_machine()}, vLLM {found.vllm_version}), whose core is a separate process, under a real "
+        f"`meridian-control`, with {IN_FLIGHT} requests in flight and steps stretched to {found.step_ms:g} ms. Tokens "
+        "are means per request. Brackets are 95 % bootstrap intervals over pairs (prompt, sampling seed). The "
+        "benchmark "
+        "asserts nothing."
     )
 
 
@@ -164,10 +166,10 @@ def _task(found: TaskFindings) -> Iterator[str]:
     yield f"## {found.task}"
     yield ""
     if found.rule:
-        yield f"Calibrated on {found.calibration_requests} other requests: {found.rule}."
+        yield f"Calibration on {found.calibration_requests} other requests chose this rule: {found.rule}."
         yield ""
     columns = ("arm", "thinking", "probes", "saved", "accuracy", "expected", "against natural, points", "stopped")
-    yield f"| {' | '.join((*columns, 'wall, s', 'decode, s', 'what'))} |"
+    yield f"| {' | '.join((*columns, 'wall, s', 'decode, s', 'rule of the arm'))} |"
     yield "|---" * (len(columns) + 3) + "|"
     for r in found.results:
         stopped = ", ".join(f"{n} {name}" for name, n in r.ends.items())
@@ -179,21 +181,25 @@ def _task(found: TaskFindings) -> Iterator[str]:
             f"| {points(r.accuracy_change)} | {stopped} | {r.wall_s:.0f} | {r.decode_s:.1f} | {r.note} |"
         )
     yield ""
-    yield f"Recommended over the fixed budget of equal compute: {points(found.recommended_over_fixed)} points."
+    over = points(found.recommended_over_fixed)
+    yield f"The recommended rule's accuracy exceeds the fixed budget's by {over} points."
     if (late := found.of(RECOMMENDED).late_tokens) is not None:
-        yield f"It ended thinking {late:.1f} tokens after the newest end of a paragraph, on average."
+        yield f"The recommended rule ended thinking {late:.1f} tokens after the newest end of a paragraph, on average."
 
 
 def _probe_cost(cost: ProbeCost) -> Iterator[str]:
-    yield "## What probes cost in time"
+    yield "## The time that probes take"
     yield ""
     low, high = min(cost.throughput_ratios), max(cost.throughput_ratios)
     yield (
-        f"{cost.requests} requests, {cost.repetitions} repetitions of each, alternating, decode time without the pace: "
-        f"{cost.tokens_per_s_with:.0f} tokens/s with {cost.probes_with:.0f} probes, {cost.tokens_per_s_without:.0f} "
-        f"without; throughput {cost.throughput_ratio:.3f} ({low:.3f} to {high:.3f}). A probe takes "
-        f"{cost.us_per_probe:.0f} µs, a generated token {cost.us_per_token:.0f} µs. In force, the recommended policy "
-        f"asks for {cost.enforced_probes:.0f} probes in {cost.enforced_s:.1f} s of decoding: {cost.time_share:.1%}."
+        f"With {cost.requests} requests and {cost.repetitions} alternating repetitions, in decode time without the "
+        "pace, "
+        f"the engine generates {cost.tokens_per_s_with:.0f} tokens/s with {cost.probes_with:.0f} probes and "
+        f"{cost.tokens_per_s_without:.0f} tokens/s without probes, a ratio of {cost.throughput_ratio:.3f} ({low:.3f} "
+        "to "
+        f"{high:.3f}). A probe takes {cost.us_per_probe:.0f} µs, and a generated token {cost.us_per_token:.0f} µs. In "
+        f"force, the recommended policy asks for {cost.enforced_probes:.0f} probes in {cost.enforced_s:.1f} s of "
+        f"decoding, which is {cost.time_share:.1%} of the time."
     )
 
 

@@ -45,10 +45,10 @@ COLUMNS = (
     ("QoE", "qoe", 3, False),
     ("tokens/s", "throughput_tokens_per_s", 0, True),
     ("preempted thinking", "think_preempted", 0, False),
-    ("answers", "answers_preempted", 0, False),
-    ("any", "preempted", 0, False),
+    ("preempted answers", "answers_preempted", 0, False),
+    ("preempted in all", "preempted", 0, False),
     ("KV peak", "kv_peak", 2, False),
-    ("waiting, mean", "waiting_mean", 1, False),
+    ("mean of waiting requests", "waiting_mean", 1, False),
 )
 COLOURS = {
     STOCK_FCFS: "black",
@@ -140,13 +140,13 @@ def markdown(found: Findings) -> str:
 
 
 def _lines(found: Findings) -> Iterator[str]:
-    yield "# Scheduling: who goes first, and what it costs"
+    yield "# Scheduling: the order of requests and its cost"
     yield ""
     yield from _protocol(found)
     yield ""
-    yield f"Default strategy: `{DEFAULT}`, against stock FCFS, {JUDGED}."
+    yield f"The table compares the default strategy, `{DEFAULT}`, with stock FCFS under {JUDGED}."
     yield ""
-    yield "| aim | wanted | measured | met |"
+    yield "| figure | goal | measured | met |"
     yield "|---|---|---|---|"
     for aim in aims(found):
         yield f"| {aim.name} | {aim.wanted} | {aim.measured} | {'yes' if aim.met else 'no'} |"
@@ -158,7 +158,7 @@ def _lines(found: Findings) -> Iterator[str]:
     if found.arms(JUDGED) and PLAIN in found.arms(JUDGED):
         yield ""
         pairs = ", ".join(f"{k} {shown(found.ratio(v, arm=STOCK_FCFS, base=PLAIN), 2)}" for k, v in RATIOS.items())
-        yield f"Stock FCFS under the agent, by vLLM without the agent: {pairs}."
+        yield f"Figures of stock FCFS under the agent divided by the figures of vLLM without the agent: {pairs}."
     yield ""
     yield "![frontier](scheduling.png)"
 
@@ -172,47 +172,54 @@ def _protocol(found: Findings) -> Iterator[str]:
     yield (
         f"vLLM {vllm.__version__} on {machine()}, float32, eager, one thread; a Qwen3 of "
         f"{random_model.parameters() / 1e6:.0f} M random weights; {PLACES} places, {found.token_budget} tokens per "
-        "step at most. Engine core, worker, client and `meridian-control` are processes of their own. Other programs "
-        f"used {statistics.median(others):.2f} cores in the median run, {max(others):.2f} at most."
+        "step at most. Engine core, worker, client and `meridian-control` are separate processes. Other programs used "
+        f"{statistics.median(others):.2f} cores in the median run, and at most {max(others):.2f}."
     )
     yield ""
     yield (
         f"Requests: thinking log-normal, median {think[0]:.0f} (sigma {think[1]}, {think[2]} to {think[3]}), answers "
         f"median {answer[0]:.0f} (sigma {answer[1]}, {answer[2]} to {answer[3]}), prompts uniform "
-        f"{scheduling_load.PROMPT[0]} to {scheduling_load.PROMPT[1]} tokens, nothing shared. Phases are by token "
-        "count, the same in every arm. Arrivals are open-loop, Poisson or Gamma with a coefficient of variation of "
-        f"{scheduling_load.GAMMA_CV:g}; each run begins with {PRESENT} requests part of the way through, which are "
-        f"not counted, and then has {found.plan.counted} that are. {found.repetitions} repetitions; figures are "
-        "medians of the repetitions' figures, in brackets the lowest and the highest. Times in milliseconds."
+        f"{scheduling_load.PROMPT[0]} to {scheduling_load.PROMPT[1]} tokens without shared prefixes. Phases have fixed "
+        "lengths, the same in every arm. Arrivals are open-loop, Poisson or Gamma with a coefficient of variation of "
+        f"{scheduling_load.GAMMA_CV:g}. Each run begins with {PRESENT} requests part of the way through, which are not "
+        f"counted, and then has {found.plan.counted} requests that are counted. Figures are medians of "
+        f"{found.repetitions} repetitions, with the lowest and the highest value in brackets. Times are in "
+        "milliseconds."
     )
     yield ""
     yield (
-        f"Measured first: a decode step takes {costs.few_ms:.1f} ms with {few} sequences and {costs.full_ms:.1f} with "
-        f"{PLACES}, a prompt token {costs.prompt_token_ms:.2f} ms. Capacity, closed loop with {PLACES} in flight and "
-        f"{found.blocks['ample']} KV blocks: {own['ample'].requests_per_s:.2f} requests/s, "
-        f"{own['ample'].tokens_per_s:.0f} generated tokens/s; {own['ample'].kv_peak_blocks} blocks in use at most. "
-        f"Loads are fractions of that. With pressure there are {found.blocks['pressure']} blocks, half of that use; "
-        f"the same closed loop then gives {own['pressure'].requests_per_s:.2f} requests/s with "
-        f"{own['pressure'].preempted} preemptions: a load of 1 is "
-        f"{own['ample'].requests_per_s / own['pressure'].requests_per_s:.2f} of what the engine can do then."
+        f"Measured first: a decode step takes {costs.few_ms:.1f} ms with {few} sequences and {costs.full_ms:.1f} ms "
+        "with "
+        f"{PLACES}, and a prompt token takes {costs.prompt_token_ms:.2f} ms. The capacity in a closed loop with "
+        f"{PLACES} "
+        f"requests in flight and {found.blocks['ample']} KV blocks is {own['ample'].requests_per_s:.2f} requests/s, or "
+        f"{own['ample'].tokens_per_s:.0f} generated tokens/s, with at most {own['ample'].kv_peak_blocks} blocks in "
+        "use. "
+        f"Loads are fractions of this capacity. With pressure the engine has {found.blocks['pressure']} blocks, half "
+        "of "
+        f"that use; the same closed loop then gives {own['pressure'].requests_per_s:.2f} requests/s with "
+        f"{own['pressure'].preempted} preemptions, so a load of 1 is "
+        f"{own['ample'].requests_per_s / own['pressure'].requests_per_s:.2f} times the capacity under pressure."
     )
     yield ""
     paced = found.policies["reasoning_first"]["scheduler"]
     yield (
-        "Policies: the defaults, whose budgets follow the engine, with entropy rules off. `reasoning_first` paces "
-        f"answers at the reader's {paced['output_tpot_budget_ms']:g} ms and demotes thinking past "
-        f"{paced['long_think_tokens']} tokens. The arms named `{DEFAULT} at x` have an explicit answers' budget, x "
-        "times the way from the first of these step times to the second; thinking has four times that, prompts at "
-        "least half."
+        "Policies are the defaults, whose budgets follow the engine, with entropy rules off. `reasoning_first` gives "
+        f"answers a token every {paced['output_tpot_budget_ms']:g} ms, the reading pace, and demotes thinking past "
+        f"{paced['long_think_tokens']} tokens. The arms named `{DEFAULT} at x` have an explicit budget for answers: "
+        "the "
+        "first of the step times above plus x times the difference to the second. Thinking has four times that budget, "
+        "and prompts have at least half of it."
     )
     yield ""
     yield (
-        "TTFT: due to first token. TTOT: end marker to first answer token. TTFVT: due to first answer token. ITL: gaps "
-        "between answer tokens, over all of them. QoE (Andes): area under the tokens read by the area under those "
-        f"expected, for a reader who expects and takes a token per {found.plan.pace_s * 1e3:.1f} ms from the end of "
-        "thinking on; mean over requests. Stock FCFS is the strategy `stock` under the agent. Stock priority has "
-        "vLLM's `priority` policy with all priorities equal: a request's priority is set when it is submitted, so "
-        "answers cannot be put before thinking there."
+        "TTFT is the time from a request's due time to the first token, TTOT from the end marker to the first answer "
+        "token, and TTFVT from the due time to the first answer token. ITL is the gap between answer tokens, over all "
+        "gaps. QoE (Andes) is the area under the curve of read tokens divided by the area under the curve of expected "
+        f"tokens, for a reader who expects a token every {found.plan.pace_s * 1e3:.1f} ms from the end of thinking on, "
+        "as the mean over requests. Stock FCFS is the strategy `stock` under the agent. Stock priority is vLLM's "
+        "`priority` policy with all priorities equal; a request's priority is set at submission, so this policy cannot "
+        "schedule answers before thinking."
     )
 
 

@@ -190,7 +190,7 @@ def measure_second(options: Options, policy: dict[str, Any]) -> report.TaskFindi
         made.run_natural()
         recommended = made.run(Arm(RECOMMENDED, policy, None, "the maze's policy, unchanged"))
         prefixed = arms.with_answer_prefix(policy, task.name, task.answer_prefix)
-        note = "the maze's policy, and the words this model's answers begin with"
+        note = "the maze's policy with the first words of this model's answers as answer prefix"
         made.run(Arm(PREFIXED, prefixed, None, note))
         calibrated = None if options.policy else made.calibrate(options.calibration)
         if calibrated:
