@@ -10,7 +10,7 @@ from tests.sim.mutations import ROOT
 LIST, TABLE = ROOT / "README.md", ROOT / "tests" / "guarantees" / "README.md"
 SECTION = "## Guarantees\n"
 BEGIN, END = "<!-- guarantees: begin -->\n", "<!-- guarantees: end -->\n"
-HEAD = "| guarantee | broken by | test that fails | |\n|---|---|---|---|\n"
+HEAD = "| guarantee | broken by | test that fails | result |\n|---|---|---|---|\n"
 NOT_RUN = "not run yet"
 
 
