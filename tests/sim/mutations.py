@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("meridian_agent", "meridian_control", "kernels")
 README = ROOT / "tests" / "sim" / "README.md"
 BEGIN, END = "<!-- mutations: begin -->\n", "<!-- mutations: end -->\n"
-HEAD = "| mutation | seeds | what said so |\n|---|---|---|\n"
+HEAD = "| mutation | seeds | message of the check |\n|---|---|---|\n"
 SAID = 110
 
 
