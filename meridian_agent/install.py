@@ -82,7 +82,7 @@ def _wrap_worker(wrapper_class: Any) -> None:
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         try:
-            from meridian_agent.worker.observer import attach
+            from meridian_agent.worker.attach import attach
 
             _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
         except Exception:

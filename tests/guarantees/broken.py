@@ -25,10 +25,11 @@ QUEUES, PLUGIN, VERSION = (
     "meridian_agent/vllm_adapter/version.py",
 )
 OUTBOX, DIRECTIVES = "meridian_agent/link/outbox.py", "meridian_agent/core/directives.py"
-SIGNALS, STORE, OBSERVE = (
+SIGNALS, STORE, OBSERVER, ATTACH = (
     "kernels/meridian_kernels/cpu.py",
     "meridian_control/policy/store.py",
     "meridian_agent/worker/observer.py",
+    "meridian_agent/worker/attach.py",
 )
 
 STOCK = "With the agent off, in shadow"
@@ -119,7 +120,7 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         MEASURED,
         "Model Runner V2 measured after its masks",
-        OBSERVE,
+        ATTACH,
         "        if logits is not None:\n            observer.guard.run(observer.on_logits, logits)\n",
         "        if logits is not None:\n            observer.guard.run(observer.on_logits, logits * 1.01)\n",
         "tests/engine/test_matrix.py::test_feature[v2-async: greedy: tokens as stock's; phases, entropy and rank of "
@@ -128,7 +129,7 @@ BROKEN: tuple[Broken, ...] = (
     _new(
         MEASURED,
         "drafts' rows taken for the first ones",
-        OBSERVE,
+        OBSERVER,
         "            self._measure(state.logits, req_ids, first_rows(req_ids, drafts))\n",
         "            self._measure(state.logits, req_ids, None)\n",
         "tests/engine/test_matrix.py::test_feature[ngram: greedy: tokens as stock's; phases, entropy and rank of each]",

@@ -41,7 +41,8 @@ GLUE = {
     ),
     "vllm_adapter/prefix_cache.py": ("record_unless_hidden", "get_computed_blocks"),
     "install.py": ("init_device", "call"),
-    "worker/observer.py": ("observed_execute", "observed_sample", "watched", "with_signals", "come_back"),
+    "worker/attach.py": ("observed_execute", "observed_sample", "watched", "with_signals"),
+    "worker/observer.py": ("come_back",),
     "plugin.py": ("register",),
 }
 ENGINE, LINK, WORKER = "engine", "link", "worker"

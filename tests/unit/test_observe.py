@@ -23,7 +23,7 @@ from meridian_agent.core.step_signals import (
     WorkerRequestDecoder,
     WorkerRequestEncoder,
 )
-from meridian_agent.worker.observer import attach
+from meridian_agent.worker.attach import attach
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:

@@ -1,0 +1,126 @@
+"""Puts the agent in front of a worker's model runner: wraps the runner's methods, so that an `Observer` measures each
+step's logits and puts the signals on the runner's output."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from meridian_kernels import EntropyProbe, KernelError
+
+from meridian_agent.core.entropy_backend import expected_backend
+from meridian_agent.worker.observer import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("vllm.meridian")
+
+
+def strewn(worker: Any) -> str:
+    """The feature of vLLM that leaves a worker unable to tell whose the rows of its logits are; empty when nothing.
+
+    Three features of Model Runner V2: a worker's batch is a part of the one that is sampled; who keeps how many drafts
+    is settled on the GPU; each rank computes the logits of some requests.
+    """
+    parallel, drafting = worker.parallel_config, worker.vllm_config.speculative_config
+    used = {
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "adaptive verification": bool(getattr(drafting, "enable_adaptive_verification", False)),
+        "batch-sharded sampling": getattr(worker.model_runner, "batch_sharder", None) is not None,
+    }
+    return ", ".join(name for name, here in used.items() if here)
+
+
+def probe_for(worker: Any) -> EntropyProbe:
+    """The probe for a worker's device; on a GPU it takes all memory it will ever need: with the CUDA kernel, or without
+    CuPy with torch's operations. Raises KernelError."""
+    device = worker.device
+    if str(device.type) == "cpu":
+        return EntropyProbe()
+    if str(device.type) != "cuda":
+        raise KernelError(expected_backend(str(device.type))[1])
+    config = worker.vllm_config
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
+    rows = config.scheduler_config.max_num_seqs * (1 + drafts)
+    with warnings.catch_warnings():
+        # The log has it.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
+
+
+def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
+    """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone.
+
+    unfit: what vLLM's runner, V2 or not, lacks for this; empty when nothing.
+    """
+    if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
+        return
+    runner = worker.model_runner
+    if not hasattr(runner, "sample_tokens") or not hasattr(runner, "execute_model"):
+        logger.warning("meridian: no entropy from this worker: its runner has no sample_tokens or no execute_model")
+        return
+    observer = Observer(runner)
+    v2_runner = bool(getattr(worker, "use_v2_model_runner", False))
+    try:
+        if reason := unfit(v2_runner):
+            raise KernelError(reason)
+        if found := strewn(worker):
+            raise KernelError(f"whose rows of logits are cannot be told with {found}")
+        observer.probe = probe_for(worker)
+        logger.info("meridian: observing logits on the %s (%s)", worker.device, observer.probe.backend)
+        if observer.probe.fallback:
+            logger.warning("meridian: entropy costs more than it need: %s", observer.probe.fallback)
+    except Exception as error:
+        logger.warning("meridian: no entropy from this worker: %s", error)
+        observer.guard.switch_off(f"{type(error).__name__}: {error}")
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+
+    @functools.wraps(execute_model)
+    def observed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if observer.guard.fault or observer.delivery.fault:
+            observer.come_back()
+        observer.guard.run(observer.begin, scheduler_output)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    @functools.wraps(sample_tokens)
+    def observed_sample(*args: Any, **kwargs: Any) -> Any:
+        observer.guard.run(observer.before_sampling)
+        output = sample_tokens(*args, **kwargs)
+        observer.delivery.run(_put_now_or_later, observer, output)
+        return output
+
+    runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
+    if v2_runner:
+        _watch_logits(runner.model, observer)
+
+
+def _watch_logits(model: Any, observer: Observer) -> None:
+    compute_logits = model.compute_logits
+
+    @functools.wraps(compute_logits)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        logits = compute_logits(*args, **kwargs)
+        if logits is not None:
+            observer.guard.run(observer.on_logits, logits)
+        return logits
+
+    model.compute_logits = watched
+
+
+def _put_now_or_later(observer: Observer, output: Any) -> None:
+    """An asynchronous output exists only once `get_output` is called; the signals ride on what it returns."""
+    measurement = observer.take()
+    get_output = getattr(output, "get_output", None)
+    if get_output is None:
+        observer.put(output, measurement)
+        return
+
+    def with_signals() -> Any:
+        result = get_output()
+        observer.delivery.run(observer.put, result, measurement)
+        return result
+
+    output.get_output = with_signals
