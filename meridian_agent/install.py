@@ -1,7 +1,7 @@
-"""Puts the agent into vLLM: wraps the two places through which vLLM builds schedulers and workers.
+"""Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers.
 
-`install` runs in every vLLM process (front end, engine core, workers); each hook acts only where it is reached. Nothing
-here touches a GPU at import.
+`install` runs in every vLLM process (front end, engine core, workers), but each wrapper acts only in the process that
+calls it. Importing this module does not touch a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _INSTALLED = "_meridian_installed"
 
 
 def install() -> None:
-    """Wrap the two places through which vLLM builds schedulers and workers.
+    """Wrap the two functions through which vLLM builds schedulers and workers.
 
-    In a vLLM that cannot host the agent nothing is wrapped but one call, from which its engine core tells the control
-    plane why; Unsupported is raised then.
+    If this vLLM cannot host the agent, only the choice of the scheduler class is wrapped, so that the engine core tells
+    the control plane why; then Unsupported is raised.
     """
     from vllm.config.scheduler import SchedulerConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _after_choosing(config_class: Any, then: Callable[[type], type]) -> None:
-    """Have `then` say what becomes of every scheduler class that vLLM chooses; only its engine core chooses one."""
+    """Let `then` replace every scheduler class that vLLM chooses. Only the engine core chooses a scheduler class."""
     original = config_class.get_scheduler_cls
 
     @functools.wraps(original)
@@ -51,14 +51,14 @@ def _after_choosing(config_class: Any, then: Callable[[type], type]) -> None:
         try:
             return then(chosen)
         except Exception:
-            logger.exception("meridian: %s is left as it is", chosen)
+            logger.exception("meridian: the scheduler class %s runs without the agent", chosen)
             return chosen
 
     config_class.get_scheduler_cls = get_scheduler_cls
 
 
 def _governed(chosen: type) -> type:
-    """A subclass of the same class with our mixin in front."""
+    """Return a subclass of the chosen scheduler class that has the agent's mixin in front."""
     from meridian_agent.engine.scheduler_mixin import governed
 
     return governed(chosen)
@@ -72,9 +72,10 @@ def _say_absent(reason: str, chosen: type) -> type:
 
 
 def _wrap_worker(wrapper_class: Any) -> None:
-    """Attach the observer to each worker once its model is loaded; hide probes from its KV connector, once it has one.
+    """Attach an observer to each worker after it has loaded its model, and hide probes from the worker's KV connector
+    after the connector exists.
 
-    vLLM loads plugins inside `init_worker`; `init_device` is the first call of its own that comes after.
+    vLLM loads plugins inside `init_worker`, and `init_device` is the first of its calls after that.
     """
     original = wrapper_class.init_device
 
@@ -86,11 +87,11 @@ def _wrap_worker(wrapper_class: Any) -> None:
 
             _after(self.worker, "load_model", functools.partial(attach, self.worker, unfit_worker))
         except Exception:
-            logger.exception("meridian: this worker will not report entropy")
+            logger.exception("meridian: this worker does not measure entropy")
         try:
             _after(self.worker, "initialize_from_config", _hide_from_worker_connector)
         except Exception:
-            logger.exception("meridian: this worker will tell its KV connector of probes that have ended")
+            logger.exception("meridian: the KV connector of this worker will see the ids of finished probes")
         return result
 
     wrapper_class.init_device = init_device
@@ -114,7 +115,7 @@ def _after(owner: Any, name: str, then: Callable[[], None]) -> None:
         try:
             then()
         except Exception:
-            logger.exception("meridian: after %s", name)
+            logger.exception("meridian: the agent's part of the worker's %s failed", name)
         return result
 
     setattr(owner, name, call)

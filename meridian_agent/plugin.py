@@ -1,5 +1,5 @@
-"""The `vllm.general_plugins` entry point. vLLM calls it in every process, perhaps twice, and does not catch what it
-raises; without MERIDIAN_CONTROL it imports nothing of ours."""
+"""The agent's entry point in the group `vllm.general_plugins`. vLLM calls it in every process, sometimes twice, and
+does not catch its exceptions. Without MERIDIAN_CONTROL the entry point imports nothing else of the agent."""
 
 import contextlib
 import os
@@ -21,4 +21,6 @@ def _install() -> None:
     except Exception:
         import logging
 
-        logging.getLogger("vllm.meridian").exception("meridian: the agent could not be installed; vLLM runs as stock")
+        logging.getLogger("vllm.meridian").exception(
+            "meridian: the agent could not be installed; this process runs stock vLLM"
+        )

@@ -1,1 +1,1 @@
-"""The worker role: measures the sampled rows of logits that the engine core asks for."""
+"""The worker role of the agent: it measures the sampled rows of logits that the engine core asks for."""

@@ -1,5 +1,5 @@
-"""Puts the agent in front of a worker's model runner: wraps the runner's methods, so that an `Observer` measures each
-step's logits and puts the signals on the runner's output."""
+"""Wraps the methods of a worker's model runner, so that an `Observer` measures each step's logits and puts the signals
+on the runner's output."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ logger = logging.getLogger("vllm.meridian")
 
 
 def strewn(worker: Any) -> str:
-    """The feature of vLLM that leaves a worker unable to tell whose the rows of its logits are; empty when nothing.
+    """Return the vLLM features in use that keep a worker from knowing which request a row of logits belongs to; empty
+    if none is in use.
 
-    Three features of Model Runner V2: a worker's batch is a part of the one that is sampled; who keeps how many drafts
-    is settled on the GPU; each rank computes the logits of some requests.
+    All three are features of Model Runner V2. With prefill context parallelism a worker has only a part of the batch
+    that is sampled; with adaptive verification the GPU decides how many drafts each request keeps; with batch-sharded
+    sampling each rank computes the logits of some of the requests only.
     """
     parallel, drafting = worker.parallel_config, worker.vllm_config.speculative_config
     used = {
@@ -35,8 +37,8 @@ def strewn(worker: Any) -> str:
 
 
 def probe_for(worker: Any) -> EntropyProbe:
-    """The probe for a worker's device; on a GPU it takes all memory it will ever need: with the CUDA kernel, or without
-    CuPy with torch's operations. Raises KernelError."""
+    """Return the probe for a worker's device. On a GPU the probe allocates all its memory now, and it uses the CUDA
+    kernel or, without CuPy, torch's operations. Raises KernelError."""
     device = worker.device
     if str(device.type) == "cpu":
         return EntropyProbe()
@@ -46,21 +48,24 @@ def probe_for(worker: Any) -> EntropyProbe:
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0) or 0
     rows = config.scheduler_config.max_num_seqs * (1 + drafts)
     with warnings.catch_warnings():
-        # The log has it.
+        # `attach` logs the probe's fallback, so the warning would only repeat it.
         warnings.simplefilter("ignore", RuntimeWarning)
         return EntropyProbe(backend="cuda", strict=True, device=device.index or 0, max_rows=rows)
 
 
 def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
-    """Wrap one worker's model runner, on the instance. Ranks whose output is dropped are left alone.
+    """Wrap the methods of one worker's model runner, on the instance. Tensor-parallel ranks past the first are not
+    wrapped, because vLLM drops their output.
 
-    unfit: what vLLM's runner, V2 or not, lacks for this; empty when nothing.
+    unfit: returns what the model runner (V2 if its argument is true) lacks for measuring; empty if nothing is missing.
     """
     if worker.rank % worker.parallel_config.tensor_parallel_size != 0:
         return
     runner = worker.model_runner
     if not hasattr(runner, "sample_tokens") or not hasattr(runner, "execute_model"):
-        logger.warning("meridian: no entropy from this worker: its runner has no sample_tokens or no execute_model")
+        logger.warning(
+            "meridian: this worker does not measure entropy: its model runner has no sample_tokens or no execute_model"
+        )
         return
     observer = Observer(runner)
     v2_runner = bool(getattr(worker, "use_v2_model_runner", False))
@@ -68,13 +73,13 @@ def attach(worker: Any, unfit: Callable[[bool], str]) -> None:
         if reason := unfit(v2_runner):
             raise KernelError(reason)
         if found := strewn(worker):
-            raise KernelError(f"whose rows of logits are cannot be told with {found}")
+            raise KernelError(f"with {found} a worker cannot tell which request a row of logits belongs to")
         observer.probe = probe_for(worker)
-        logger.info("meridian: observing logits on the %s (%s)", worker.device, observer.probe.backend)
+        logger.info("meridian: measuring logits on device %s with backend %s", worker.device, observer.probe.backend)
         if observer.probe.fallback:
-            logger.warning("meridian: entropy costs more than it need: %s", observer.probe.fallback)
+            logger.warning("meridian: measuring entropy is slower than it could be: %s", observer.probe.fallback)
     except Exception as error:
-        logger.warning("meridian: no entropy from this worker: %s", error)
+        logger.warning("meridian: this worker does not measure entropy: %s", error)
         observer.guard.switch_off(f"{type(error).__name__}: {error}")
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
@@ -111,7 +116,8 @@ def _watch_logits(model: Any, observer: Observer) -> None:
 
 
 def _put_now_or_later(observer: Observer, output: Any) -> None:
-    """An asynchronous output exists only once `get_output` is called; the signals ride on what it returns."""
+    """Put the signals on a step's output. An asynchronous output exists only once `get_output` is called, so the
+    signals are put on what `get_output` returns."""
     measurement = observer.take()
     get_output = getattr(output, "get_output", None)
     if get_output is None:

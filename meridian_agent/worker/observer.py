@@ -1,9 +1,9 @@
-"""The worker role: measures the sampled logits rows that are asked for, before any mask changes them, and hands the
-columns to the engine core on the model runner's own output. Runs on the worker's threads; knows nothing of requests'
-meaning or of policy.
+"""Measures the sampled rows of logits that the engine core asks for, before any mask changes them, and sends the
+columns to the engine core on the model runner's own output. Runs on the worker's threads; knows nothing of policy.
 
-On a GPU a measurement is begun here and read when the output is: under asynchronous scheduling, vLLM's default there,
-on the thread that waits for the sampled tokens, while the next step is under way.
+On a GPU a measurement begins before sampling and its result is read together with the step's output. Under asynchronous
+scheduling, vLLM's default on GPUs, the thread that waits for the sampled tokens reads the result while the next step
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Measurement:
-    """A step's rows, being measured."""
+    """The measurement of one step's rows, which may still be running on the GPU."""
 
     def __init__(self, pending: Pending, first_row: NDArray[np.int32] | None, rows: ChosenRows | None) -> None:
         self._pending, self._first_row, self._rows = pending, first_row, rows
@@ -44,7 +44,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRows:
-    """Some of a step's `count` rows. chosen: their numbers, ascending."""
+    """The rows of a step that are measured. count: all rows of the step. chosen: indices of the measured rows,
+    ascending."""
 
     count: int
     chosen: NDArray[np.int32]
@@ -53,7 +54,11 @@ class ChosenRows:
 def rows_wanted(
     req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
 ) -> ChosenRows | None:
-    """The rows of the requests that are not named, of `count`; None for all."""
+    """Return the rows of all requests but `excluded_ids`, out of the step's `count` rows; None if no request of the
+    step is excluded.
+
+    first_row: index of each request's first row; None if each request has one row.
+    """
     if excluded_ids.isdisjoint(req_ids):
         return None
     wanted = np.fromiter((r not in excluded_ids for r in req_ids), bool, len(req_ids))
@@ -63,7 +68,8 @@ def rows_wanted(
 
 
 def first_rows(req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> NDArray[np.int32] | None:
-    """The first row of each request, of 1 + its drafts; None where each has one."""
+    """Return the index of each request's first row; None if no request has drafts. A request has one row for its next
+    token and one for each draft token."""
     if not drafts:
         return None
     more = [len(drafts.get(r, ())) for r in req_ids]
@@ -73,7 +79,7 @@ def first_rows(req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> N
 
 
 class Wanted:
-    """The rows to measure, which are mostly those of the step before."""
+    """Remembers the rows that the previous step measured, because most steps measure the same rows."""
 
     def __init__(self) -> None:
         self._req_ids: list[str] = []
@@ -83,7 +89,7 @@ class Wanted:
     def rows(
         self, req_ids: Sequence[str], excluded_ids: Set[str], first_row: NDArray[np.int32] | None, count: int
     ) -> ChosenRows | None:
-        """As `rows_wanted`. excluded_ids: another object whenever it has changed."""
+        """Return the same as `rows_wanted`. excluded_ids: must be a different object whenever its ids have changed."""
         if first_row is not None:
             return rows_wanted(req_ids, excluded_ids, first_row, count)
         if excluded_ids is not self._excluded_ids or req_ids != self._req_ids:
@@ -93,29 +99,32 @@ class Wanted:
 
 
 class Observer:
-    """Measures for one model runner."""
+    """Measures the logits of one model runner."""
 
     def __init__(self, runner: Any) -> None:
         self.probe = EntropyProbe()
-        # Two guards: one for measuring, one for handing over, which goes on when measuring has failed, to say so.
+        # One guard runs the measuring and one runs the delivery to the engine core. When measuring has failed, the
+        # delivery still works and reports the fault.
         self.guard, self.delivery = Guard("no entropy from this worker"), Guard("no entropy from this worker")
-        # A fault that the engine core has not been told of, whether it is over or not.
+        # The newest fault that has not been sent to the engine core yet, even if the worker has recovered from it.
         self._untold = ""
         for guard in (self.guard, self.delivery):
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
-        # The end marker's first token, and whose rows are not wanted.
+        # The end marker's first token id, and the ids of the requests whose rows are not measured.
         self._wanted: tuple[int, Set[str]] | None = None
         self._measurement: Measurement | None = None
-        # Model Runner V2: the batch whose logits are about to be computed.
+        # With Model Runner V2: the batch for which the runner computes logits next.
         self._awaited: Any = None
-        # An agent that begins sends names, and does not know what measures here.
+        # The next signals carry the name of the backend. A new agent needs it, and a new agent first sends its list of
+        # excluded ids, so each such list sets this flag.
         self._tells_backend = False
 
     def come_back(self) -> None:
-        """Measure again once a fault has been rested from; only before a step, which begins everything anew."""
+        """Start measuring again if the rest after a fault is over. Called only before a step, because a step resets all
+        state of the measurement."""
         measures, tells = self.guard.come_back(), self.delivery.come_back()
         self._recovered = measures and tells
 
@@ -123,13 +132,14 @@ class Observer:
         self._untold = guard.fault
 
     def begin(self, scheduler_output: Any) -> None:
-        """Note what the engine core asks for in this step."""
+        """Remember which rows the engine core asks for in this step."""
         request = getattr(scheduler_output, REQUEST, None)
         self._wanted = None if request is None else (request[0], self._asked.excluded_ids(request))
         self._tells_backend |= request is not None and request[2] is not None
 
     def before_sampling(self) -> None:
-        """V1 keeps the step's raw logits between its forward pass and sampling; V2 computes them while it samples."""
+        """Begin to measure if the step's logits exist already. Model Runner V1 keeps the raw logits between its forward
+        pass and sampling; V2 computes them inside `sample_tokens`, so `on_logits` measures them."""
         self._measurement = self._awaited = None
         state = self._runner.execute_model_state
         if self._wanted is None or state is None:
@@ -138,16 +148,16 @@ class Observer:
             self._awaited = state.input_batch
         elif state.logits is not None:
             req_ids = self._runner.input_batch.req_ids
-            # From the runner's own scheduler output: where drafts are made on the GPU, only it knows how many there
-            # were.
+            # If draft tokens are made on the GPU, only the runner's own scheduler output knows how many there were.
             drafts = state.scheduler_output.scheduled_spec_decode_tokens
             self._measure(state.logits, req_ids, first_rows(req_ids, drafts))
 
     def on_logits(self, logits: Any) -> None:
-        """V2: the first logits computed inside `sample_tokens` are those it samples from, not masked yet."""
+        """Begin to measure the logits of Model Runner V2. The first logits computed inside `sample_tokens` are the ones
+        that it samples from, before any mask."""
         if self._awaited is not None:
             batch, self._awaited = self._awaited, None
-            # No more rows than requests: nobody has drafts, and the step can be accounted as a whole.
+            # If there are as many rows as requests, no request has draft tokens, so no first rows are needed.
             drafts = len(logits) != len(batch.req_ids)
             self._measure(logits, batch.req_ids, batch.cu_num_logits_np[:-1] if drafts else None)
 
@@ -159,13 +169,13 @@ class Observer:
         self._measurement = Measurement(pending, first_row, rows)
 
     def take(self) -> Measurement | None:
-        """The step's measurement, once."""
+        """Return the step's measurement and forget it; None if nothing was measured."""
         measurement, self._measurement = self._measurement, None
         return measurement
 
     def put(self, output: Any, measurement: Measurement | None) -> None:
-        """Put the step's signals, or the fault that keeps them away, on the output that goes to the engine core."""
-        # Outputs without requests may be one object that vLLM shares.
+        """Put the step's signals on the output that goes to the engine core, or the fault that prevented them."""
+        # vLLM may use one shared object for all outputs without requests, so nothing is set on such an output.
         if not getattr(output, "req_ids", None):
             return
         signals = None if measurement is None else self.guard.run(measurement.signals)

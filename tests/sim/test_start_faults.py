@@ -118,4 +118,4 @@ def test_stock_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
         installed(line)
     finally:
         logger.removeHandler(caplog.handler)
-    assert "vLLM runs as stock" in caplog.text
+    assert "runs stock vLLM" in caplog.text

@@ -161,7 +161,7 @@ def test_rows_whose_request_is_not_known_are_not_measured(
     vars(of(own)).update(feature)
     attach(own, lambda v2_runner: "")
     told = getattr(step(own, asked(torch.randn(2, 50))), RESULT)
-    assert told == f"KernelError: whose rows of logits are cannot be told with {name}"
+    assert told == f"KernelError: with {name} a worker cannot tell which request a row of logits belongs to"
 
 
 def test_what_can_be_told_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
