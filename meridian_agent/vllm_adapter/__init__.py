@@ -1,1 +1,2 @@
-"""All that the agent asks of vLLM, and which vLLM has it. Only this package and `install` name vLLM."""
+"""Every use that the agent makes of vLLM, and the check that a vLLM version provides it. Only this package and
+`install` import vLLM."""

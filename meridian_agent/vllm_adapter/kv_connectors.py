@@ -1,13 +1,13 @@
-"""Keeps EAT probes from vLLM's KV connectors: no call names a probe, no list of a step holds one, no statistic counts
-one.
+"""Hides EAT probes from vLLM's KV connectors: no call to a connector names a probe, no list of a step that a connector
+receives contains a probe, and no statistic of a connector counts a probe.
 
-Owns the wrappers that stand before a connector's methods, on the instance, in the engine core and in each worker, and
-what keeps probes out of the KV cache events by which others know what an engine has cached. Knows a probe by what its
-request id begins with; must not know what a probe measures. Only `hide_from_connector` imports vLLM. The
-wrappers run on the thread on which vLLM calls its connector.
+The module wraps a connector's methods, on the instance, in the engine core and in each worker. It also keeps probes out
+of the KV cache events, from which other programs learn what an engine has cached. It recognises a probe by the prefix
+of its request id and does not know what a probe measures. Only `hide_from_connector` imports vLLM. The wrappers run on
+the thread on which vLLM calls its connector.
 
-A connector is told everything of a step but the probes' rows. KV blocks that a probe is given are told as copies of
-these blocks onto themselves: a connector that still stores their former contents has to finish that first.
+A connector receives everything about a step but the probes' rows. The KV blocks that a probe gets are shown to the
+connector as blocks copied onto themselves, so that a connector that still stores their former contents finishes first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.guard import Guard
 
-# The first minor release whose OffloadingConnector learns from a step's block copies, too, that a block is used anew.
+# First minor release whose OffloadingConnector also reads a step's block copies to learn that a block is reused.
 COPIES_TOLD = (0, 29)
 
-# A connector's answers, by method, for a request that it neither loads nor stores.
+# Return values of a connector's methods, by name, for a request whose KV it neither loads nor stores.
 ANSWERS: dict[str, Any] = {
     "get_external_cache_hit_sources": {},
     "get_loaded_kv_cache_group_ids": (),
@@ -41,40 +41,42 @@ ANSWERS: dict[str, Any] = {
 }
 # Methods of a worker's connector that take the ids of finished requests.
 OF_FINISHED = ("get_finished", "get_transfer_results")
-# Parameters by which a connector's method is told of requests, and the methods whose calls are known to be covered.
+# Parameters through which a connector's method receives requests or their ids.
 _OF_REQUESTS = frozenset(
     {"request", "requests", "request_id", "request_ids", "req_id", "req_ids", "finished_req_ids", "scheduler_output"}
 )
+# Methods of a connector whose calls this module wraps.
 _COVERED = frozenset({*ANSWERS, "build_connector_meta", *OF_FINISHED})
-# Connectors that take part in computing every request of a step, and what they do.
+# Connectors that take part in computing every request of a step, by class name, and what each does.
 TAKES_PART = {"HiSparseConnector": "moves the KV of every request of a step"}
 
 
 def obstacle(connector: Any, interface: Iterable[type]) -> str:
-    """Why probes cannot be kept from a connector; empty when they can. interface: vLLM's classes of its methods."""
+    """Return the reason why probes cannot be hidden from a connector; empty if they can be hidden. interface: vLLM's
+    classes that declare a connector's methods."""
     for owner in interface:
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             if name not in _COVERED and not _OF_REQUESTS.isdisjoint(inspect.signature(method).parameters):
-                return f"the agent does not know {owner.__name__}.{name}, by which a connector is told of requests"
+                return f"the agent does not know {owner.__name__}.{name}, which passes requests to a connector"
     return next((f"{name} {does}" for name, does in TAKES_PART.items() if has(connector, name)), "")
 
 
 def has(connector: Any, name: str) -> bool:
-    """Whether a connector is of the class of this name, or has one within it."""
+    """Whether a connector, or a connector inside it, is an instance of the class with this name."""
     return any(owner.__name__ == name for one in _parts(connector) for owner in type(one).__mro__)
 
 
 def _parts(connector: Any) -> list[Any]:
-    """A connector, and those within it where it is made of several."""
+    """Return a connector and, if it combines several connectors, all of these."""
     within = getattr(connector, "_connectors", None)
     return [connector, *(one for each in within for one in _parts(each))] if isinstance(within, list) else [connector]
 
 
 def hide(scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
-    """Put wrappers before the methods of a scheduler's connector, on the instance.
+    """Wrap the methods of a scheduler's connector, on the instance.
 
-    prefix: what the ids of hidden requests begin with. copied: makes vLLM's KVCacheBlockCopy. guard: trips where a
-    step's hidden requests could not be left out.
+    prefix: prefix of the ids of hidden requests. copied: makes vLLM's KVCacheBlockCopy. guard: trips if the hidden
+    requests cannot be removed from a step.
     """
     hidden = _Hidden(scheduler, prefix, copied, guard)
     connector = scheduler.connector
@@ -86,7 +88,7 @@ def hide(scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: 
 
 
 def hide_finished(connector: Any, prefix: str) -> None:
-    """Keep hidden requests out of the finished ones that a worker's connector is told of."""
+    """Remove hidden requests from the ids of finished requests that a worker's connector receives."""
     for name in OF_FINISHED:
         if (call := getattr(connector, name, None)) is not None:
             setattr(connector, name, _told_of_others(call, prefix))
@@ -95,8 +97,8 @@ def hide_finished(connector: Any, prefix: str) -> None:
 def cache_nothing(manager: Any, prefix: str) -> None:
     """Keep the blocks of hidden requests out of vLLM's prefix cache.
 
-    Each block that goes in or out of it is told to whoever listens to KV cache events: a probe's block would be told
-    gone while its request still has one of the same tokens.
+    vLLM publishes a KV cache event for each block that enters or leaves the cache. For a probe's block the event would
+    say that the block is gone while the probed request still has a block with the same tokens.
 
     manager: vLLM's KVCacheManager.
     """
@@ -119,17 +121,17 @@ def _told_of_others(call: Callable[..., Any], prefix: str) -> Callable[..., Any]
 
 
 class _Hidden:
-    """The hidden requests of one scheduler."""
+    """Hides requests of one scheduler from the scheduler's connector."""
 
     def __init__(self, scheduler: Any, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
         self._scheduler, self._prefix, self._copied, self._guard = scheduler, prefix, copied, guard
-        # Probes that vLLM has named to the connector, until a step has said that they are finished.
+        # Ids of probes for which vLLM has called the connector; removed when a step lists the probe as finished.
         self._ids: set[str] = set()
-        # vLLM's statistics of the connector, while it counts a hidden request in others.
+        # vLLM's real connector statistics while vLLM counts a hidden request in a substitute; otherwise None.
         self._stats: Any = None
 
     def answering(self, call: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-        """A method that gives this answer of a hidden request."""
+        """Wrap a method so that it returns `answer` for a hidden request."""
 
         @functools.wraps(call)
         def asked(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +143,8 @@ class _Hidden:
         return asked
 
     def uncounted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The method right after which vLLM counts what a request asked of the connector."""
+        """Wrap the method right after which vLLM counts a request in the connector's statistics, so that a hidden
+        request is counted in a substitute."""
 
         @functools.wraps(call)
         def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,12 +158,12 @@ class _Hidden:
         return allocated
 
     def _count(self) -> None:
-        """Have vLLM count in its own statistics again."""
+        """Restore vLLM's real connector statistics."""
         if self._stats is not None:
             self._scheduler.connector_prefix_cache_stats, self._stats = self._stats, None
 
     def building(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The method that is told of a step as a whole."""
+        """Wrap the method that receives the whole step, so that it receives the step without hidden requests."""
 
         @functools.wraps(call)
         def build(scheduler_output: Any) -> Any:
@@ -174,7 +177,8 @@ class _Hidden:
                 return call(scheduler_output)
             given = dict(vars(shown))
             meta = call(shown)
-            # A connector may say so how the step is to be run. What is of requests is the step's own.
+            # A connector may set attributes of the step to control how the step runs, so these are copied back. The
+            # attributes that `_without` has replaced stay as they are in the step.
             for name, value in vars(shown).items():
                 if value is not given.get(name) and given.get(name) is getattr(scheduler_output, name, None):
                     setattr(scheduler_output, name, value)
@@ -184,7 +188,7 @@ class _Hidden:
         return build
 
     def _without(self, output: Any) -> Any:
-        """A step without its hidden requests. output: vLLM's SchedulerOutput, which stays as it is."""
+        """Return a copy of a step without its hidden requests. output: vLLM's SchedulerOutput, which is not changed."""
         ids, shown = self._ids, _others(output, self._ids)
         shown.total_num_scheduled_tokens = sum(shown.num_scheduled_tokens.values())
         shown.scheduled_new_reqs = [r for r in output.scheduled_new_reqs if r.req_id not in ids]
@@ -204,13 +208,13 @@ class _Hidden:
         return shown
 
     def _own(self, blocks: Iterable[int]) -> list[int]:
-        """The blocks that no other request has."""
+        """Return those of the given blocks that no other request uses, sorted."""
         pool = self._scheduler.kv_cache_manager.block_pool.blocks
         return sorted({block for block in blocks if pool[block].ref_cnt == 1 and not pool[block].is_null})
 
 
 def _others(of: Any, ids: Set[str]) -> Any:
-    """A copy of an object whose dictionaries and sets by request id lack these ids."""
+    """Return a copy of an object whose dictionaries and sets lack the request ids in `ids`."""
     others = copy.copy(of)
     for name, value in vars(of).items():
         if isinstance(value, dict):
@@ -221,9 +225,10 @@ def _others(of: Any, ids: Set[str]) -> Any:
 
 
 def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
-    """Keep requests from vLLM's KV connector, by what their ids begin with; why they cannot be, or empty.
+    """Hide the requests whose ids have this prefix from vLLM's KV connector. Return the reason why that is impossible;
+    empty if the requests are hidden or there is no connector.
 
-    guard: trips where a step's cannot be left out after all.
+    guard: trips if hidden requests cannot be removed from a later step.
     """
     if scheduler.connector is None:
         return ""
@@ -235,7 +240,7 @@ def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
     if reason := obstacle(scheduler.connector, (KVConnectorBase_V1, SupportsHMA)):
         return reason
     if minor() < COPIES_TOLD and has(scheduler.connector, "OffloadingConnector"):
-        return f"the OffloadingConnector of vLLM {vllm_version()} must know of every request that is given blocks"
+        return f"the OffloadingConnector of vLLM {vllm_version()} must see every request that gets KV blocks"
     try:
         hide(scheduler, prefix, KVCacheBlockCopy, guard)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Probes and vLLM's prefix cache: probes begin on the KV of their request, and vLLM's metrics do not count them."""
+"""Connects EAT probes with vLLM's prefix cache: a probe starts on the KV blocks of the request that it measures, and
+vLLM's prefix-cache metrics do not count probes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def hide_from_cache_stats(manager: Any, prefix: str) -> None:
-    """Keep requests out of vLLM's prefix-cache metrics, by what their ids begin with."""
+    """Keep the requests whose ids have this prefix out of vLLM's prefix-cache metrics."""
     record = getattr(manager, "record_prefix_cache_stats", None)
     if record is None:
         _look_up_unrecorded(manager, prefix)
@@ -29,7 +30,8 @@ def hide_from_cache_stats(manager: Any, prefix: str) -> None:
 
 
 def _look_up_unrecorded(manager: Any, prefix: str) -> None:
-    """The same up to 0.26, where looking up is what records."""
+    """Keep hidden requests out of the prefix-cache metrics of vLLM up to 0.26, which records each request when it looks
+    the request up."""
     lookup = manager.get_computed_blocks
 
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,11 +46,14 @@ def _look_up_unrecorded(manager: Any, prefix: str) -> None:
 
 
 def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
-    """Let some requests begin on the KV of another, a last block that is not full included; whether this engine can.
+    """Let probes start on their parent's KV blocks, including a last block that is partly filled. Return False if this
+    engine does not support it.
 
-    shared_with: by request id, the other request and how many of its tokens. vLLM takes such a block as a partial
-    prefix hit: it is copied on write, so neither request sees what the other writes. guard: runs this, in the midst of
-    `schedule`.
+    vLLM treats the partly filled block as a partial prefix hit: the block is copied on write, so neither request sees
+    what the other writes.
+
+    shared_with: returns, for a request id, the parent's id and how many of the parent's tokens are shared; None for a
+    request that shares nothing. guard: runs the lookup, which vLLM calls inside `schedule`.
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 

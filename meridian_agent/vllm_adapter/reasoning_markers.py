@@ -1,8 +1,8 @@
-"""Finds the tokens that begin and end thinking on this engine: it asks vLLM's reasoning parser, its --reasoning-config
-and the tokenizer, unless policy names them.
+"""Finds the tokens that begin and end thinking on this engine: the module asks vLLM's reasoning parser, its
+--reasoning-config and the tokenizer, unless the policy names the tokens.
 
-Knows nothing of requests or decisions. Called at the engine's start and
-on the link's thread, never in a step.
+The module knows nothing about requests or decisions. It runs when the engine starts and on the link's thread, never in
+a step.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ logger = logging.getLogger("vllm.meridian")
 
 Tokens = tuple[int, ...]
 
-# A parser is asked as for a request that thinks: unless a request's chat_template_kwargs switch thinking on, some
-# parsers know nothing of it, and some know the markers of the request's effort only.
+# The agent asks a parser on behalf of a request that thinks, once for each effort: some parsers name no markers unless
+# the request's chat_template_kwargs switch thinking on, and some name only the markers of the request's effort.
 THINKING = {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}
 EFFORTS = ("high", "medium", "low")
 
-# Markers of parsers that cannot be asked. Of starts and ends each, the first of the ends is what a forced one writes.
+# Start and end markers of the parsers that name none themselves. A forced end writes the first of the end markers.
 #
-# openai_gptoss: vLLM's parser names no marker, and from 0.27 on finds every text ended; vllm/parser/harmony.py tells
-# thinking (analysis) from the answer (final, commentary) by channel. Messages to tools are no thinking.
+# openai_gptoss: vLLM's parser names no marker, and from vLLM 0.27 on it reports thinking as ended in every text.
+# vllm/parser/harmony.py distinguishes thinking (analysis) from the answer (final, commentary) by channel. Messages to
+# tools do not count as thinking.
 _NEXT = "<|end|><|start|>assistant"
 _ANSWERS = ("final<|message|>", "final json<|message|>", "final <|constrain|>json<|message|>", "commentary")
 HARMONY = (
     [f"{before}<|channel|>analysis<|message|>" for before in (_NEXT, "")],
     [f"{before}<|channel|>{answer}" for answer in _ANSWERS for before in (_NEXT, "")] + [f"{_NEXT} to"],
 )
-# inkling: the end that its parser names, <|end_message|>, ends blocks of every kind; thinking is over for vLLM once a
-# block of another kind begins (vllm/parser/inkling.py), and a text block begins with the role and the kind.
+# inkling: the parser names <|end_message|> as the end of thinking, but this token ends blocks of every kind. For vLLM
+# thinking is over once a block of another kind begins (vllm/parser/inkling.py), and a text block begins with the role
+# and the kind.
 _BLOCK = "<|end_message|><|message_model|>"
 _KINDS = ("text", "invoke_tool_json", "invoke_tool_text", "tool_error", "model_end_sampling")
 INKLING = (
     [f"{before}<|content_thinking|>" for before in (_BLOCK, "")],
     [f"{before}<|content_{kind}|>" for kind in _KINDS for before in (_BLOCK, "")],
 )
-# muse_glimmer, and from 0.33 on muse with its alias: the parser names no marker and works on text; thinking is a
-# message to `self`, followed by one to `user` or by a tool call in ATEM, as
-# vllm/tool_parsers/muse_glimmer_tool_parser.py shows them.
+# muse_glimmer, and from vLLM 0.33 on muse with its alias: the parser names no marker and works on text. Thinking is a
+# message to `self`, followed by a message to `user` or by a tool call in the ATEM format, which
+# vllm/tool_parsers/muse_glimmer_tool_parser.py shows.
 _MESSAGE = "<|eom|><|start|>assistant"
 MUSE = (
     [f"{before} to=self<|message|>" for before in (_MESSAGE, "<|start|>assistant", "")],
@@ -60,23 +62,24 @@ WRITTEN = {"openai_gptoss": HARMONY, "inkling": INKLING, "muse_glimmer": MUSE, "
 
 
 class MarkersNotFound(ValueError):  # noqa: N818
-    """A parser tells no markers, or this tokenizer cannot write them; the text says which and why."""
+    """A parser names no markers, or this tokenizer cannot encode them; the message says which of these and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Markers as a parser tells them for one effort, the first end being what a forced one writes."""
+    """The start and end markers that a parser names for one effort; a forced end writes the first end marker."""
 
     starts: tuple[Tokens, ...]
     ends: tuple[Tokens, ...]
 
 
 def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
-    """The thinking markers: what policy says first, then vLLM's --reasoning-config, its reasoning parser and the
-    tokenizer. Where those tell none, markers that are not known, with the reason.
+    """Return the thinking markers from the policy or, if it names none, from vLLM's --reasoning-config, its reasoning
+    parser and the tokenizer. If none of these names markers, the result is marked as unknown and contains the reason.
 
-    Raises ValueError with the field and its value when policy names what this engine cannot have: a token id outside
-    the vocabulary, a parser that is unknown or does not fit the tokenizer, a text without a tokenizer to encode it.
+    Raises ValueError with the field and its value if the policy names something that this engine cannot use: a token id
+    outside the vocabulary, a parser that is unknown or does not fit the tokenizer, or a text when the engine has no
+    tokenizer to encode it.
     """
     starts, ends = (_named(vllm_config, settings, f"think_{which}_token_ids") for which in ("start", "end"))
     closing, prefix = (_encoded(vllm_config, settings, name) for name in ("closing_text", "eat_answer_prefix"))
@@ -96,7 +99,8 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
 
 
 def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[Tokens, ...]:
-    """The marker that policy names by token ids, as the only one; none where it names none. Raises ValueError."""
+    """Return the one marker that the policy gives as token ids in the field `name`; empty if the field is empty. Raises
+    ValueError."""
     tokens, vocabulary = tuple(getattr(settings, name)), vllm_config.model_config.get_vocab_size()
     if outside := [token for token in tokens if token >= vocabulary]:
         raise ValueError(f"{name} must be below {vocabulary}, the size of the vocabulary; got {outside[0]}")
@@ -104,22 +108,22 @@ def _named(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> tuple[T
 
 
 def _encoded(vllm_config: Any, settings: agent_pb2.Settings, name: str) -> Tokens:
-    """A text of the settings in tokens. Raises ValueError."""
+    """Encode the text in one field of the settings as tokens. Raises ValueError."""
     if not (text := getattr(settings, name)):
         return ()
     if (tokenizer := tokenizer_of(vllm_config)) is None:
-        raise ValueError(f"the engine has no tokenizer: {name} cannot be encoded")
+        raise ValueError(f"{name} cannot be encoded: the engine has no tokenizer")
     return _ids(tokenizer, text)
 
 
 def parser_of(vllm_config: Any) -> str:
-    """The reasoning parser that vLLM was started with; empty for none."""
+    """Return the name of the reasoning parser that vLLM was started with; empty if there is none."""
     configured = getattr(vllm_config, "reasoning_config", None)
     return vllm_config.structured_outputs_config.reasoning_parser or getattr(configured, "reasoning_parser", None) or ""
 
 
 def _how_to_name(vllm_config: Any, why: str) -> str:
-    """Why no markers are known, and what to do about it."""
+    """Return a message that says why no markers are known and how an operator can name them."""
     served = vllm_config.model_config.served_model_name
     model = str(served[0] if isinstance(served, (list, tuple)) else served)
     name = parser_of(vllm_config)
@@ -134,8 +138,9 @@ def _how_to_name(vllm_config: Any, why: str) -> str:
 
 
 def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
-    """The markers that vLLM tells, for each effort that has its own, and the text that its --reasoning-config would
-    write before a forced end. parser_name: asked in place of vLLM's own. Raises MarkersNotFound."""
+    """Return the markers that vLLM names, once for each effort that has its own markers, and the tokens that vLLM's
+    --reasoning-config would write before a forced end. parser_name: the parser to ask instead of the one that vLLM was
+    started with; may be empty. Raises MarkersNotFound."""
     tokenizer, name = tokenizer_of(vllm_config), parser_name or parser_of(vllm_config)
     if tokenizer is None:
         raise MarkersNotFound("and the engine has no tokenizer to find markers with")
@@ -151,7 +156,7 @@ def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
     transition: Tokens = ()
     natural = [tokenizer.decode(list(one.ends[0])) for one in found]
     if end and natural and natural[0] in end:
-        # Tokens after the parser's own end belong to the answer already.
+        # The configured text after the parser's own end marker would already belong to the answer.
         transition = _ids(tokenizer, end[: end.rindex(natural[0])])
         end = natural[0]
     first = found[0] if found else Found((), ())
@@ -160,14 +165,15 @@ def _found(vllm_config: Any, parser_name: str) -> tuple[list[Found], Tokens]:
 
 
 def _configured(vllm_config: Any) -> tuple[str, str]:
-    """The texts of vLLM's --reasoning-config; empty where it names none."""
+    """Return the start and end texts of vLLM's --reasoning-config; a text that it does not name is empty."""
     configured = getattr(vllm_config, "reasoning_config", None)
     start, end = (getattr(configured, f"reasoning_{which}_str", None) or "" for which in ("start", "end"))
     return start, end
 
 
 def _usual(tokenizer: Any) -> Found:
-    """The markers of an engine without a parser: <think> and </think>, as one token each. Raises MarkersNotFound."""
+    """Return the markers of an engine without a reasoning parser: <think> and </think>, each as a single token. Raises
+    MarkersNotFound."""
     vocabulary = tokenizer.get_vocab()
     tokens = [vocabulary.get(text) for text in ("<think>", "</think>")]
     if None in tokens:
@@ -176,18 +182,19 @@ def _usual(tokenizer: Any) -> Found:
 
 
 def of_parser(name: str, tokenizer: Any) -> list[Found]:
-    """The markers that a reasoning parser of vLLM's tells, for each effort that has markers of its own. Raises
-    MarkersNotFound."""
+    """Return the markers that one of vLLM's reasoning parsers names, once for each effort that has its own markers.
+    Raises MarkersNotFound."""
     return list(dict.fromkeys(found for _, found in asked(name, tokenizer)))
 
 
 def asked(name: str, tokenizer: Any) -> list[tuple[Any, Found]]:
-    """The parsers that vLLM builds for requests of each effort, with what each tells. Raises MarkersNotFound."""
+    """Return the parsers that vLLM builds for requests of each effort, each with the markers that it names. Raises
+    MarkersNotFound."""
     return [(parser, _asked(name, parser, tokenizer)) for parser in _built(name, tokenizer)]
 
 
 def _built(name: str, tokenizer: Any) -> list[Any]:
-    """The parser as vLLM builds it for requests that think with each effort. Raises MarkersNotFound."""
+    """Build the parser in the way vLLM does, once for each effort of a request that thinks. Raises MarkersNotFound."""
     from vllm.reasoning import ReasoningParserManager
 
     try:
@@ -197,7 +204,7 @@ def _built(name: str, tokenizer: Any) -> list[Any]:
     built, problem = [], None
     for effort in EFFORTS:
         try:
-            # Parsers change what they are given.
+            # Each parser gets its own dictionary, because some parsers change it.
             built.append(parser_class(tokenizer, chat_template_kwargs={**THINKING, "reasoning_effort": effort}))
         except Exception as error:
             problem = problem or error
@@ -207,7 +214,8 @@ def _built(name: str, tokenizer: Any) -> list[Any]:
 
 
 def _asked(name: str, parser: Any, tokenizer: Any) -> Found:
-    """The markers that one parser tells, other ends than its own included. Raises MarkersNotFound."""
+    """Return the markers that one parser names, and the other tokens that end thinking for it. Raises
+    MarkersNotFound."""
     found = _of_ids(parser, tokenizer)
     if found is None:
         starts, ends = (_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser))
@@ -219,9 +227,10 @@ def _asked(name: str, parser: Any, tokenizer: Any) -> Found:
 
 
 def _texts(parser: Any) -> tuple[list[str], list[str]]:
-    """The texts that open and close thinking for a parser, the one to write first; either may be empty."""
+    """Return the texts that open thinking for a parser and the texts that close it; either list may be empty. The first
+    closing text is the one that a forced end writes."""
     if hasattr(parser, "valid_response_starts"):
-        # Sentences; the last one is the usual one.
+        # This parser's markers are sentences, and the last sentence of its list is the usual end marker.
         return list(parser.valid_think_starts), list(parser.valid_response_starts)[::-1]
     if (template := getattr(parser, "response_template", None)) is not None:
         thinking = template.fields.get("thinking")
@@ -233,15 +242,15 @@ def _texts(parser: Any) -> tuple[list[str], list[str]]:
 
 
 def _text_of(parser: Any, which: str) -> list[str]:
-    """The one text that a parser names as its start or end, or that of the token which it knows; none where it knows
-    neither."""
+    """Return the text that a parser names as its start or end, or the text of the token id that it names; an empty list
+    if it names neither."""
     text, token = (getattr(parser, name, None) for name in (f"reasoning_{which}_str", f"{which}_token_id"))
     return [text] if text else [known for known, id_ in parser.vocab.items() if id_ == token]
 
 
 def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
-    """The markers of a parser that compares with token ids of its own; None for any other parser. Raises
-    MarkersNotFound where this tokenizer has other texts at those ids."""
+    """Return the markers of a parser that has fixed token ids; None for any other parser. Raises MarkersNotFound if
+    these ids are other texts in this tokenizer."""
     if not hasattr(parser, "response_start_ids"):
         return None
     for ids, text in (
@@ -257,7 +266,7 @@ def _of_ids(parser: Any, tokenizer: Any) -> Found | None:
 
 
 def _other_ends(parser: Any, tokenizer: Any, found: Found) -> Iterable[Tokens]:
-    """The added tokens that end thinking for a parser, too, those that begin a tool call for one."""
+    """Yield the added tokens that also end thinking for a parser, for example a token that begins a tool call."""
     thinking = [*(found.starts[0] if found.starts else ()), *_ids(tokenizer, "so")]
     if _ended(parser, thinking):
         return
@@ -268,24 +277,24 @@ def _other_ends(parser: Any, tokenizer: Any, found: Found) -> Iterable[Tokens]:
 
 
 def _ended(parser: Any, tokens: list[int]) -> bool:
-    """Whether a parser finds thinking ended in these tokens; one that fails at the question does not."""
+    """Whether a parser says that thinking has ended in these tokens; False if the parser raises an exception."""
     try:
         return parser.is_reasoning_end(tokens) is True
     except Exception:
-        logger.debug("meridian: %s does not say whether thinking has ended", type(parser).__name__, exc_info=True)
+        logger.debug("meridian: %s.is_reasoning_end failed", type(parser).__name__, exc_info=True)
         return False
 
 
 def _spelled(tokenizer: Any, texts: Sequence[str]) -> tuple[Tokens, ...]:
-    """The ways to write these texts in tokens; none of a text that needs the unknown token."""
+    """Return all ways to encode these texts as tokens, without those that contain the unknown token."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     ways = (way for text in texts for way in _ways(tokenizer, text))
     return tuple(dict.fromkeys(way for way in ways if way and (unknown is None or unknown not in way)))
 
 
 def _ways(tokenizer: Any, text: str) -> list[Tokens]:
-    """The ways to write a text in tokens, by itself first: a tokenizer may put the blank before it, or the line feeds
-    after it, into one token with its first or last."""
+    """Return the ways to encode a text as tokens, the text without context first. A tokenizer may merge a blank before
+    the text into the first token, or line feeds after the text into the last token."""
     alone = _ids(tokenizer, text)
     if set(alone) <= set(tokenizer.get_added_vocab().values()):
         return [alone]

@@ -1,4 +1,4 @@
-"""Reads vLLM's requests, and makes probes as requests."""
+"""Reads vLLM's requests and creates the requests that run EAT probes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
-    """A one-token request over `tokens` that shares the parent's cached blocks."""
+    """Return a request that generates one token after the prompt `tokens` and shares the parent's cached blocks."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -23,10 +23,10 @@ def probe_request(parent: Any, request_id: str, tokens: list[int]) -> Any:
         arrival_time=parent.arrival_time,
         lora_request=parent.lora_request,
         cache_salt=parent.cache_salt,
-        # Under the priority policy it is first in the queue and no victim: it is gone after one step.
+        # Under vLLM's priority policy the probe is first in the queue and never preempted; it ends after one step.
         priority=-(1 << 31),
     )
-    # The parent's hashes cover the shared prefix: only what follows is hashed anew.
+    # The parent's block hashes cover the shared prefix, so only the tokens after it have to be hashed.
     probe.block_hashes = list(parent.block_hashes)
     probe._block_hasher = parent._block_hasher
     probe.update_block_hashes()
@@ -40,12 +40,13 @@ def aborted_status() -> Any:
 
 
 def awaits_seeded_token(request: Any) -> bool:
-    """Whether a request with a seed of its own has more than its newest token to compute before it goes on."""
+    """Whether a request with a seed still has more tokens to compute than its newest one before it generates the
+    next."""
     return request.sampling_params.seed is not None and request.num_computed_tokens + 1 < request.num_tokens
 
 
 def never_allows(request: Any, tokens: Sequence[int]) -> bool:
-    """Whether a request's own parameters rule one of these tokens out."""
+    """Whether a request's sampling parameters forbid one of these tokens."""
     params = request.sampling_params
     allowed, bias, bad = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
     return (
@@ -56,18 +57,18 @@ def never_allows(request: Any, tokens: Sequence[int]) -> bool:
 
 
 def not_yet_allows(request: Any, tokens: Sequence[int], unknown: int) -> bool:
-    """Whether one of these tokens would finish a request that has not made its min_tokens yet. unknown: tokens that it
-    may have made besides those that vLLM has accounted."""
+    """Whether one of these tokens would finish a request that has not generated its min_tokens yet. unknown: number of
+    tokens that the request may have generated beyond those that vLLM has counted."""
     params = request.sampling_params
     made = request.num_output_tokens + unknown
     return made < params.min_tokens and not params.all_stop_token_ids.isdisjoint(tokens)
 
 
 def waits_preempted(request: Any) -> bool:
-    """Whether a request waits to be resumed."""
+    """Whether a request was preempted and waits to be resumed."""
     return str(request.status.name) == "PREEMPTED"
 
 
 def waits(request: Any) -> bool:
-    """Whether a request belongs into the waiting queue proper."""
+    """Whether a request's status is one that belongs in vLLM's waiting queue."""
     return str(request.status.name) in ("WAITING", "PREEMPTED")

@@ -1,8 +1,8 @@
-"""Lists all that the agent uses of vLLM, as one table, and tells whether a vLLM has it.
+"""Lists every class, method and attribute of vLLM that the agent uses, in tables, and finds those that a vLLM lacks.
 
-There are two ways to look: at the imported objects, when the agent starts (`Imported`), and at sources without
-importing them (`tests/vllm_sources.py`). Nothing here imports vLLM until it looks. Runs once in each process, before
-any hook.
+There are two ways to inspect a vLLM: the imported objects, when the agent starts (`Imported`), and the sources without
+importing them (`tests/vllm_sources.py`). Importing this module does not import vLLM. The check runs once in each
+process, before any hook.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 Table = dict[str, tuple[str, ...]]
 
-# Owner, `module:Class` or a module, to what it must have. A name is a field or a method whose arguments do not matter;
-# a call is one that the agent makes so, with `_` for each argument. `**_`: the agent's override passes on what else
-# vLLM gives, and only the arguments named are read. `a | b`: either will do, a where there is one.
+# Maps each owner (`module:Class` or a module) to the members that it must have. A plain name is a field, or a method
+# whose arguments do not matter. A call is written as the agent makes it, with `_` for each argument. `**_` means that
+# the agent's override reads only the named arguments and passes on all others. `a | b` means that one of the two is
+# enough.
 ENGINE: Table = {
     "vllm.config.scheduler:SchedulerConfig": (
         "get_scheduler_cls()",
@@ -83,7 +84,7 @@ ENGINE: Table = {
         "create_kv_cache_blocks(_)",
         "take_kv_cache_block_copies()",
         "evict_blocks(_)",
-        # Up to 0.26 they are recorded within get_computed_blocks.
+        # Up to vLLM 0.26 the statistics are recorded within get_computed_blocks.
         "record_prefix_cache_stats(request=_, **_) | log_stats",
         "block_pool",
         "coordinator",
@@ -171,8 +172,8 @@ ENGINE: Table = {
     ),
 }
 
-# The API that hides probes from a KV connector; looked at where there is a connector. Probes are refused where it is
-# missing.
+# The API that the agent needs to hide probes from a KV connector. It is checked only if the engine has a connector; if
+# it is missing, probes are refused.
 CONNECTOR: Table = {
     "vllm.distributed.kv_transfer": ("get_kv_transfer_group()", "has_kv_transfer_group()"),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
@@ -191,7 +192,8 @@ CONNECTOR: Table = {
 }
 
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
-# The API that only a worker uses, by its model runner; looked at where that runner is loaded.
+# The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
+# runner that it has.
 V1_RUNNER: Table = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "execute_model(_, **_)",
@@ -216,19 +218,20 @@ V2_RUNNER: Table = {
 
 
 class Look(Protocol):
-    """A way to look at one vLLM. An owner that is not there has neither fields nor methods."""
+    """A way to inspect one vLLM. An owner that does not exist has neither fields nor methods."""
 
     def has_owner(self, owner: str) -> bool: ...
 
     def has(self, owner: str, name: str) -> bool:
-        """Whether it has this function, field, property or attribute set by its constructor."""
+        """Whether the owner has this function, field, property, or attribute that its constructor sets."""
 
     def signature(self, owner: str, name: str) -> inspect.Signature | None:
-        """The parameters of a function, without self or cls; None where no function has that name."""
+        """Return the parameters of a function, without self or cls; None if no function has that name."""
 
 
 def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The entries of a table that a vLLM lacks, each as `Owner.name` with what is wrong about its arguments."""
+    """Return the entries of a table that a vLLM lacks, each as `Owner.name`, with the error if a function's arguments
+    do not fit."""
     found = []
     for owner, wanted in table.items():
         short = owner.rpartition(":")[2]
@@ -243,7 +246,8 @@ def missing(look: Look, table: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _lacking(look: Look, owner: str, want: str) -> str:
-    """The name that an owner lacks, with what is wrong about its arguments; empty when it has what is wanted."""
+    """Return the name of the wanted member if the owner lacks it, with the error if the arguments do not fit; empty if
+    the owner has the member."""
     name, called, _ = want.partition("(")
     signature = look.signature(owner, name) if called else None
     if signature is not None:
@@ -253,7 +257,7 @@ def _lacking(look: Look, owner: str, want: str) -> str:
 
 
 def _misfit(signature: inspect.Signature, call: str) -> str:
-    """The reason why a call does not fit as the table writes it; empty when it fits."""
+    """Return the reason why the call in the table does not fit a function's signature; empty if it fits."""
     written = ast.parse(call, mode="eval").body
     assert isinstance(written, ast.Call)
     names = {k.arg: None for k in written.keywords if k.arg is not None}
@@ -266,7 +270,7 @@ def _misfit(signature: inspect.Signature, call: str) -> str:
 
 
 class Imported:
-    """Looks at the vLLM of this process, importing the modules of the table."""
+    """Inspects the vLLM of this process by importing the modules that the table names."""
 
     def _find(self, owner: str) -> Any:
         module, _, name = owner.partition(":")

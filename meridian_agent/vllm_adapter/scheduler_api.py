@@ -14,7 +14,8 @@ def is_async(scheduler: Any) -> bool:
 
 
 def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
-    """A GrammarOutput of these rows; `base` keeps its say on the drafts of the requests it covers, ours accept none."""
+    """Return a GrammarOutput with these mask rows. The requests that `base` covers keep their number of acceptable
+    draft tokens; the requests that the agent adds accept none."""
     from vllm.v1.core.sched.output import GrammarOutput
 
     output = GrammarOutput(request_ids, bitmask)
@@ -25,13 +26,14 @@ def grammar_output(request_ids: list[str], bitmask: Any, base: Any) -> Any:
 
 
 def can_redraw(scheduler: Any) -> bool:
-    """Whether the workers can take back what they drew from a request's own random numbers, as they do after each piece
-    of a prompt but the last; torch's generators on CPUs cannot."""
+    """Whether the workers can rewind a request's own random number generator, as they do after each piece of a prompt
+    but the last. Torch's generators on CPUs cannot be rewound."""
     return str(scheduler.vllm_config.device_config.device_type) != "cpu"
 
 
 def may_cut_prompts(scheduler: Any) -> bool:
-    """Whether the workers can do with prompts in other pieces than vLLM makes by itself."""
+    """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU it may not while a request with a
+    seed is in its prompt."""
     if can_redraw(scheduler):
         return True
     requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)
@@ -39,13 +41,15 @@ def may_cut_prompts(scheduler: Any) -> bool:
 
 
 def admission_limit_name(scheduler: Any) -> str:
-    """The attribute that limits how many requests run at once; up to 0.30 the runner's slots are that limit."""
+    """Return the name of the scheduler attribute that limits how many requests run at once. Up to vLLM 0.30 this limit
+    is max_num_running_reqs, which is also the number of slots in the model runner."""
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
 def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
-    """Tokens of the coming step that the running requests take by themselves: each prompt in pieces, as the second, and
-    all others together. Where there is no such prompt and tokens abound, others are the most that they may take."""
+    """Return how many tokens of the next step the running requests take without any limit of the agent: first all
+    requests together that are past their prompt, then a list with one number for each prompt that is computed in
+    pieces. If there is no such prompt and the step has tokens to spare, the first number is an upper bound."""
     running = scheduler.running
     pieces = [_tokens_left(request) for request in running if request.is_prefill_chunk]
     most = len(running) * (1 + scheduler.num_spec_tokens)
@@ -57,7 +61,8 @@ def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
 
 
 def input_tokens(scheduler: Any, sequences: int) -> int:
-    """Tokens that the workers' buffers take in a step of so many sequences: some drafters want places of their own."""
+    """Return how many tokens fit in the workers' buffers in a step with this many sequences. Some drafters reserve
+    places in the buffers for each sequence."""
     drafting = scheduler.vllm_config.speculative_config
     places = drafting.max_num_new_slots_for_drafting if drafting is not None else 0
     return int(scheduler.scheduler_config.max_num_batched_tokens - places * sequences)
@@ -68,8 +73,9 @@ def _tokens_left(request: Any) -> int:
 
 
 def piece_limits(scheduler: Any, tokens: int) -> list[tuple[Any, str, int]]:
-    """The settings that limit each piece of a prompt to so many tokens: (object, attribute, value). From 0.31 on vLLM
-    may be told to raise such a limit to a fair share of the step."""
+    """Return the vLLM settings that limit each piece of a prompt to this many tokens, as (object, attribute, value).
+    From vLLM 0.31 on an option raises such a limit to a fair share of the step, so the settings switch the option
+    off."""
     limits: list[tuple[Any, str, int]] = [(scheduler.scheduler_config, "long_prefill_token_threshold", tokens)]
     if getattr(scheduler, "adaptive_long_prefill_threshold", False):
         limits.append((scheduler, "adaptive_long_prefill_threshold", False))

@@ -1,4 +1,5 @@
-"""Asks vLLM's tokenizer for the agent: sentence ends, and what the chat template does with earlier turns."""
+"""Reads two facts from vLLM's tokenizer: which tokens end a sentence, and how the chat template treats the thinking of
+earlier turns."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# A tool call to render chat templates with.
+# The tool call with which the agent renders chat templates.
 TOOL: dict[str, Any] = {"name": "meridiantool", "arguments": {"meridianargument": 1}}
 
 
 def tokenizer_of(vllm_config: Any) -> Any:
-    """The engine's tokenizer, or None when it runs without one."""
+    """Return the engine's tokenizer, or None if the engine runs without a tokenizer."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
 def boundaries(vllm_config: Any) -> bytes:
-    """Sentence and paragraph flags of every token id, read from the tokenizer once; empty without one."""
+    """Return the sentence and paragraph flags of every token id; empty if the engine has no tokenizer."""
     tokenizer = tokenizer_of(vllm_config)
     if tokenizer is None:
         return b""
@@ -35,10 +36,11 @@ def boundaries(vllm_config: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chat template's way with earlier turns, found by rendering some.
+    """How the chat template treats the thinking of earlier turns; found by rendering test turns.
 
-    strips_think: thinking is gone from a turn that a user's turn follows.
-    tool_call: token that begins a tool call, where thinking stays in the chat until the tool was answered; else None.
+    strips_think: the template removes thinking from an assistant's turn that a user's turn follows.
+    tool_call: the token that begins a tool call, if the template keeps thinking until the tool's result has arrived;
+    otherwise None.
     """
 
     strips_think: bool = False
@@ -46,9 +48,11 @@ class Template:
 
 
 def template_of(tokenizer: Any, markers: Markers) -> Template:
-    """Render the model's own chat template with thinking in an earlier turn and, where it can, with a tool call.
+    """Render the model's own chat template with thinking in an earlier turn and, if the template supports it, with a
+    tool call.
 
-    A template that keeps thinking in tool loops and does not say where a tool call begins counts as one that keeps all.
+    A template that keeps thinking while tools are called, but has no token that begins a tool call, is treated as a
+    template that keeps all thinking.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return Template()
@@ -63,7 +67,7 @@ def template_of(tokenizer: Any, markers: Markers) -> Template:
         try:
             return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
         except Exception as error:
-            logger.info("meridian: the chat template does not render %s: %s", [t["role"] for t in turns], error)
+            logger.info("meridian: the chat template cannot render turns %s: %s", [t["role"] for t in turns], error)
             return ""
 
     text = render(user, said, user)

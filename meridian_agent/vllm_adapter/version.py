@@ -1,4 +1,4 @@
-"""Tells which vLLM this is, and whether it can host the agent."""
+"""Reads the version of the installed vLLM and checks whether this vLLM can host the agent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import vllm
 
 from meridian_agent.vllm_adapter import required_api
 
-# Minor releases whose hooks were read and whose tests were run or whose sources were compared.
+# First and last supported minor release: for each release between them the hooked code was read, and either the tests
+# were run or the sources were compared.
 SUPPORTED = ((0, 26), (0, 33))
 
 
 class Unsupported(RuntimeError):  # noqa: N818
-    """This vLLM cannot host the agent; the text says why."""
+    """This vLLM cannot host the agent; the message says why."""
 
 
 def vllm_version() -> str:
@@ -24,7 +25,8 @@ def minor() -> tuple[int, int]:
 
 
 def unfit() -> str:
-    """Why this vLLM cannot host the agent: its version, or every hook that it lacks; empty when it can."""
+    """Return the reason why this vLLM cannot host the agent: its version, or every hook that it lacks. Empty if it can
+    host the agent."""
     low, high = SUPPORTED
     if not low <= minor() <= high:
         return f"vLLM {vllm_version()} is outside the supported {low[0]}.{low[1]} to {high[0]}.{high[1]}"
@@ -33,7 +35,8 @@ def unfit() -> str:
 
 
 def unfit_worker(v2_runner: bool) -> str:
-    """The same of what only a worker uses, with one of vLLM's two model runners."""
+    """Return what this vLLM lacks for measuring in a worker; empty if nothing is missing. v2_runner: the worker uses
+    Model Runner V2 instead of V1."""
     lacks = required_api.missing(
         required_api.Imported(), required_api.V2_RUNNER if v2_runner else required_api.V1_RUNNER
     )

@@ -188,7 +188,7 @@ def test_a_connector_with_a_method_that_is_not_known_takes_none() -> None:
         def request_paused(self, request: Any) -> None: ...
 
     said = connectors.obstacle(Later(), (Later,))
-    assert said == "the agent does not know Later.request_paused, by which a connector is told of requests"
+    assert said == "the agent does not know Later.request_paused, which passes requests to a connector"
 
 
 def test_refused_ones_are_found_within_others() -> None:

@@ -146,7 +146,7 @@ def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
     assert "the engine has no tokenizer" in markers.resolve(config, agent_pb2.Settings()).unknown
     named = agent_pb2.Settings(think_start_token_ids=[4], think_end_token_ids=[5])
     assert markers.resolve(config, named).end == (5,)
-    with pytest.raises(ValueError, match="no tokenizer: closing_text"):
+    with pytest.raises(ValueError, match="closing_text cannot be encoded: the engine has no tokenizer"):
         markers.resolve(config, agent_pb2.Settings(closing_text="so"))
 
 
