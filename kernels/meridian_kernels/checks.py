@@ -1,8 +1,8 @@
-"""Checks arguments of the public functions before anything is measured or remembered. Every error is a KernelError that
+"""Checks the arguments of the public functions before anything is measured or stored. Every error is a KernelError that
 names the argument and its value.
 
-Recognises torch tensors and GPU arrays without importing torch or CuPy: whoever passes one has imported its library.
-Pure functions.
+The checks recognise torch tensors and GPU arrays without importing torch or CuPy, because a caller who passes such an
+array has imported its library. All functions are pure.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meridian_kernels.errors import KernelError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Types that are measured as they are, and NumPy's own default, which is rounded to float32 first.
+# Dtypes that are measured directly, and NumPy's default dtype, which is rounded to float32 first.
 DTYPES, WIDE = ("float32", "bfloat16", "float16"), "float64"
 MAX_END_TOKENS = 4
 _INT32_MAX = 2**31 - 1
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether it is a torch tensor."""
+    """Whether an array is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
@@ -37,14 +37,15 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def place_of(array: Any) -> str:
-    """Where a checked array is, for messages."""
+    """Return a description of where a checked array is, for error messages."""
     if isinstance(array, np.ndarray):
         return "a NumPy array"
     return str(array.device) if is_tensor(array) else "an array on a GPU"
 
 
 def logits(array: Any, shape: Sequence[str]) -> None:
-    """`shape` names the dimensions that the array must have."""
+    """Raise KernelError unless the array holds logits that can be measured. shape: names of the dimensions that the
+    array must have."""
     if is_tensor(array):
         if str(array.layout) != "torch.strided":
             raise KernelError(f"logits must be dense; got a tensor of layout {array.layout}")
@@ -63,14 +64,15 @@ def dtype_of(array: Any) -> str:
 
 
 def narrowed(array: Any) -> Any:
-    """Checked logits in a dtype that is measured as it is."""
+    """Return checked logits in a dtype that is measured directly: float64 is rounded to float32."""
     if dtype_of(array) != WIDE:
         return array
     return array.float() if is_tensor(array) else array.astype("float32")
 
 
 def end_tokens(given: Any, vocab: int | None = None) -> tuple[int, ...]:
-    """One to four different token ids, from a number or a list of them; below `vocab` where that is known."""
+    """Return one to four different token ids from one id or a list of ids. vocab: size of the vocabulary, which all ids
+    must be below; None if it is unknown."""
     name = "think_end_token_ids"
     if _is_integer(given):
         given = (given,)
@@ -85,7 +87,7 @@ def end_tokens(given: Any, vocab: int | None = None) -> tuple[int, ...]:
             raise KernelError(f"{name} must be integers; got {reprlib.repr(token)}")
         if not 0 <= token < (_INT32_MAX if vocab is None else vocab):
             raise KernelError(f"{name} must be in [0, {_INT32_MAX if vocab is None else vocab}); got {token}")
-    # CuPy hands a NumPy number to the kernel in its own width, which is not that of the parameter.
+    # CuPy passes a NumPy number to a kernel in the number's own width, which may differ from the parameter's width.
     ends = tuple(map(int, given))
     if len(set(ends)) < len(ends):
         raise KernelError(f"{name} must differ from each other; got {list(ends)}")
@@ -93,7 +95,8 @@ def end_tokens(given: Any, vocab: int | None = None) -> tuple[int, ...]:
 
 
 def row_numbers(given: Any, count: int) -> NDArray[np.int32]:
-    """Numbers of some of `count` rows, in any order, the same one several times or none at all."""
+    """Return the indices of the rows to measure out of `count` rows. The indices may be in any order, repeated or
+    empty."""
     if isinstance(given, np.ndarray):
         if given.ndim != 1:
             raise KernelError(f"rows must be a list of numbers; got shape {given.shape}")
@@ -118,7 +121,7 @@ def request_id(name: str, given: Any) -> None:
 
 
 def request_ids(given: Any, count: int) -> None:
-    """One id for each of `count` rows, all different."""
+    """Raise KernelError unless there is one id for each of `count` rows and all ids differ."""
     if not isinstance(given, (list, tuple)):
         raise KernelError(f"req_ids must be a list of strings; got {reprlib.repr(given)}")
     for index, req_id in enumerate(given):
@@ -131,13 +134,13 @@ def request_ids(given: Any, count: int) -> None:
 
 
 def flags(name: str, given: Any, count: int) -> list[bool]:
-    """A flag for each of `count` rows, from one for all or a list."""
+    """Return a flag for each of `count` rows, from one flag for all rows or a list of flags."""
     if isinstance(given, (bool, np.bool_)):
         return [bool(given)] * count
     if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype == np.bool_:
         given = given.tolist()
     if not isinstance(given, (list, tuple)) or not all(isinstance(flag, (bool, np.bool_)) for flag in given):
-        raise KernelError(f"{name} must be true or false, or a list of that; got {reprlib.repr(given)}")
+        raise KernelError(f"{name} must be a boolean or a list of booleans; got {reprlib.repr(given)}")
     if len(given) != count:
         raise KernelError(f"{name} must have a value for each of the {count} rows; got {len(given)}")
     return list(map(bool, given))
@@ -150,7 +153,7 @@ def flag(name: str, given: Any) -> bool:
 
 
 def fraction(name: str, given: Any) -> float:
-    """A number in (0, 1]."""
+    """Return a number in (0, 1] as a float."""
     is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
     if not is_number or not 0 < given <= 1:
         raise KernelError(f"{name} must be in (0, 1]; got {reprlib.repr(given)}")
@@ -158,7 +161,7 @@ def fraction(name: str, given: Any) -> float:
 
 
 def whole(name: str, given: Any, low: int) -> int:
-    """An integer from `low` on."""
+    """Return an integer that is at least `low`."""
     if not _is_integer(given) or not low <= given <= _INT32_MAX:
         raise KernelError(f"{name} must be an integer in [{low}, {_INT32_MAX}]; got {reprlib.repr(given)}")
     return int(given)

@@ -1,6 +1,6 @@
-"""Measures on the CPU, for engines without a GPU: NumPy, and torch's threads where there is much to compute.
+"""Measures logits on the CPU, for engines without a GPU, with NumPy and, for many elements, with torch's threads.
 
-Works on NumPy arrays and on torch tensors. Importing this touches neither torch nor a GPU.
+The logits may be NumPy arrays or torch tensors. Importing this module neither imports torch nor touches a GPU.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Logits are shifted by their row maximum and then clipped here: exp(-1e4) is exactly 0 in float32, so -inf entries and
-# the tail contribute 0 to both sums, never NaN.
+# Logits are shifted by their row maximum and then clipped to at least this value. exp(-1e4) is exactly 0 in float32, so
+# -inf entries and the tail contribute 0 to both sums, never NaN.
 _FLOOR = -1e4
-# Elements of one chunk, so that temporaries stay far below the size of the logits.
+# Elements of one chunk; small enough that temporaries stay far below the size of the logits.
 _CHUNK_ELEMENTS = 1 << 19
-# From so many on torch's threads are worth the calls.
+# Number of elements from which torch's threads save more time than the calls to torch cost.
 _MANY_ELEMENTS = 1 << 16
 
 
 def measure(logits: torch.Tensor | NDArray[Any], ends: Sequence[int], selected: NDArray[np.int32] | None) -> RowSignals:
-    """Signals of logits [rows, vocabulary] in the CPU's memory, of the selected rows or all, a chunk of rows at a
-    time."""
+    """Return the signals of logits [rows, vocabulary] in the CPU's memory, for the selected rows or, if `selected` is
+    None, for all rows. The rows are measured in chunks."""
     count, vocab = logits.shape
-    # To pick some rows out of little takes longer than to measure all.
+    # With few elements, selecting rows takes longer than measuring all of them.
     all_of_few = selected is not None and len(selected) > 0 and count * vocab <= _MANY_ELEMENTS
     picked = None if all_of_few else selected
     if picked is not None:
@@ -48,7 +48,8 @@ def measure(logits: torch.Tensor | NDArray[Any], ends: Sequence[int], selected: 
 
 
 def _rows(logits: torch.Tensor | NDArray[Any], at: slice, picked: NDArray[np.int32] | None) -> NDArray[np.float32]:
-    """Some of the rows, or of those that are picked, in float32: the logits' own memory where it can be."""
+    """Return a slice of the rows, or of the picked rows, in float32. The result shares the logits' memory if
+    possible."""
     if isinstance(logits, np.ndarray):
         return (logits[at] if picked is None else logits[picked[at]]).astype(np.float32, copy=False)
     import torch
@@ -60,8 +61,9 @@ def _rows(logits: torch.Tensor | NDArray[Any], at: slice, picked: NDArray[np.int
 def _measure(
     plain: NDArray[np.float32], ends: list[int], floats: NDArray[np.float32], integers: NDArray[np.int32]
 ) -> None:
-    """NumPy, whose calls cost less, and torch on all its threads where there is much to compute. Few calls: between two
-    steps of a large model their code has left the caches, and each costs ten times what it computes."""
+    """Fill the columns of these rows. NumPy's calls cost less than torch's, so torch computes only what is large enough
+    for its threads. The function makes few calls, because between two steps of a large model their code has left the
+    CPU's caches, and then each call costs ten times what it computes."""
     top = np.maximum.reduce(plain, axis=1)
     if not math.isfinite(sum(top.tolist())):
         _leave_out(plain, np.isfinite(top), ends, floats, integers)
@@ -89,7 +91,8 @@ def _leave_out(
     floats: NDArray[np.float32],
     integers: NDArray[np.int32],
 ) -> None:
-    """Measure the rows that can be."""
+    """Measure the rows that can be measured and fill the columns of the others with NaN and -1. fit: for each row,
+    whether it can be measured."""
     measured, counted = np.empty((4, fit.sum()), np.float32), np.empty((2, fit.sum()), np.int32)
     _measure(plain[fit], ends, measured, counted)
     floats[:], integers[:] = np.nan, -1

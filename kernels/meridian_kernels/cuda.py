@@ -1,8 +1,8 @@
-"""Loads the CUDA source through CuPy and runs it beside torch: own stream, events, pinned memory.
+"""Loads the CUDA source through CuPy and runs the kernel beside torch, with its own stream, events and pinned memory.
 
-Everything is allocated, compiled and run once when a `Kernels` is made; after that a measurement allocates nothing on
-the GPU and no call but `PendingRows.result` waits. Importing this touches neither CuPy nor a GPU. Knows of torch and
-CuPy arrays only their address, strides, dtype and stream.
+Creating a `Kernels` object allocates all memory and compiles and runs each kernel once. After that a measurement
+allocates nothing on the GPU, and no call but `PendingRows.result` waits for it. Importing this module neither imports
+CuPy nor touches a GPU. The module uses only the address, strides, dtype and stream of torch and CuPy arrays.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ OPTIONS = (
     f"-DSTAGES={STAGES}",
     f"-DBLOCKS_PER_SM={BLOCKS_PER_SM}",
 )
-# Kernel and bytes per entry, by the name of the dtype.
+# Name of the kernel and bytes per entry, for each dtype.
 KERNELS = {"float32": ("signals_f32", 4), "bfloat16": ("signals_bf16", 2), "float16": ("signals_f16", 2)}
-# The stream that CUDA's calls mean by 1.
+# CUDA's handle of the legacy default stream.
 LEGACY_STREAM = 1
-# Bytes of the source's State, of which there is one for each block and row at most.
+# Size in bytes of the struct `State` in the CUDA source.
 STATE_BYTES = 20
 
 
 def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int = TILE_VECTORS) -> tuple[int, int]:
-    """Tiles of a row, and blocks to launch of the `blocks` that the GPU holds at once."""
+    """Return the number of tiles of a row and the number of blocks to launch. blocks: number of blocks that the GPU
+    runs at once, which is the upper limit."""
     vectors = vocab // (16 // entry_bytes)
     tiles = max(1, -(-vectors // tile_vectors))
     return tiles, min(blocks, rows * tiles)
@@ -49,7 +50,8 @@ def plan(rows: int, vocab: int, entry_bytes: int, blocks: int, tile_vectors: int
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows in the GPU's memory. stride: entries from one to the next; count: of those to measure."""
+    """Rows of logits in the GPU's memory. stride: entries from the start of one row to the start of the next. count:
+    number of rows to measure."""
 
     address: int
     stride: int
@@ -59,26 +61,27 @@ class DeviceRows:
 
 
 def rows_of(logits: Any, count: int) -> DeviceRows:
-    """Where a torch tensor's rows are, of which this many are to be measured. Raises KernelError."""
+    """Return where the rows of a torch tensor are. count: number of rows to measure. Raises KernelError."""
     if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise KernelError(f"a row's logits must lie side by side on a GPU; got strides {logits.stride()}")
+        raise KernelError(f"a row's logits must be contiguous on a GPU; got strides {logits.stride()}")
     return DeviceRows(logits.data_ptr(), logits.stride(0), count, logits.shape[1], checks.dtype_of(logits))
 
 
 def rows_of_interface(logits: Any, count: int) -> tuple[DeviceRows, int]:
-    """Where the rows of a CuPy array, or of another with `__cuda_array_interface__`, are, and the stream it belongs to:
-    CUDA's legacy default stream where the array names none. Raises KernelError."""
+    """Return where the rows of an array with `__cuda_array_interface__` are, for example of a CuPy array, and the
+    array's stream; CUDA's legacy default stream if the array names none. Raises KernelError."""
     interface, dtype = logits.__cuda_array_interface__, checks.dtype_of(logits)
     vocab, size = logits.shape[1], KERNELS[dtype][1]
     strides = interface.get("strides") or (vocab * size, size)
     if (vocab > 1 and strides[1] != size) or strides[0] % size:
-        raise KernelError(f"a row's logits must lie side by side on a GPU; got strides of {strides} bytes")
+        raise KernelError(f"a row's logits must be contiguous on a GPU; got strides of {strides} bytes")
     rows = DeviceRows(interface["data"][0], strides[0] // size, count, vocab, dtype)
     return rows, interface.get("stream") or LEGACY_STREAM
 
 
 class Kernels:
-    """The kernels on one GPU, for at most `max_rows` rows. Raises what CuPy raises when it cannot be used."""
+    """The CUDA kernels on one GPU, for at most `max_rows` rows in one measurement. The constructor raises CuPy's own
+    exceptions if the GPU cannot be used."""
 
     def __init__(self, device: int, max_rows: int) -> None:
         import cupy
@@ -111,9 +114,9 @@ class Kernels:
         return Slot(host, selected, copied, lambda: bool(copied.done))
 
     def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> PendingRows:
-        """Measure rows of checked logits [rows, vocabulary] on this GPU, after what their stream has been given so far
-        and before what it is given from now on: torch's current stream for a tensor, for a CuPy array the one that CuPy
-        names. Raises KernelError."""
+        """Begin to measure rows of checked logits [rows, vocabulary] on this GPU. The measurement runs after the work
+        that is queued on the logits' stream now, and before work that is queued later. This stream is torch's current
+        stream for a tensor, and the stream that CuPy names for a CuPy array. Raises KernelError."""
         count = logits.shape[0] if selected is None else len(selected)
         if count > self.max_rows:
             raise KernelError(f"at most {self.max_rows} rows can be measured at once; got {count}")
@@ -159,12 +162,13 @@ class Kernels:
         return PendingRows(slot, count)
 
     def launch(self, stream: Any, rows: DeviceRows, ends: Sequence[int], chosen: int) -> None:
-        """Give the kernel alone to a CuPy stream. chosen: address of the selected rows' numbers, or 0."""
+        """Launch the kernel on a CuPy stream, without copying its results. chosen: address of the selected rows'
+        indices, or 0 for all rows."""
         function, entry_bytes = self._functions[rows.dtype]
         count, vocab = rows.count, rows.vocab
         tiles, grid = plan(count, vocab, entry_bytes, self._blocks)
         if max(count * tiles, vocab) >= 1 << 31:
-            raise KernelError(f"{count} rows of {vocab} logits are too many")
+            raise KernelError(f"{count} rows of {vocab} logits are too many for one launch")
         four = (*ends, *(ends[-1],) * (checks.MAX_END_TOKENS - len(ends)))
         buffers = (self._pieces.data.ptr, self._tickets.data.ptr, self._out.data.ptr)
         with stream:

@@ -1,7 +1,7 @@
-"""Defines the signals: the columns, the error, and the definition in float64 NumPy, slow and plain, that every way to
-compute them is tested against.
+"""Defines the signals: their columns, and a slow and simple computation in float64 NumPy against which every other way
+to compute them is tested.
 
-Knows nothing of devices, requests or policy. Pure values and functions.
+The module knows nothing about devices or policy. All its functions are pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RowSignals:
     log_sum_exp_nats: log of the sum of e^logit, float32.
     top_logprob_nats: log-probability of the likeliest token, float32.
     end_logprob_nats: log-probability of the end token, of the likeliest if there are several, float32.
-    top_token_id: the likeliest token, the first of equal ones; -1 in a row that cannot be measured. int32.
+    top_token_id: id of the likeliest token, the lowest id if several are equally likely; -1 in a row that cannot be
+    measured, int32.
     end_rank: 1 + number of logits strictly above the end token's, int32.
 
     A row that holds NaN or +inf, or nothing but -inf, cannot be measured: its float columns are NaN, and its rank means
@@ -54,19 +55,20 @@ class RowSignals:
 
 
 def columns(signals: RowSignals) -> dict[str, NDArray[Any]]:
-    """The columns by name."""
+    """Return the columns of the signals by name."""
     return {column.name: getattr(signals, column.name) for column in fields(signals)}
 
 
 @dataclass(frozen=True, slots=True)
 class EntropySignal(RowSignals):
-    """Signals of rows that belong to requests. EAT is the entropy after the end-of-thinking marker, arXiv 2509.26522.
+    """Signals of rows that belong to requests. EAT is the entropy after the end-of-thinking marker (arXiv 2509.26522).
 
     eat: the request's newest EAT sample in nats, float64: the entropy of its newest row that comes after an appended
-    end marker; NaN before the first. Where the measured row is such a row, `eat` equals `token_entropy`.
+    end marker; NaN before the first sample. If the measured row comes after an end marker, `eat` equals
+    `token_entropy`.
     eat_ema_variance: exponential moving variance V_n of the request's EAT samples x_0 ... x_n, in nats squared,
-    float64; 0 after the first sample, NaN before it. With a = ema_alpha: M_0 = x_0, M_n = a * x_n + (1 - a) * M_{n-1};
-    V_0 = 0, V_n = a * (x_n - M_n)^2 + (1 - a) * V_{n-1}.
+    float64; 0 after the first sample, NaN before the first sample. With a = ema_alpha: M_0 = x_0,
+    M_n = a * x_n + (1 - a) * M_{n-1}; V_0 = 0, V_n = a * (x_n - M_n)^2 + (1 - a) * V_{n-1}.
     """
 
     eat: NDArray[np.float64]
@@ -74,7 +76,7 @@ class EntropySignal(RowSignals):
 
     @property
     def token_entropy(self) -> NDArray[np.float32]:
-        """Entropy of softmax(row) in nats over the whole vocabulary: `entropy_nats`, whatever the row comes after."""
+        """Entropy of softmax(row) in nats over the whole vocabulary; another name of `entropy_nats`."""
         return self.entropy_nats
 
 
@@ -83,8 +85,8 @@ def reference(
     think_end_token_ids: int | Sequence[int],
     rows: Sequence[int] | NDArray[np.integer] | None = None,
 ) -> RowSignals:
-    """The definition, in float64: signals of a NumPy array [rows, vocabulary] of any float dtype. Raises
-    KernelError."""
+    """Compute the signals by their definition, in float64, for a NumPy array [rows, vocabulary] of any float dtype.
+    Raises KernelError."""
     if not isinstance(logits, np.ndarray) or logits.dtype.kind != "f":
         raise KernelError(
             f"logits must be a NumPy array of floats; got {getattr(logits, 'dtype', type(logits).__name__)}"

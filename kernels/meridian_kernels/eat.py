@@ -1,6 +1,6 @@
-"""EAT samples of requests: the newest one and its exponential moving variance, kept for each request across calls.
+"""Keeps, for each request, the newest EAT sample and the exponential moving mean and variance of its EAT samples.
 
-Knows nothing of logits. Belongs to one thread.
+The module knows nothing about logits. Its objects belong to one thread.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# Requests whose samples are remembered, some 20 MB; beyond that the one sampled longest ago is forgotten.
+# Largest number of requests whose EAT state is kept, some 20 MB. Beyond that, the request that was sampled longest ago
+# is forgotten.
 MAX_REQUESTS = 65_536
 
 
 @dataclass(slots=True)
 class Eat:
-    """newest: x_n in nats. mean: M_n in nats. variance: V_n in nats squared."""
+    """EAT state of one request. newest: sample x_n in nats. mean: M_n in nats. variance: V_n in nats squared."""
 
     newest: float
     mean: float
@@ -26,15 +27,15 @@ UNKNOWN = Eat(math.nan, math.nan, math.nan)
 
 
 class EatHistory:
-    """M_0 = x_0, M_n = a * x_n + (1 - a) * M_{n-1}; V_0 = 0, V_n = a * (x_n - M_n)^2 + (1 - a) * V_{n-1}
-    (arXiv 2509.26522), with a = ema_alpha, in float64."""
+    """EAT state of all requests. For samples x_n and a = ema_alpha, in float64 (arXiv 2509.26522): M_0 = x_0,
+    M_n = a * x_n + (1 - a) * M_{n-1}; V_0 = 0, V_n = a * (x_n - M_n)^2 + (1 - a) * V_{n-1}."""
 
     def __init__(self, ema_alpha: float, max_requests: int = MAX_REQUESTS) -> None:
         self._alpha, self._max_requests = ema_alpha, max_requests
         self._by_request: OrderedDict[str, Eat] = OrderedDict()
 
     def add(self, req_id: str, sample_nats: float) -> None:
-        """Take in a request's next sample. One that could not be measured (NaN) is left out."""
+        """Add a request's next sample. A sample that could not be measured (NaN) is ignored."""
         if not math.isfinite(sample_nats):
             return
         known = self._by_request.get(req_id)
@@ -50,7 +51,7 @@ class EatHistory:
         self._by_request.move_to_end(req_id)
 
     def of(self, req_id: str) -> Eat:
-        """Where a request stands; NaN in all fields before its first sample."""
+        """Return a request's EAT state; all fields are NaN before its first sample."""
         return self._by_request.get(req_id, UNKNOWN)
 
     def forget(self, req_id: str) -> None:

@@ -1,6 +1,6 @@
-"""The one error of the package."""
+"""Defines the only exception that the package raises."""
 
 
 class KernelError(RuntimeError):
-    """The input cannot be measured, or not here. The message names the argument and its value: a wrong type, shape,
-    dtype or device, a token id outside the vocabulary, a GPU that cannot be used."""
+    """The input cannot be measured at all, or not on this device. The message names the argument and its value, for
+    example a wrong type, shape, dtype or device, or a token id outside the vocabulary."""

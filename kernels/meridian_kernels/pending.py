@@ -1,6 +1,7 @@
-"""Results on their way from a GPU: pinned buffers that are used in turn, and the measurement that one of them carries.
+"""Carries results from a GPU: a ring of pinned buffers, and the pending measurement whose results a buffer receives.
 
-A measurement takes a slot on the caller's thread; its result may be read on another. Importing this touches no GPU.
+A measurement takes a buffer on the caller's thread; another thread may read the result. Importing this module does not
+touch a GPU.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COLUMNS = 6
-# Measurements whose results may be outstanding; vLLM has two steps under way, with pipeline parallelism one per stage.
+# Largest number of measurements whose results have not been read. vLLM runs two steps at once, or with pipeline
+# parallelism one step per stage.
 SLOTS = 16
 
 
 @dataclass(slots=True)
 class Slot:
-    """Pinned memory for the columns of one measurement and for the numbers of its rows.
+    """Pinned memory for the columns of one measurement and for the indices of its rows.
 
-    host: [COLUMNS * rows] float32. selected: [rows] int32. copied: event after the copy of the columns, CuPy's or
-    torch's. is_copied: whether the event has passed; does not wait. use: how many measurements this slot has carried.
+    host: [COLUMNS * rows] float32. selected: [rows] int32. copied: event (CuPy's or torch's) after the copy of the
+    columns. is_copied: returns whether the event has passed, without waiting. use: number of measurements that have
+    used this slot.
     """
 
     host: NDArray[np.float32]
@@ -39,30 +42,32 @@ class Slot:
 
 
 class Ring:
-    """Slots that measurements take in turn."""
+    """A ring of slots, which measurements use in turn."""
 
     def __init__(self, make: Callable[[], Slot]) -> None:
         self._slots = [make() for _ in range(SLOTS)]
         self._next = 0
 
     def take(self) -> Slot:
-        """The slot that was used longest ago. Raises KernelError while its result is still being copied."""
+        """Return the slot that was used longest ago. Raises KernelError while the slot's result is still being
+        copied."""
         slot = self._slots[self._next]
         if slot.use and not slot.is_copied():
-            raise KernelError(f"{SLOTS} measurements are under way")
+            raise KernelError(f"at most {SLOTS} measurements may be pending; wait for the result of an earlier one")
         self._next = (self._next + 1) % SLOTS
         slot.use += 1
         return slot
 
 
 class PendingRows:
-    """A measurement under way."""
+    """A measurement whose result may still be on its way from the GPU."""
 
     def __init__(self, slot: Slot, rows: int) -> None:
         self._slot, self._use, self._rows = slot, slot.use, rows
 
     def result(self) -> RowSignals:
-        """Wait for this measurement alone. Raises KernelError when SLOTS others were begun since."""
+        """Wait for this measurement only and return its signals. Raises KernelError if SLOTS more measurements have
+        begun since, because they have reused its buffer."""
         slot = self._slot
         slot.copied.synchronize()
         columns = slot.host[: COLUMNS * self._rows].copy().reshape(COLUMNS, self._rows)

@@ -1,6 +1,7 @@
-"""The public API: signals of logits rows, as NumPy columns, on the CPU or on a GPU; of a request's rows, with its EAT.
+"""The public API of the package: measures rows of logits on the CPU or on a GPU, and returns their signals as NumPy
+columns, with the EAT of the requests that the rows belong to.
 
-Runs on the caller's thread; `Pending.result` may run on another.
+Everything runs on the caller's thread, but `Pending.result` may run on another thread.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ Backend = Literal["cpu", "cuda"]
 
 
 class Pending(Protocol):
-    """A measurement that was begun."""
+    """A measurement that has begun."""
 
     def result(self) -> RowSignals:
-        """The signals; waits for this measurement alone. Raises KernelError when read too late."""
+        """Wait for this measurement only and return its signals. Raises KernelError if too many measurements have begun
+        since."""
 
 
 class _Done:
-    """A result that the CPU measured at once."""
+    """A measurement that the CPU has completed already."""
 
     def __init__(self, signals: RowSignals) -> None:
         self._signals = signals
@@ -43,23 +45,23 @@ class _Done:
 
 
 class EntropyProbe:
-    """Measures logits: `compute` and `compute_batch` the rows of requests, whose EAT they follow from call to call;
-    `begin` rows of any origin, without waiting for a GPU.
+    """Measures rows of logits. `compute` and `compute_batch` measure rows of requests and keep each request's EAT from
+    call to call; `begin` measures any rows, without waiting for a GPU.
 
-    think_end_token_ids: the first token of the end-of-thinking marker, or of up to four different markers, of which the
-    likeliest counts; not the tokens of one marker. May be left out where every `begin` names its own.
-    backend: "cuda" measures on one GPU with a CUDA kernel, through CuPy. Where that cannot be had the probe warns, and
+    think_end_token_ids: the first token of the end-of-thinking marker, or the first tokens of up to four different
+    markers, of which the likeliest counts; not all tokens of one marker. May be omitted if every `begin` names its own.
+    backend: "cuda" measures on one GPU with a CUDA kernel, through CuPy. If the kernel cannot run, the probe warns and
     measures with torch's operations on the GPU, which is slower, or without a usable GPU on the CPU.
     ema_alpha: weight of the newest EAT sample, in (0, 1].
-    strict: raise KernelError rather than measure a single row on the CPU; only for "cuda".
-    device: number of the GPU. max_rows: rows of a measurement there, for which memory is taken at once.
+    strict: raise KernelError rather than measure a single row on the CPU; has an effect for "cuda" only.
+    device: index of the GPU.
+    max_rows: largest number of rows in one measurement on the GPU; the constructor allocates memory for them.
 
     Logits are NumPy, torch or CuPy arrays (or others with `__cuda_array_interface__`) of float32, bfloat16 or float16;
-    float64 is rounded to float32.
-    A "cpu" probe takes none that lie on a GPU, unless it was to be a "cuda" one: then it copies them. A "cuda" probe
-    measures what is in the CPU's memory on the CPU, unless it is strict.
+    float64 is rounded to float32. A "cuda" probe measures logits in the CPU's memory on the CPU, unless it is strict,
+    and a "cuda" probe that had to fall back to the CPU copies logits from a GPU. A "cpu" probe refuses logits on a GPU.
 
-    Every argument that is wrong raises KernelError, which names it; nothing was measured or remembered then. A probe
+    A wrong argument raises KernelError, which names the argument, before anything is measured or stored. A probe
     belongs to one thread.
     """
 
@@ -81,7 +83,7 @@ class EntropyProbe:
         device, max_rows = checks.whole("device", device, 0), checks.whole("max_rows", max_rows, 1)
         self._wants_gpu = backend == "cuda"
         self._gpu: cuda.Kernels | torch_ops.TorchOps | None = None
-        # Why it does not measure as it was asked to; empty when it does.
+        # Reason why the probe measures with a slower backend than the caller asked for; empty if it does not.
         self.fallback = ""
         if self._wants_gpu:
             self._gpu = self._on_gpu(device, max_rows)
@@ -89,10 +91,11 @@ class EntropyProbe:
             warnings.warn(self.fallback, RuntimeWarning, stacklevel=2)
 
     def _on_gpu(self, device: int, max_rows: int) -> cuda.Kernels | torch_ops.TorchOps | None:
-        """The backend that measures on the GPU; None where there is none. Raises KernelError for that when strict."""
+        """Return the backend that measures on the GPU; None if no backend can use it. Raises KernelError instead of
+        returning None if the probe is strict."""
         try:
             return cuda.Kernels(device, max_rows)
-        except Exception as error:  # CuPy raises what its many layers raise
+        except Exception as error:  # CuPy's layers raise exceptions of many types
             without_kernel = f"{type(error).__name__}: {error}"
         try:
             operations = torch_ops.TorchOps(f"cuda:{device}", max_rows)
@@ -107,13 +110,14 @@ class EntropyProbe:
 
     @property
     def backend(self) -> Literal["cpu", "cuda", "torch"]:
-        """The backend that measures: "cuda", the kernel; "torch", its operations on a GPU; "cpu"."""
+        """The backend that measures: "cuda" is the CUDA kernel, "torch" is torch's operations on a GPU, "cpu" is NumPy
+        and torch on the CPU."""
         if self._gpu is None:
             return "cpu"
         return "cuda" if isinstance(self._gpu, cuda.Kernels) else "torch"
 
     def compute(self, req_id: str, logits: Any, *, after_end_marker: bool = True) -> EntropySignal:
-        """Signals of one row of a request, logits [vocabulary]; the signals' fields are single numbers.
+        """Measure one row of a request, logits [vocabulary], and return its signals, whose fields are single numbers.
 
         after_end_marker: as in `compute_batch`. Raises KernelError.
         """
@@ -125,13 +129,15 @@ class EntropyProbe:
     def compute_batch(
         self, req_ids: Sequence[str], logits_batch: Any, *, after_end_marker: bool | Sequence[bool] = True
     ) -> EntropySignal:
-        """Signals of one row of each request, logits_batch [requests, vocabulary], in the order of `req_ids`.
+        """Measure one row of each request, logits_batch [requests, vocabulary], and return the signals in the order of
+        `req_ids`.
 
-        after_end_marker: whether the row is what the model predicts after an end-of-thinking marker that was appended
-        to the reasoning, so that its entropy is a sample of EAT; for all requests, or for each. The logits alone do not
-        tell. A row that is not leaves the request's EAT as it is, and so does a row that cannot be measured.
+        after_end_marker: whether the model predicts the row after an end-of-thinking marker that was appended to the
+        reasoning, so that the row's entropy is a sample of EAT. One flag holds for all requests; a list has one flag
+        for each. The logits alone do not show whether a marker was appended. Other rows, and rows that cannot be
+        measured, do not change the request's EAT.
 
-        Waits for the result. Raises KernelError.
+        The method waits for the result. Raises KernelError.
         """
         checks.logits(logits_batch, ("requests", "vocabulary"))
         checks.request_ids(req_ids, logits_batch.shape[0])
@@ -146,8 +152,8 @@ class EntropyProbe:
         return EntropySignal(**columns(signals), eat=eat, eat_ema_variance=variance)
 
     def forget(self, req_id: str) -> None:
-        """Drop what is known of a request's EAT, once it has ended; nothing happens if there is nothing. The state of
-        at most 65,536 requests is kept: beyond that the request that was sampled longest ago is forgotten.
+        """Drop the EAT state of a request that has ended; do nothing if there is none. The probe keeps the state of at
+        most 65,536 requests; beyond that, it forgets the request that was sampled longest ago.
 
         Raises KernelError.
         """
@@ -160,12 +166,16 @@ class EntropyProbe:
         think_end_token_ids: int | Sequence[int] | NDArray[np.integer] | None = None,
         rows: Sequence[int] | NDArray[np.integer] | None = None,
     ) -> Pending:
-        """Begin to measure logits [rows, vocabulary], all rows or those named, in that order; touches no request's EAT.
+        """Begin to measure logits [rows, vocabulary] and return the pending measurement. The EAT of requests does not
+        change.
 
-        On a GPU this does not wait. What the stream of the logits is given next, also to the same memory, comes after
-        they were read; but a CuPy array that torch's operations measure must stay as it is until `result`. For the CUDA
-        kernel a row's logits lie side by side, on the CPU any strides will do.
-        think_end_token_ids: instead of the probe's own. Raises KernelError.
+        On a GPU this method does not wait. Work queued later on the logits' CUDA stream runs after the kernel has read
+        the logits, even if that work overwrites them. But a CuPy array that torch's operations measure must not change
+        until `result` has returned. For the CUDA kernel the logits of a row must be contiguous; on the CPU they may
+        have any strides.
+
+        think_end_token_ids: replaces the probe's own ids in this measurement. rows: indices of the rows to measure, in
+        the order of the result; None measures all rows. Raises KernelError.
         """
         checks.logits(logits, ("rows", "vocabulary"))
         logits = checks.narrowed(logits)
@@ -179,7 +189,8 @@ class EntropyProbe:
         return _Done(cpu.measure(self._on_cpu(logits), ends, selected))
 
     def _on_cpu(self, logits: Any) -> Any:
-        """The logits, which are copied from a GPU only where the probe was asked to measure there."""
+        """Return the logits in the CPU's memory. Logits on a GPU are copied only if the probe was created with the
+        backend "cuda"; otherwise they raise KernelError."""
         if self._wants_gpu and checks.is_on_gpu(logits):
             return logits.cpu() if checks.is_tensor(logits) else _from_gpu(logits)
         if not isinstance(logits, np.ndarray) and not (checks.is_tensor(logits) and logits.device.type == "cpu"):

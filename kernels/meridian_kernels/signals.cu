@@ -1,35 +1,37 @@
-// The signals of logits rows, each row read once. kernels/README.md explains the method.
+// Computes the signals of logits rows and reads each row once. kernels/cuda_kernel.md explains the method.
 //
-// The rows' 16-byte vectors are cut into tiles of THREADS * VECTORS, all tiles of all rows are shared out evenly among
-// the blocks in order, and what one block has of one row is a piece. A piece is reduced to one State; the block that
-// brings a row's last piece combines them in order, so the result does not depend on which block that is.
+// The 16-byte vectors of a row are divided into tiles of THREADS * VECTORS vectors. All tiles of all rows are divided
+// evenly and in order among the blocks, and the tiles that one block has of one row are a piece. Each piece is reduced
+// to one State. The block that finishes a row's last piece combines all pieces in order, so the result does not depend
+// on which block finishes last.
 //
-// No header is included: NVRTC compiles this as it is, and so does a C++ compiler behind tests/cuda_host.
+// The file includes no header, so that NVRTC and the C++ compiler behind tests/cuda_host can both compile it.
 
-// The compiler's options give (see cuda.py): THREADS of a block, VECTORS of 16 bytes that a thread takes in at a time,
-// STAGES of such tiles in shared memory, of which one is worked on while the others arrive, and BLOCKS_PER_SM.
+// The compiler's options (see cuda.py) define THREADS per block, VECTORS of 16 bytes that a thread processes at a time,
+// STAGES (the number of tiles in shared memory, of which one is processed while the others are loaded), and the number
+// of BLOCKS_PER_SM.
 
 #define WARPS (THREADS / 32)
 #define TILE (THREADS * VECTORS)
 #define ALL 0xffffffffu
 #define NOWHERE 0xffffffffu
 #define LOWEST (-3.402823466e38f)
-#define FLOOR (-1e4f)  // exp of this is 0 in float32
+#define FLOOR (-1e4f)  // exp(FLOOR) is 0 in float32
 #define LOG2E 1.44269504f
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// What is known of some entries of a row. sum and weighted are relative to reference(best), which is finite.
+// The running result for some entries of a row. sum and weighted are relative to reference(best), which is finite.
 struct State {
-  float best;      // greatest entry; -inf before the first
-  u32 at;          // first element of the first vector that holds it, or its own place if it was read alone
-  float sum;       // of e^(x - reference)
-  float weighted;  // of e^(x - reference) (x - reference)
-  u32 above;       // entries strictly above the end marker's
+  float best;      // greatest entry; -inf before the first entry
+  u32 at;          // index of the first element of the vector that holds best first, or of best if it was read alone
+  float sum;       // sum of e^(x - reference)
+  float weighted;  // sum of e^(x - reference) (x - reference)
+  u32 above;       // number of entries strictly above the end marker's entry
 };
 
-// The few instructions that have no name in C++; tests/cuda_host has them for the host.
+// Instructions that have no name in C++; tests/cuda_host defines these functions for the host.
 #ifdef __CUDACC__
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -41,7 +43,8 @@ __device__ __forceinline__ float half_value(unsigned short bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;
 }
-// The greater of each of two 16-bit numbers; a number if only one is NaN, as with fmaxf.
+// Returns the greater number in each of the two 16-bit halves. If only one of the two numbers is NaN, the result is the
+// other one, as with fmaxf.
 __device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
   u32 c;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -52,20 +55,22 @@ __device__ __forceinline__ u32 max_f16x2(u32 a, u32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
-// 16 bytes from global to shared memory, past the registers; the thread that asked may read them after arrived().
+// Starts to copy 16 bytes from global to shared memory, bypassing the registers. The thread that calls fetch() may read
+// the bytes after arrived().
 __device__ __forceinline__ void fetch(uint4* to, const uint4* from) {
   u32 address = (u32)__cvta_generic_to_shared(to);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
-// What was fetched since the last call is one group.
+// Makes one group of all fetches since the last call of group().
 __device__ __forceinline__ void group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All groups are there but the newest STAGES - 1.
+// Waits until all groups but the newest STAGES - 1 have arrived.
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory"); }
 #endif
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// What differs by element: how many are in 16 bytes, an entry's value, the greatest of a vector.
+// Each struct describes one element type: the number of elements in 16 bytes (LANES), a word of -inf entries (NONE), an
+// element's value, and the greatest element of a vector.
 struct F32 {
   static const int LANES = 4;
   static const u32 NONE = 0xff800000u;  // -inf
@@ -117,7 +122,7 @@ __device__ __forceinline__ State nothing() {
   return s;
 }
 
-// Let the sums be relative to another reference, not below the one they have.
+// Makes the sums of s relative to the reference `to`, which is not below their present reference `from`.
 __device__ __forceinline__ void rescale(State& s, float from, float to) {
   float shift = fmaxf(from - to, FLOOR);
   float factor = exp_approx(shift);
@@ -134,7 +139,8 @@ __device__ __forceinline__ State merged(State a, State b) {
   return s;
 }
 
-// Take in VECTORS vectors that lie THREADS apart, in shared memory as in the row; the first begins at element `at`.
+// Adds VECTORS vectors to s. The vectors are THREADS vectors apart, in shared memory and in the row; the first vector
+// begins at element `at` of the row.
 template <class T>
 __device__ __forceinline__ void take(State& s, const uint4* stage, u32 at, float end) {
   float before = reference(s.best);
@@ -161,7 +167,8 @@ __device__ __forceinline__ void take(State& s, const uint4* stage, u32 at, float
     }
   }
   if (weighted != weighted) {
-    // An entry of -inf made 0 * -inf: once more with a floor, which only NaN passes.
+    // An entry of -inf has caused 0 * -inf = NaN, so compute the sum again with a floor, which replaces -inf but not
+    // NaN.
     weighted = 0.0f;
 #pragma unroll 1
     for (int n = 0; n < VECTORS; n++) {
@@ -179,7 +186,7 @@ __device__ __forceinline__ void take(State& s, const uint4* stage, u32 at, float
   s.above += (u32)above;
 }
 
-// One entry that no whole aligned vector holds.
+// Returns the state of one entry that is in no whole aligned vector.
 __device__ __forceinline__ State alone(float x, u32 at, float end) {
   State s = nothing();
   if (x > s.best) {
@@ -208,14 +215,15 @@ __device__ __forceinline__ State warp_merged(State s) {
   return s;
 }
 
-// Entries before the row's first 16-byte boundary.
+// Returns the number of entries before the row's first 16-byte boundary.
 template <class T>
 __device__ __forceinline__ u32 head_of(const typename T::Word* row, u32 vocab) {
   u32 off = (u32)((u64)row & 15u) / sizeof(typename T::Word), head = off ? T::LANES - off : 0u;
   return head < vocab ? head : vocab;
 }
 
-// Ask for this thread's vectors of a tile, of which `left` are in the row; past them come entries of -inf.
+// Starts to load this thread's vectors of a tile. `left` is the number of vectors from the thread's first one to the
+// end of the row; vectors past the end are filled with -inf.
 template <class T>
 __device__ __forceinline__ void ask(uint4* stage, const uint4* from, int left) {
   if (left > (VECTORS - 1) * THREADS) {
@@ -233,7 +241,7 @@ __device__ __forceinline__ void ask(uint4* stage, const uint4* from, int left) {
   }
 }
 
-// This thread's share of tiles [tile, last) of a row.
+// Returns the state of this thread's vectors in the tiles [tile, last) of a row.
 template <class T>
 __device__ __forceinline__ State measured(const typename T::Word* row, u32 vocab, u32 tile, u32 last, float end) {
   __shared__ uint4 stages[STAGES * TILE];
@@ -246,7 +254,7 @@ __device__ __forceinline__ State measured(const typename T::Word* row, u32 vocab
   int asked = (int)tile - (STAGES - 1);
 #pragma unroll 1
   for (; asked < (int)last; asked++) {
-    // Tiles are asked for STAGES - 1 rounds before they are taken in.
+    // The load of a tile starts STAGES - 1 rounds before the tile is processed.
     if (asked + STAGES - 1 < (int)last) {
       ask<T>(stages + there, from, left);
       from += TILE;
@@ -263,7 +271,8 @@ __device__ __forceinline__ State measured(const typename T::Word* row, u32 vocab
   return s;
 }
 
-// The entries before the first and after the last whole aligned vector; fewer than THREADS.
+// Returns the state of the entries before the first and after the last whole aligned vector, at most one entry per
+// thread.
 template <class T>
 __device__ __forceinline__ State edges(const typename T::Word* row, u32 vocab, float end) {
   u32 head = head_of<T>(row, vocab);
@@ -273,8 +282,9 @@ __device__ __forceinline__ State edges(const typename T::Word* row, u32 vocab, f
   return alone(T::value(__ldg(row + at)), at, end);
 }
 
-// Columns of `out`, each [rows]: entropy, log-sum-exp, top-1 log-probability, end marker's log-probability (nats),
-// then as integers top-1 id (-1 in a row that cannot be measured) and rank of the end marker.
+// Writes the signals of row `to` to the columns of `out`, each [rows]: entropy, log-sum-exp, top-1 log-probability and
+// the end marker's log-probability (all in nats), then as integers the top-1 id (-1 in a row that cannot be measured)
+// and the rank of the end marker.
 template <class T>
 __device__ __forceinline__ void finish(State s, const typename T::Word* row, u32 vocab, float end, u32 to, u32 rows, float* out) {
   u32 lane = threadIdx.x;
@@ -294,7 +304,7 @@ __device__ __forceinline__ void finish(State s, const typename T::Word* row, u32
   out[5 * rows + to] = __int_as_float((int)s.above + 1);
 }
 
-// Tiles are shared out in order: the first `more` blocks have least + 1 of them, the others `least`.
+// The distribution of tiles to blocks, in order: the first `more` blocks have least + 1 tiles, the others `least`.
 struct Shares {
   u32 least, more;
   __device__ __forceinline__ u32 begin(u32 block) const { return block * least + (block < more ? block : more); }
@@ -321,7 +331,7 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
     State s = measured<T>(row, vocab, tile, last, end);
     if (tile == 0) s = merged(s, edges<T>(row, vocab, end));
     s = warp_merged(s);
-    __syncthreads();  // the piece before has been read
+    __syncthreads();  // warp 0 has read the previous piece from `shared`
     if (lane == 0) shared[warp] = s;
     __syncthreads();
     if (warp == 0) {
@@ -329,7 +339,8 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
       u32 first = shares.block_of(n * tiles), count = shares.block_of((n + 1) * tiles - 1) - first + 1;
       u32 brought = 0;
       if (count > 1) {
-        // A block and a row have one piece at most, and both only grow: their sum names it.
+        // A block has at most one piece of a row, and from piece to piece the block or the row increases by one, so the
+        // sum of the two is unique.
         if (lane == 0) {
           pieces[blockIdx.x + n] = s;
           __threadfence();
@@ -337,8 +348,8 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
         }
         brought = __shfl_sync(ALL, brought, 0);
         if (brought == count - 1) {
-          __threadfence();  // what the others wrote before their tickets is there for the lane that saw these,
-          __syncwarp();     // and so for all
+          __threadfence();  // the lane that read the tickets sees the pieces that the other blocks wrote before them,
+          __syncwarp();     // and now all lanes see these pieces
           s = nothing();
 #pragma unroll 1
           for (u32 i = lane; i < count; i += 32) {
@@ -348,7 +359,7 @@ __device__ __forceinline__ void measure(const typename T::Word* logits, long lon
             s = merged(s, other);
           }
           s = warp_merged(s);
-          if (lane == 0) tickets[n] = 0;  // as the next launch expects it
+          if (lane == 0) tickets[n] = 0;  // the next launch expects tickets of 0
         }
       }
       if (count == 1 || brought == count - 1) finish<T>(s, row, vocab, end, n, rows, out);

@@ -1,10 +1,10 @@
-"""Measures with torch's own operations, on the device of the tensor: for GPUs where CuPy is missing, and slower there
-than the CUDA kernel, since it reads each row several times.
+"""Measures with torch's own operations on the tensor's device, for GPUs without CuPy. It is slower than the CUDA
+kernel, because it reads each row several times.
 
-Everything runs on torch's current stream, so what torch does next to the same logits comes after. Buffers are taken
-when a `TorchOps` is made; rows go through them a chunk at a time. Nothing but `PendingRows.result` waits for the
-device: the columns are copied to pinned memory, followed by an event. On the CPU the same code runs without streams and
-events.
+Everything runs on torch's current stream, so torch's later operations on the same logits run after the measurement.
+Creating a `TorchOps` object allocates the buffers, and the rows are measured in chunks that fit in them. The columns
+are copied to pinned memory, followed by an event, and only `PendingRows.result` waits for the device. On the CPU the
+same code runs without streams and events.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Logits of one chunk; the two buffers take 8 bytes for each.
+# Logits of one chunk; the two buffers together take 8 bytes for each logit.
 CHUNK_LOGITS = 1 << 23
-# Shifted logits are clipped here: exp(-1e4) is exactly 0 in float32, so that -inf contributes 0 and not NaN.
+# Shifted logits are clipped to at least this value: exp(-1e4) is exactly 0 in float32, so -inf contributes 0, not NaN.
 FLOOR = -1e4
 
 
 class TorchOps:
-    """Torch's operations on one device, for at most `max_rows` rows. Raises what torch raises when the device cannot be
-    used."""
+    """Measures with torch's operations on one device, at most `max_rows` rows at once. The constructor raises torch's
+    own exceptions if the device cannot be used."""
 
     def __init__(self, device: str, max_rows: int, chunk_logits: int = CHUNK_LOGITS) -> None:
         import torch
@@ -40,18 +40,19 @@ class TorchOps:
         self._torch = torch
         self.device, self.max_rows, self._chunk_logits = torch.device(device), max_rows, chunk_logits
         self._is_on_gpu = self.device.type != "cpu"
-        # A tensor that inference mode makes could not be written to outside it.
+        # A tensor created in inference mode could not be written to outside of inference mode.
         with torch.inference_mode(False):
             empty = functools.partial(torch.empty, device=self.device)
-            # The weights' memory holds the rows that were picked until the weights are computed.
+            # The memory of the weights first holds the selected rows, until the weights are computed.
             self._shifted, self._weights = (empty(chunk_logits, dtype=torch.float32) for _ in range(2))
             self._out = empty(COLUMNS * max_rows, dtype=torch.float32)
             self._selected = empty(max_rows, dtype=torch.int32)
             self._ring = Ring(self._slot)
-        # After the newest measurement, whose buffers the next one uses, perhaps on another stream.
+        # This event follows the newest measurement. The next measurement waits for it, because it uses the same buffers
+        # and may run on another stream.
         self._used = self._event()
         for dtype in checks.DTYPES:
-            # The first run of an operation loads its kernel, which may wait and allocate.
+            # The first run of an operation loads the operation's kernel, which may wait and allocate.
             self.begin(torch.zeros(1, 64, dtype=getattr(torch, dtype), device=self.device), (0,), None).result()
 
     def _event(self) -> Any:
@@ -64,10 +65,8 @@ class TorchOps:
         return Slot(host, selected, copied, copied.query)
 
     def begin(self, logits: Any, ends: Sequence[int], selected: NDArray[np.int32] | None) -> PendingRows:
-        """Measure rows of checked logits [rows, vocabulary] on this device; a CuPy array is taken as it lies.
-
-        Raises KernelError.
-        """
+        """Begin to measure rows of checked logits [rows, vocabulary] on this device. A CuPy array is measured without a
+        copy. Raises KernelError."""
         torch = self._torch
         if hasattr(logits, "__dlpack__") and not checks.is_tensor(logits) and checks.is_on_gpu(logits):
             logits = torch.from_dlpack(logits)
@@ -105,7 +104,7 @@ class TorchOps:
             self._torch.cuda.current_stream().wait_event(self._used)
 
     def _rows(self, logits: torch.Tensor, at: slice, picks: bool) -> torch.Tensor:
-        """Some of the rows, or of those that are picked, as they are."""
+        """Return a slice of the rows, or of the selected rows if `picks` is true, in the logits' own dtype."""
         if not picks:
             return logits[at]
         shape = (at.stop - at.start, logits.shape[1])
@@ -113,16 +112,17 @@ class TorchOps:
         return self._torch.index_select(logits, 0, self._selected[at], out=room)
 
     def _measure(self, x: torch.Tensor, ends: Sequence[int], out: torch.Tensor) -> None:
-        """Fill the columns [COLUMNS, rows] of rows x [rows, vocabulary] of any dtype. Whatever makes a row unfit makes
-        its sums NaN by itself: its maximum is NaN or infinite."""
+        """Fill the columns [COLUMNS, rows] for rows x [rows, vocabulary] of any dtype. A row that cannot be measured
+        needs no special case: its maximum is NaN or infinite, so its sums become NaN."""
         torch = self._torch
         shifted, weights = (b[: x.numel()].view(x.shape) for b in (self._shifted, self._weights))
         top, top_id = x.max(dim=1)
         end = functools.reduce(torch.maximum, [x[:, token] for token in ends])
-        # Ones in float32, whose sums are exact up to 2^24 of them; to sum up truth values torch would copy them first.
+        # The comparison writes ones in float32, whose sum is exact up to 2^24. To sum booleans, torch would copy them
+        # first.
         above = torch.gt(x, end[:, None], out=shifted).sum(dim=1)
         top = top.float()
-        # Before the weights take the place of rows that were picked, of which `end` may be a view.
+        # This must come before the weights overwrite the selected rows, because `end` may be a view of these rows.
         end_gap = end.float() - top
         torch.sub(x, top[:, None], out=shifted).clamp_(min=FLOOR)
         torch.exp(shifted, out=weights)
@@ -138,7 +138,7 @@ class TorchOps:
 
 
 class _Passed:
-    """The event of a device that has done its work once it was given."""
+    """Stands in for an event on the CPU, where each operation has finished when its call returns."""
 
     def synchronize(self) -> None:
         return

@@ -276,7 +276,7 @@ def test_errors(kernel: EntropyProbe) -> None:
     logits = rows_of("random", 2, 100)
     for bad, complaint in (
         (logits.cpu(), "logits must be on cuda:0; got cpu"),
-        (logits.t(), "must lie side by side"),
+        (logits.t(), "must be contiguous on a GPU"),
         (logits[:1].expand(1025, 100), "at most 1024 rows"),
     ):
         with pytest.raises(KernelError, match=complaint):

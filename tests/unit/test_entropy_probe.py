@@ -210,7 +210,7 @@ def test_where_the_rows_of_a_gpu_array_are() -> None:
     assert found == cuda.DeviceRows(view.ctypes.data, 2 * VOCAB, 2, 490, "float16")
     assert stream == cuda.LEGACY_STREAM
     for bad in (rows[:, ::2], np.asfortranarray(rows)):
-        with pytest.raises(KernelError, match="must lie side by side on a GPU; got strides of"):
+        with pytest.raises(KernelError, match="must be contiguous on a GPU; got strides of"):
             cuda.rows_of_interface(GpuArray(bad), 6)
 
 
@@ -361,9 +361,9 @@ def test_whose_rows_they_are(req_ids: Any, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (1, "after_end_marker must be true or false, or a list of that; got 1"),
-        (None, "after_end_marker must be true or false, or a list of that; got None"),
-        ([True, 0, True], "after_end_marker must be true or false, or a list of that; got [True, 0, True]"),
+        (1, "after_end_marker must be a boolean or a list of booleans; got 1"),
+        (None, "after_end_marker must be a boolean or a list of booleans; got None"),
+        ([True, 0, True], "after_end_marker must be a boolean or a list of booleans; got [True, 0, True]"),
         ([True], "after_end_marker must have a value for each of the 3 rows; got 1"),
     ],
 )
