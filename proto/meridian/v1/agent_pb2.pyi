@@ -4,10 +4,10 @@ isort:skip_file
 The stream between one vLLM engine and the control plane.
 
 The agent opens Connect, sends Hello and one Snapshot, then one StepReport per engine step (or several steps
-merged into one when the link is slower than the engine). The control plane answers with the changes only.
+merged into one report if the link is slower than the engine). The control plane's answers contain only what changes.
 
-Units are in the names: *_ms milliseconds, *_nats natural-log units, *_tokens tokens. Ranks and priorities have one
-polarity everywhere: lower is more urgent. Neither prompt nor output text crosses this stream.
+Names carry the units: *_ms is milliseconds, *_nats natural-log units, *_tokens tokens. A lower rank or priority is
+more urgent everywhere. This stream carries neither prompt text nor output text.
 """
 
 from collections import abc as _abc
@@ -33,65 +33,65 @@ class _FaultCause:
 class _FaultCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultCause.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FAULT_CAUSE_UNSPECIFIED: _FaultCause.ValueType  # 0
-    """Not known here: a cause of a newer agent."""
+    """The control plane does not know the cause, because the agent is newer."""
     FAULT_CAUSE_OTHER: _FaultCause.ValueType  # 1
-    """Any other place."""
+    """The exception occurred in any place that is not listed here."""
     FAULT_CAUSE_OPENED: _FaultCause.ValueType  # 2
-    """vLLM had taken on a request."""
+    """The exception occurred after vLLM had accepted a request."""
     FAULT_CAUSE_FINISHED: _FaultCause.ValueType  # 3
-    """vLLM had finished or aborted requests."""
+    """The exception occurred after vLLM had finished or aborted requests."""
     FAULT_CAUSE_BEFORE_SCHEDULE: _FaultCause.ValueType  # 4
-    """A step was about to be scheduled."""
+    """The exception occurred before vLLM scheduled a step."""
     FAULT_CAUSE_AFTER_SCHEDULE: _FaultCause.ValueType  # 5
-    """A step had been scheduled."""
+    """The exception occurred after vLLM had scheduled a step."""
     FAULT_CAUSE_SHARED_BLOCKS: _FaultCause.ValueType  # 6
-    """A probe looked for the KV blocks of the request that it measures."""
+    """The exception occurred while a probe looked up the KV blocks of the request that it measures."""
     FAULT_CAUSE_PREEMPTING: _FaultCause.ValueType  # 7
-    """vLLM was about to preempt a request."""
+    """The exception occurred before vLLM preempted a request."""
     FAULT_CAUSE_PREEMPTED: _FaultCause.ValueType  # 8
-    """vLLM had preempted a request."""
+    """The exception occurred after vLLM had preempted a request."""
     FAULT_CAUSE_FREEING: _FaultCause.ValueType  # 9
-    """vLLM was about to free the KV blocks of a request."""
+    """The exception occurred before vLLM freed the KV blocks of a request."""
     FAULT_CAUSE_BITMASK: _FaultCause.ValueType  # 10
-    """The masks of a step's tokens were made."""
+    """The exception occurred while the agent made the token masks of a step."""
     FAULT_CAUSE_AFTER_UPDATE: _FaultCause.ValueType  # 11
-    """vLLM had taken in the output of a step."""
+    """The exception occurred after vLLM had processed the output of a step."""
     FAULT_CAUSE_AGAIN: _FaultCause.ValueType  # 12
-    """Another agent was to begin after a fault."""
+    """The exception occurred while a new agent started after a fault."""
     FAULT_CAUSE_OBSERVER: _FaultCause.ValueType  # 13
-    """A worker measured, or handed over what it had measured."""
+    """The exception occurred in a worker, while it measured or sent its measurements to the engine core."""
 
 class FaultCause(_FaultCause, metaclass=_FaultCauseEnumTypeWrapper):
-    """Where an exception of the agent came from."""
+    """The place in the agent where an exception occurred."""
 
 FAULT_CAUSE_UNSPECIFIED: FaultCause.ValueType  # 0
-"""Not known here: a cause of a newer agent."""
+"""The control plane does not know the cause, because the agent is newer."""
 FAULT_CAUSE_OTHER: FaultCause.ValueType  # 1
-"""Any other place."""
+"""The exception occurred in any place that is not listed here."""
 FAULT_CAUSE_OPENED: FaultCause.ValueType  # 2
-"""vLLM had taken on a request."""
+"""The exception occurred after vLLM had accepted a request."""
 FAULT_CAUSE_FINISHED: FaultCause.ValueType  # 3
-"""vLLM had finished or aborted requests."""
+"""The exception occurred after vLLM had finished or aborted requests."""
 FAULT_CAUSE_BEFORE_SCHEDULE: FaultCause.ValueType  # 4
-"""A step was about to be scheduled."""
+"""The exception occurred before vLLM scheduled a step."""
 FAULT_CAUSE_AFTER_SCHEDULE: FaultCause.ValueType  # 5
-"""A step had been scheduled."""
+"""The exception occurred after vLLM had scheduled a step."""
 FAULT_CAUSE_SHARED_BLOCKS: FaultCause.ValueType  # 6
-"""A probe looked for the KV blocks of the request that it measures."""
+"""The exception occurred while a probe looked up the KV blocks of the request that it measures."""
 FAULT_CAUSE_PREEMPTING: FaultCause.ValueType  # 7
-"""vLLM was about to preempt a request."""
+"""The exception occurred before vLLM preempted a request."""
 FAULT_CAUSE_PREEMPTED: FaultCause.ValueType  # 8
-"""vLLM had preempted a request."""
+"""The exception occurred after vLLM had preempted a request."""
 FAULT_CAUSE_FREEING: FaultCause.ValueType  # 9
-"""vLLM was about to free the KV blocks of a request."""
+"""The exception occurred before vLLM freed the KV blocks of a request."""
 FAULT_CAUSE_BITMASK: FaultCause.ValueType  # 10
-"""The masks of a step's tokens were made."""
+"""The exception occurred while the agent made the token masks of a step."""
 FAULT_CAUSE_AFTER_UPDATE: FaultCause.ValueType  # 11
-"""vLLM had taken in the output of a step."""
+"""The exception occurred after vLLM had processed the output of a step."""
 FAULT_CAUSE_AGAIN: FaultCause.ValueType  # 12
-"""Another agent was to begin after a fault."""
+"""The exception occurred while a new agent started after a fault."""
 FAULT_CAUSE_OBSERVER: FaultCause.ValueType  # 13
-"""A worker measured, or handed over what it had measured."""
+"""The exception occurred in a worker, while it measured or sent its measurements to the engine core."""
 Global___FaultCause: _TypeAlias = FaultCause  # noqa: Y015
 
 class _EntropyBackend:
@@ -101,29 +101,29 @@ class _EntropyBackend:
 class _EntropyBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EntropyBackend.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ENTROPY_BACKEND_UNSPECIFIED: _EntropyBackend.ValueType  # 0
-    """Not said: an older agent."""
+    """The agent is an older version, which does not report its backend."""
     ENTROPY_BACKEND_CPU: _EntropyBackend.ValueType  # 1
-    """The CPU, where the logits are."""
+    """The CPU measures, because the logits are in its memory."""
     ENTROPY_BACKEND_CUDA: _EntropyBackend.ValueType  # 2
-    """The CUDA kernel, through CuPy."""
+    """The CUDA kernel measures on the GPU, through CuPy."""
     ENTROPY_BACKEND_TORCH: _EntropyBackend.ValueType  # 3
-    """Torch's operations on the GPU: the same values, slower."""
+    """Torch's operations measure on the GPU; the values are the same, but it takes longer."""
     ENTROPY_BACKEND_NONE: _EntropyBackend.ValueType  # 4
-    """Nothing."""
+    """The engine measures no entropy."""
 
 class EntropyBackend(_EntropyBackend, metaclass=_EntropyBackendEnumTypeWrapper):
-    """What measures entropy and the end marker's rank on an engine."""
+    """The backend that measures entropy and the end marker's rank on an engine."""
 
 ENTROPY_BACKEND_UNSPECIFIED: EntropyBackend.ValueType  # 0
-"""Not said: an older agent."""
+"""The agent is an older version, which does not report its backend."""
 ENTROPY_BACKEND_CPU: EntropyBackend.ValueType  # 1
-"""The CPU, where the logits are."""
+"""The CPU measures, because the logits are in its memory."""
 ENTROPY_BACKEND_CUDA: EntropyBackend.ValueType  # 2
-"""The CUDA kernel, through CuPy."""
+"""The CUDA kernel measures on the GPU, through CuPy."""
 ENTROPY_BACKEND_TORCH: EntropyBackend.ValueType  # 3
-"""Torch's operations on the GPU: the same values, slower."""
+"""Torch's operations measure on the GPU; the values are the same, but it takes longer."""
 ENTROPY_BACKEND_NONE: EntropyBackend.ValueType  # 4
-"""Nothing."""
+"""The engine measures no entropy."""
 Global___EntropyBackend: _TypeAlias = EntropyBackend  # noqa: Y015
 
 class _AgentState:
@@ -133,29 +133,29 @@ class _AgentState:
 class _AgentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AgentState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     AGENT_STATE_UNSPECIFIED: _AgentState.ValueType  # 0
-    """Not said: an agent of the first version, or one that has not been up."""
+    """The state was not reported: the agent is of the first version, or it has had no stream yet."""
     AGENT_STATE_READY: _AgentState.ValueType  # 1
-    """A stream is up: everything."""
+    """A stream is open; all decisions are in force."""
     AGENT_STATE_STALE: _AgentState.ValueType  # 2
-    """No stream, within the lease: the last decisions."""
+    """There is no stream, but the lease has not expired; the last decisions are in force."""
     AGENT_STATE_DEGRADED: _AgentState.ValueType  # 3
-    """Past the lease: the caps."""
+    """The lease has expired; only caps are in force."""
     AGENT_STATE_OFF: _AgentState.ValueType  # 4
-    """A fault has switched the agent off: nothing."""
+    """A fault has switched the agent off; no decision is in force."""
 
 class AgentState(_AgentState, metaclass=_AgentStateEnumTypeWrapper):
-    """How much of what was decided holds on an engine."""
+    """State of an agent, which says which of the control plane's decisions are in force on its engine."""
 
 AGENT_STATE_UNSPECIFIED: AgentState.ValueType  # 0
-"""Not said: an agent of the first version, or one that has not been up."""
+"""The state was not reported: the agent is of the first version, or it has had no stream yet."""
 AGENT_STATE_READY: AgentState.ValueType  # 1
-"""A stream is up: everything."""
+"""A stream is open; all decisions are in force."""
 AGENT_STATE_STALE: AgentState.ValueType  # 2
-"""No stream, within the lease: the last decisions."""
+"""There is no stream, but the lease has not expired; the last decisions are in force."""
 AGENT_STATE_DEGRADED: AgentState.ValueType  # 3
-"""Past the lease: the caps."""
+"""The lease has expired; only caps are in force."""
 AGENT_STATE_OFF: AgentState.ValueType  # 4
-"""A fault has switched the agent off: nothing."""
+"""A fault has switched the agent off; no decision is in force."""
 Global___AgentState: _TypeAlias = AgentState  # noqa: Y015
 
 class _Phase:
@@ -165,25 +165,25 @@ class _Phase:
 class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
-    """Not known."""
+    """The phase is not known."""
     PHASE_PROMPT: _Phase.ValueType  # 1
-    """No token generated yet and the prompt does not decide."""
+    """The request has generated no token yet, and its prompt does not show whether it will think."""
     PHASE_THINK: _Phase.ValueType  # 2
-    """Between the start and the end marker: nobody reads it."""
+    """The request thinks: it is between the start marker and the end marker."""
     PHASE_OUTPUT: _Phase.ValueType  # 3
-    """The answer."""
+    """The request generates its answer."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
-    """What a request is at."""
+    """Phase that a request, or a token of a request, is in."""
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
-"""Not known."""
+"""The phase is not known."""
 PHASE_PROMPT: Phase.ValueType  # 1
-"""No token generated yet and the prompt does not decide."""
+"""The request has generated no token yet, and its prompt does not show whether it will think."""
 PHASE_THINK: Phase.ValueType  # 2
-"""Between the start and the end marker: nobody reads it."""
+"""The request thinks: it is between the start marker and the end marker."""
 PHASE_OUTPUT: Phase.ValueType  # 3
-"""The answer."""
+"""The request generates its answer."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _FinishReason:
@@ -193,29 +193,29 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Not known."""
+    """The reason is not known."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """The model, or a stop string, ended it."""
+    """The model or a stop string ended the request."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """It reached its most tokens."""
+    """The request reached its largest number of tokens."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """The client went away."""
+    """The client aborted the request or disconnected."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """The engine could not go on with it."""
+    """An error in the engine ended the request."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Not known."""
+"""The reason is not known."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""The model, or a stop string, ended it."""
+"""The model or a stop string ended the request."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""It reached its most tokens."""
+"""The request reached its largest number of tokens."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""The client went away."""
+"""The client aborted the request or disconnected."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""The engine could not go on with it."""
+"""An error in the engine ended the request."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _TokenFlag:
@@ -225,45 +225,49 @@ class _TokenFlag:
 class _TokenFlagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenFlag.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOKEN_FLAG_UNSPECIFIED: _TokenFlag.ValueType  # 0
-    """A token of text that ends no sentence."""
+    """The token is text and ends no sentence."""
     TOKEN_FLAG_MARKER: _TokenFlag.ValueType  # 1
-    """The token completes a marker, and counts as neither thinking nor output."""
+    """The token completes a marker and counts neither as thinking nor as output."""
     TOKEN_FLAG_END: _TokenFlag.ValueType  # 2
     """The token ended a thinking phase."""
     TOKEN_FLAG_FROM_OUTPUT: _TokenFlag.ValueType  # 4
-    """The earlier tokens of the marker were counted as output; without this flag they were counted as thinking."""
+    """The marker's earlier tokens were counted as output; without this flag they were counted as thinking."""
     TOKEN_FLAG_FORCED: _TokenFlag.ValueType  # 8
-    """The agent forced this end."""
+    """The agent forced this end of thinking."""
     TOKEN_FLAG_BY_CAP: _TokenFlag.ValueType  # 16
-    """The agent forced this end because of a cap."""
+    """The agent forced this end of thinking because of a cap."""
     TOKEN_FLAG_SENTENCE: _TokenFlag.ValueType  # 32
     """The token ends a sentence."""
     TOKEN_FLAG_PARAGRAPH: _TokenFlag.ValueType  # 64
     """The token ends a paragraph."""
     TOKEN_FLAG_TAKE_BACK: _TokenFlag.ValueType  # 256
-    """As many times this as earlier tokens turn out to belong to the marker, and are to be uncounted."""
+    """The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
+    plane subtracts these tokens from its counts.
+    """
 
 class TokenFlag(_TokenFlag, metaclass=_TokenFlagEnumTypeWrapper):
-    """What is said of a generated token. Each value is a bit, but for the last, from which on the bits are a number."""
+    """Facts about a generated token. Each value is one bit, but the bits from TOKEN_FLAG_TAKE_BACK on are a number."""
 
 TOKEN_FLAG_UNSPECIFIED: TokenFlag.ValueType  # 0
-"""A token of text that ends no sentence."""
+"""The token is text and ends no sentence."""
 TOKEN_FLAG_MARKER: TokenFlag.ValueType  # 1
-"""The token completes a marker, and counts as neither thinking nor output."""
+"""The token completes a marker and counts neither as thinking nor as output."""
 TOKEN_FLAG_END: TokenFlag.ValueType  # 2
 """The token ended a thinking phase."""
 TOKEN_FLAG_FROM_OUTPUT: TokenFlag.ValueType  # 4
-"""The earlier tokens of the marker were counted as output; without this flag they were counted as thinking."""
+"""The marker's earlier tokens were counted as output; without this flag they were counted as thinking."""
 TOKEN_FLAG_FORCED: TokenFlag.ValueType  # 8
-"""The agent forced this end."""
+"""The agent forced this end of thinking."""
 TOKEN_FLAG_BY_CAP: TokenFlag.ValueType  # 16
-"""The agent forced this end because of a cap."""
+"""The agent forced this end of thinking because of a cap."""
 TOKEN_FLAG_SENTENCE: TokenFlag.ValueType  # 32
 """The token ends a sentence."""
 TOKEN_FLAG_PARAGRAPH: TokenFlag.ValueType  # 64
 """The token ends a paragraph."""
 TOKEN_FLAG_TAKE_BACK: TokenFlag.ValueType  # 256
-"""As many times this as earlier tokens turn out to belong to the marker, and are to be uncounted."""
+"""The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
+plane subtracts these tokens from its counts.
+"""
 Global___TokenFlag: _TypeAlias = TokenFlag  # noqa: Y015
 
 class _Outcome:
@@ -273,39 +277,39 @@ class _Outcome:
 class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
-    """Not known yet."""
+    """The outcome is not known yet."""
     OUTCOME_APPLIED: _Outcome.ValueType  # 1
-    """It was carried out."""
+    """The agent carried out the decision."""
     OUTCOME_SHADOWED: _Outcome.ValueType  # 2
-    """Would have been applied, but the decision was marked shadow."""
+    """The agent would have carried out the decision, but the decision was marked as shadow."""
     OUTCOME_SUPERSEDED: _Outcome.ValueType  # 3
-    """A newer decision of the same kind took its place first."""
+    """A newer decision of the same kind replaced the decision first."""
     OUTCOME_ENDED_NATURALLY: _Outcome.ValueType  # 4
     """The model ended thinking by itself first."""
     OUTCOME_REQUEST_GONE: _Outcome.ValueType  # 5
     """The request finished or was aborted first."""
     OUTCOME_REFUSED: _Outcome.ValueType  # 6
-    """The engine could not carry it out; detail says why."""
+    """The engine could not carry out the decision; `detail` says why."""
     OUTCOME_AGENT_OFF: _Outcome.ValueType  # 7
     """The agent was off or frozen, or the stream was lost."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-    """What became of a decision."""
+    """The result of a decision."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
-"""Not known yet."""
+"""The outcome is not known yet."""
 OUTCOME_APPLIED: Outcome.ValueType  # 1
-"""It was carried out."""
+"""The agent carried out the decision."""
 OUTCOME_SHADOWED: Outcome.ValueType  # 2
-"""Would have been applied, but the decision was marked shadow."""
+"""The agent would have carried out the decision, but the decision was marked as shadow."""
 OUTCOME_SUPERSEDED: Outcome.ValueType  # 3
-"""A newer decision of the same kind took its place first."""
+"""A newer decision of the same kind replaced the decision first."""
 OUTCOME_ENDED_NATURALLY: Outcome.ValueType  # 4
 """The model ended thinking by itself first."""
 OUTCOME_REQUEST_GONE: Outcome.ValueType  # 5
 """The request finished or was aborted first."""
 OUTCOME_REFUSED: Outcome.ValueType  # 6
-"""The engine could not carry it out; detail says why."""
+"""The engine could not carry out the decision; `detail` says why."""
 OUTCOME_AGENT_OFF: Outcome.ValueType  # 7
 """The agent was off or frozen, or the stream was lost."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
@@ -317,33 +321,33 @@ class _ForceReason:
 class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FORCE_REASON_UNSPECIFIED: _ForceReason.ValueType  # 0
-    """None."""
+    """No rule ended thinking."""
     FORCE_REASON_HARD_CAP: _ForceReason.ValueType  # 1
-    """The cap. A ThinkCap keeps it; no ForceEnd carries this."""
+    """The request has reached its cap. A ThinkCap enforces the cap; no ForceEnd carries this reason."""
     FORCE_REASON_EAT: _ForceReason.ValueType  # 2
-    """The answer counts as decided: EAT is low and has settled."""
+    """EAT is low and has settled, so the answer counts as decided."""
     FORCE_REASON_RPDI: _ForceReason.ValueType  # 3
-    """The entropy of the newest thinking lies well above that of all of it."""
+    """The entropy of the newest thinking is well above the entropy of all thinking of the request (RPDI)."""
     FORCE_REASON_RANK: _ForceReason.ValueType  # 4
     """The end marker has ranked high at sentence ends."""
     FORCE_REASON_SOFT_CLOSE: _ForceReason.ValueType  # 5
-    """Past the soft limit, the end marker ranks high enough."""
+    """The request is past its soft limit, and the end marker ranks high enough."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
 
 FORCE_REASON_UNSPECIFIED: ForceReason.ValueType  # 0
-"""None."""
+"""No rule ended thinking."""
 FORCE_REASON_HARD_CAP: ForceReason.ValueType  # 1
-"""The cap. A ThinkCap keeps it; no ForceEnd carries this."""
+"""The request has reached its cap. A ThinkCap enforces the cap; no ForceEnd carries this reason."""
 FORCE_REASON_EAT: ForceReason.ValueType  # 2
-"""The answer counts as decided: EAT is low and has settled."""
+"""EAT is low and has settled, so the answer counts as decided."""
 FORCE_REASON_RPDI: ForceReason.ValueType  # 3
-"""The entropy of the newest thinking lies well above that of all of it."""
+"""The entropy of the newest thinking is well above the entropy of all thinking of the request (RPDI)."""
 FORCE_REASON_RANK: ForceReason.ValueType  # 4
 """The end marker has ranked high at sentence ends."""
 FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
-"""Past the soft limit, the end marker ranks high enough."""
+"""The request is past its soft limit, and the end marker ranks high enough."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:
@@ -353,29 +357,35 @@ class _PhaseRank:
 class _PhaseRankEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PhaseRank.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_RANK_UNSPECIFIED: _PhaseRank.ValueType  # 0
-    """An answering request."""
+    """Rank of an answering request."""
     PHASE_RANK_PROMPT: _PhaseRank.ValueType  # 256
-    """A request that has not generated a token yet, or whose phase is not known."""
+    """Rank of a request that has not generated a token yet, or whose phase is not known."""
     PHASE_RANK_THINK_FIRST: _PhaseRank.ValueType  # 512
-    """A thinking request that has computed a great deal already: it is the last one of its phase to be preempted."""
+    """Rank of a thinking request that has computed many tokens already; it is the last request of its phase to be
+    preempted.
+    """
     PHASE_RANK_THINK: _PhaseRank.ValueType  # 544
-    """A thinking request that has computed next to nothing."""
+    """Rank of a thinking request that has computed hardly any tokens."""
     PHASE_RANK_MAX: _PhaseRank.ValueType  # 1023
-    """No rank is above this one."""
+    """Highest possible rank."""
 
 class PhaseRank(_PhaseRank, metaclass=_PhaseRankEnumTypeWrapper):
-    """The scale of ranks: where requests stand until a plan says otherwise. Lower is more urgent."""
+    """The scale of ranks, and the rank that a request has in each phase until a plan changes it. A lower rank is more
+    urgent.
+    """
 
 PHASE_RANK_UNSPECIFIED: PhaseRank.ValueType  # 0
-"""An answering request."""
+"""Rank of an answering request."""
 PHASE_RANK_PROMPT: PhaseRank.ValueType  # 256
-"""A request that has not generated a token yet, or whose phase is not known."""
+"""Rank of a request that has not generated a token yet, or whose phase is not known."""
 PHASE_RANK_THINK_FIRST: PhaseRank.ValueType  # 512
-"""A thinking request that has computed a great deal already: it is the last one of its phase to be preempted."""
+"""Rank of a thinking request that has computed many tokens already; it is the last request of its phase to be
+preempted.
+"""
 PHASE_RANK_THINK: PhaseRank.ValueType  # 544
-"""A thinking request that has computed next to nothing."""
+"""Rank of a thinking request that has computed hardly any tokens."""
 PHASE_RANK_MAX: PhaseRank.ValueType  # 1023
-"""No rank is above this one."""
+"""Highest possible rank."""
 Global___PhaseRank: _TypeAlias = PhaseRank  # noqa: Y015
 
 class _EvictionTier:
@@ -385,21 +395,21 @@ class _EvictionTier:
 class _EvictionTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EvictionTier.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVICTION_TIER_UNSPECIFIED: _EvictionTier.ValueType  # 0
-    """Not said."""
+    """No tier is set."""
     EVICTION_TIER_REUSABLE: _EvictionTier.ValueType  # 1
-    """As stock vLLM: least recently used first."""
+    """The blocks are reused as in stock vLLM, least recently used first."""
     EVICTION_TIER_UNREACHABLE: _EvictionTier.ValueType  # 2
-    """Once finished, blocks past the prompt cannot be hit again: reuse them first."""
+    """Once the request has finished, no later request can hit its blocks past the prompt, so these are reused first."""
 
 class EvictionTier(_EvictionTier, metaclass=_EvictionTierEnumTypeWrapper):
-    """How soon a request's KV blocks are used anew."""
+    """How soon a request's KV blocks are reused."""
 
 EVICTION_TIER_UNSPECIFIED: EvictionTier.ValueType  # 0
-"""Not said."""
+"""No tier is set."""
 EVICTION_TIER_REUSABLE: EvictionTier.ValueType  # 1
-"""As stock vLLM: least recently used first."""
+"""The blocks are reused as in stock vLLM, least recently used first."""
 EVICTION_TIER_UNREACHABLE: EvictionTier.ValueType  # 2
-"""Once finished, blocks past the prompt cannot be hit again: reuse them first."""
+"""Once the request has finished, no later request can hit its blocks past the prompt, so these are reused first."""
 Global___EvictionTier: _TypeAlias = EvictionTier  # noqa: Y015
 
 class _Placement:
@@ -409,30 +419,30 @@ class _Placement:
 class _PlacementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Placement.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PLACEMENT_UNSPECIFIED: _Placement.ValueType  # 0
-    """As PLACEMENT_ANYWHERE."""
+    """The same as PLACEMENT_ANYWHERE."""
     PLACEMENT_ANYWHERE: _Placement.ValueType  # 1
-    """At once."""
+    """The agent places the probe at once."""
     PLACEMENT_SENTENCE: _Placement.ValueType  # 2
-    """Once the newest token ends a sentence, or a paragraph."""
+    """The agent places the probe once the newest token ends a sentence or a paragraph."""
     PLACEMENT_PARAGRAPH: _Placement.ValueType  # 3
-    """Once the newest token ends a paragraph."""
+    """The agent places the probe once the newest token ends a paragraph."""
 
 class Placement(_Placement, metaclass=_PlacementEnumTypeWrapper):
-    """When a probe is placed."""
+    """The moment at which the agent places a probe."""
 
 PLACEMENT_UNSPECIFIED: Placement.ValueType  # 0
-"""As PLACEMENT_ANYWHERE."""
+"""The same as PLACEMENT_ANYWHERE."""
 PLACEMENT_ANYWHERE: Placement.ValueType  # 1
-"""At once."""
+"""The agent places the probe at once."""
 PLACEMENT_SENTENCE: Placement.ValueType  # 2
-"""Once the newest token ends a sentence, or a paragraph."""
+"""The agent places the probe once the newest token ends a sentence or a paragraph."""
 PLACEMENT_PARAGRAPH: Placement.ValueType  # 3
-"""Once the newest token ends a paragraph."""
+"""The agent places the probe once the newest token ends a paragraph."""
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
-    """What an agent says."""
+    """A message from the agent to the control plane."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,15 +453,15 @@ class ConnectRequest(_message.Message):
     FREEZE_STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """First message of every stream."""
+        """Identifies the engine; the first message of every stream."""
 
     @_builtins.property
     def snapshot(self) -> Global___Snapshot:
-        """Every live request; sent after Hello and whenever reports were lost."""
+        """Lists every live request; sent after Hello and whenever reports were lost."""
 
     @_builtins.property
     def step(self) -> Global___StepReport:
-        """One engine step, or several merged."""
+        """Reports one engine step, or several merged steps."""
 
     @_builtins.property
     def settings_status(self) -> Global___SettingsStatus:
@@ -482,7 +492,7 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
-    """What the control plane says."""
+    """A message from the control plane to the agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -493,23 +503,27 @@ class ConnectResponse(_message.Message):
     FREEZE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """First message of every stream."""
+        """Accepts the stream; the first message of every stream."""
 
     @_builtins.property
     def settings(self) -> Global___Settings:
-        """A policy for the engine; answered by SettingsStatus."""
+        """Carries a policy for the engine; the agent answers with SettingsStatus."""
 
     @_builtins.property
     def directives(self) -> Global___Directives:
-        """Answers a StepReport, where something was decided or nothing was said for a second."""
+        """Carries the decisions taken from a StepReport. Also sent without decisions, if the control plane has sent nothing
+        for a second.
+        """
 
     @_builtins.property
     def going_away(self) -> Global___GoingAway:
-        """The server is about to close this stream: connect again, to another replica if there is one."""
+        """Announces that the server is about to close this stream. The agent connects again, to another replica if there is
+        one.
+        """
 
     @_builtins.property
     def freeze(self) -> Global___Freeze:
-        """Back to stock vLLM, or the end of that; answered by FreezeStatus."""
+        """Puts the engine back to stock vLLM, or ends a freeze; the agent answers with FreezeStatus."""
 
     def __init__(
         self,
@@ -534,7 +548,7 @@ Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
 class Hello(_message.Message):
     """---------------------------------------------------------------------------------------------- agent to control
 
-    Who connects, and what it can do.
+    Identifies the engine and states what the engine can do.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -622,62 +636,66 @@ class Hello(_message.Message):
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
-    """Stable over restarts of the engine process."""
+    """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
-    """Different for every start of the engine process."""
+    """Id of this start of the engine process; it differs for every start."""
     agent_version: _builtins.str
-    """Of Meridian's agent, as `meridian_agent.__version__` has it."""
+    """Version of Meridian's agent, as in `meridian_agent.__version__`."""
     vllm_version: _builtins.str
-    """Of vLLM, as `vllm.__version__` has it."""
+    """Version of vLLM, as in `vllm.__version__`."""
     model: _builtins.str
-    """The name the engine serves the model under."""
+    """Name under which the engine serves the model."""
     block_size_tokens: _builtins.int
-    """Tokens in one block of the KV cache."""
+    """Number of tokens in one block of the KV cache."""
     num_blocks: _builtins.int
-    """Blocks of the KV cache."""
+    """Number of blocks in the KV cache."""
     max_num_seqs: _builtins.int
-    """Requests that run at once, at most."""
+    """Largest number of requests that the engine runs at once."""
     vocab_size: _builtins.int
-    """Of the model; entropies lie between 0 and its logarithm."""
+    """Size of the model's vocabulary; entropies lie between 0 and its natural logarithm."""
     revision: _builtins.int
-    """Revision the agent has in force from an earlier stream; 0 for none."""
+    """Policy revision that is in force on the engine from an earlier stream; 0 if there is none."""
     fault: _builtins.str
-    """The stopped-for reason when an agent fault has switched the agent off; empty otherwise."""
+    """Reason why the agent is off, if a fault has switched it off; otherwise empty."""
     state: Global___AgentState.ValueType
-    """What it was in until this stream."""
+    """State of the agent before this stream began."""
     last_fault: _builtins.str
-    """The newest of them; it stays when the agent has come back."""
+    """The agent's newest fault; it stays here after the agent has recovered."""
     recover_ms: _builtins.int
-    """Milliseconds until an agent that is off comes back by itself; absent while it is on, and where it stays off until the
-    engine is started again.
+    """Milliseconds until an agent that is off recovers by itself. Absent while the agent is on, and if it stays off until
+    the engine is restarted.
     """
     unknown_markers: _builtins.str
-    """Why nothing counts as thinking on this engine, and how to name its thinking markers; empty where they are known. Phases
-    are PHASE_UNSPECIFIED then, and nothing about thinking can be decided.
+    """Reason why the engine's thinking markers are unknown, and how to name them; empty if they are known. While they are
+    unknown, nothing counts as thinking: phases are PHASE_UNSPECIFIED and no decision about thinking is made.
     """
     entropy_backend: Global___EntropyBackend.ValueType
-    """What measures entropy on this engine."""
+    """Backend that measures entropy on this engine."""
     entropy_note: _builtins.str
-    """Why nothing faster than that measures, or nothing at all; empty otherwise."""
+    """Reason why no faster backend measures entropy, or why none does; otherwise empty."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """What operators call the engine by: MERIDIAN_LABELS in its environment."""
+        """Labels by which operators select the engine; from MERIDIAN_LABELS in the engine's environment."""
 
     @_builtins.property
     def capabilities(self) -> Global___Capabilities:
-        """What can be asked of this engine."""
+        """Decisions that this engine can carry out."""
 
     @_builtins.property
     def freeze(self) -> Global___FreezeStatus:
-        """How it stands with freezes."""
+        """Whether the engine is frozen, and why."""
 
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
-        """The newest revisions that this incarnation has refused, with its error: not sent again."""
+        """The newest revisions that this incarnation has refused, each with the agent's error. The control plane does not
+        send them again.
+        """
 
     @_builtins.property
     def faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Faults of the agent since the engine started, by cause: the name of a FaultCause without its prefix, in lower case."""
+        """Number of the agent's faults since the engine started, by cause: the name of a FaultCause without its prefix, in
+        lower case.
+        """
 
     def __init__(
         self,
@@ -717,7 +735,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):
-    """What this engine can honour. A decision that needs a missing capability is never sent."""
+    """The decisions that an engine can carry out. The control plane never sends a decision that needs a missing capability."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -728,18 +746,18 @@ class Capabilities(_message.Message):
     RECLAIM_FIELD_NUMBER: _builtins.int
     TEMPLATE_STRIPS_THINK_FIELD_NUMBER: _builtins.int
     token_entropy: _builtins.bool
-    """Measure every token's entropy and the end marker's rank."""
+    """The engine can measure every token's entropy and the end marker's rank."""
     force_end: _builtins.bool
-    """End thinking: ForceEnd and ThinkCap."""
+    """The engine can end thinking: ForceEnd and ThinkCap."""
     eat_probe: _builtins.bool
-    """Measure EAT: EatProbe."""
+    """The engine can measure EAT: EatProbe."""
     dispatch: _builtins.bool
-    """Keep an order and a share of steps: DispatchPlan."""
+    """The engine can apply an order and a share of steps: DispatchPlan."""
     reclaim: _builtins.bool
-    """Keep eviction tiers: TierChange."""
+    """The engine can apply eviction tiers: TierChange."""
     template_strips_think: _builtins.bool
-    """The chat template removes thinking from earlier turns, so a finished request's blocks past its prompt are
-    unreachable for the next turn.
+    """The chat template removes thinking from earlier turns, so the next turn cannot reach a finished request's blocks
+    past its prompt.
     """
     def __init__(
         self,
@@ -761,14 +779,14 @@ Global___Capabilities: _TypeAlias = Capabilities  # noqa: Y015
 
 @_typing.final
 class Snapshot(_message.Message):
-    """Where everything stands: all live requests."""
+    """All live requests of the engine, from which the control plane can take over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Newest engine step that it takes in."""
+    """Number of the newest engine step that the snapshot includes."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
         """The live requests."""
@@ -789,7 +807,7 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class RequestOpened(_message.Message):
-    """A request that the engine has taken on."""
+    """A request that the engine has accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -810,37 +828,39 @@ class RequestOpened(_message.Message):
     MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Small integer, unique among the live requests of one engine, reused after RequestClosed."""
+    """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
-    """As the engine has it: the client's, with what vLLM puts around it."""
+    """Request id in the engine: the client's id with the parts that vLLM adds to it."""
     model: _builtins.str
-    """Model or LoRA adapter name."""
+    """Name of the model or LoRA adapter."""
     tenant: _builtins.str
-    """meridian_tenant of vllm_xargs; empty when it has none."""
+    """Value of meridian_tenant in the request's vllm_xargs; empty if it is not set."""
     slo_class: _builtins.str
-    """meridian_slo_class of vllm_xargs; empty when it has none."""
+    """Value of meridian_slo_class in the request's vllm_xargs; empty if it is not set."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Number of tokens in the prompt."""
     max_tokens: _builtins.int
-    """Tokens that it may generate, at most."""
+    """Largest number of tokens that the request may generate."""
     phase: Global___Phase.ValueType
-    """As the prompt leaves it, in a Snapshot as it is."""
+    """Phase at the end of the prompt; in a Snapshot, the present phase."""
     think_tokens: _builtins.int
-    """Generated so far; non-zero only in a Snapshot."""
+    """Thinking tokens generated so far; non-zero only in a Snapshot."""
     output_tokens: _builtins.int
-    """As think_tokens."""
+    """Answer tokens generated so far; non-zero only in a Snapshot."""
     max_think_tokens: _builtins.int
-    """The request's own cap from vllm_xargs; absent when it has none."""
+    """The request's own cap in tokens, from its vllm_xargs; absent if it has none."""
     forced: _builtins.bool
-    """A forced end of thinking was already applied to this request."""
+    """Whether a forced end of thinking has already been applied to this request."""
     preempted: _builtins.bool
-    """Waiting after a preemption."""
+    """Whether the request was preempted and waits to be resumed."""
     effort: _builtins.str
-    """The request's own effort level from vllm_xargs, for policy to match on; empty when it has none."""
+    """The request's own effort level from its vllm_xargs, which policy can match; empty if it has none."""
     min_think_tokens: _builtins.int
-    """The request's own floor from vllm_xargs: no rule ends its thinking before; absent when it has none."""
+    """The request's own floor in tokens, from its vllm_xargs; no rule ends its thinking before the floor. Absent if it
+    has none.
+    """
     traceparent: _builtins.str
-    """W3C trace context that came with the request, where the engine itself traces; empty for none."""
+    """W3C trace context that came with the request, if the engine itself writes traces; otherwise empty."""
     def __init__(
         self,
         *,
@@ -878,16 +898,16 @@ Global___RequestOpened: _TypeAlias = RequestOpened  # noqa: Y015
 
 @_typing.final
 class RequestClosed(_message.Message):
-    """A request that has ended; its slot is free again."""
+    """A request that has ended; its slot may be used again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Its slot until now."""
+    """Slot that the request had."""
     reason: Global___FinishReason.ValueType
-    """Why."""
+    """Reason why the request ended."""
     def __init__(
         self,
         *,
@@ -904,7 +924,9 @@ Global___RequestClosed: _TypeAlias = RequestClosed  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
-    """One row per generated token, in generation order; merging steps is concatenation. All columns have the same length."""
+    """Generated tokens, one row per token in generation order, so that steps are merged by concatenation. All columns have
+    the same length.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -916,27 +938,31 @@ class TokenColumns(_message.Message):
     FLAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The request that the token belongs to."""
+        """Slot of the request that generated the token."""
 
     @_builtins.property
     def phase(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
-        """The phase of the token itself: an end marker belongs to PHASE_THINK, the token after it to PHASE_OUTPUT."""
+        """Phase of the token itself: an end marker belongs to PHASE_THINK, the token after it to PHASE_OUTPUT."""
 
     @_builtins.property
     def entropy_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Entropy of the model's own next-token distribution the token was drawn from; NaN when not measured."""
+        """Entropy, in nats, of the model's own next-token distribution from which the token was drawn; NaN if it was not
+        measured.
+        """
 
     @_builtins.property
     def end_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """1 + number of tokens more likely than the (first token of the) end marker; 0 when not measured."""
+        """Rank of the end marker: 1 plus the number of tokens that are more likely than its first token; 0 if it was not
+        measured.
+        """
 
     @_builtins.property
     def end_logprob_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probability of the (first token of the) end marker; NaN when not measured."""
+        """Log-probability of the end marker's first token, in nats; NaN if it was not measured."""
 
     @_builtins.property
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sum of TokenFlags."""
+        """Sum of the TokenFlag values that apply to the token."""
 
     def __init__(
         self,
@@ -958,7 +984,9 @@ Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class ProbeColumns(_message.Message):
-    """Results of EAT probes: the entropy of the next-token distribution after an appended end marker."""
+    """Results of EAT probes, one row per probe. EAT is the entropy of the next-token distribution after an appended end
+    marker.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -971,11 +999,11 @@ class ProbeColumns(_message.Message):
     EMPTY_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of the EatProbe."""
+        """Id of the EatProbe decision."""
 
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The request that was probed."""
+        """Slot of the request that was probed."""
 
     @_builtins.property
     def think_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -983,19 +1011,21 @@ class ProbeColumns(_message.Message):
 
     @_builtins.property
     def eat_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The entropy that was measured."""
+        """Measured entropy, in nats."""
 
     @_builtins.property
     def cost_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens the engine computed for the probe."""
+        """Number of tokens that the engine computed for the probe."""
 
     @_builtins.property
     def same_answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Probes of this request in a row, this one included, whose likeliest next token was the same."""
+        """Number of consecutive probes of this request, this one included, that had the same likeliest next token."""
 
     @_builtins.property
     def empty_answer(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """The likeliest next token would finish the request: ended here, its answer would be empty."""
+        """Whether the likeliest next token would finish the request, so that the answer would be empty if thinking ended
+        here.
+        """
 
     def __init__(
         self,
@@ -1018,8 +1048,8 @@ Global___ProbeColumns: _TypeAlias = ProbeColumns  # noqa: Y015
 
 @_typing.final
 class StepColumns(_message.Message):
-    """The steps of a report that merges several, oldest first. All columns that are told have the same length, that of
-    `steps`.
+    """The steps of a report that merges several, one row per step, oldest first. Every column that is not empty has as many
+    rows as StepReport.steps says.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1034,37 +1064,37 @@ class StepColumns(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows of `tokens` that the step made, which follow those of the steps before it."""
+        """Number of rows of `tokens` that the step made. They follow the rows of the step before it."""
 
     @_builtins.property
     def step_time_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Duration of the step, from its schedule to its update."""
+        """Duration of the step in milliseconds, from its schedule to its update."""
 
     @_builtins.property
     def prefill_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt tokens that the step computed."""
+        """Number of prompt tokens that the step computed."""
 
     @_builtins.property
     def age_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """From the step's end to that of the report's last step."""
+        """Milliseconds from the end of the step to the end of the report's last step."""
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entries of `probes` that the step made, as `rows`. This and what follows is empty where an agent does not tell it:
-        then the last step made them all.
+        """Number of entries of `probes` that the step made. If an agent leaves this column and the following ones empty, the
+        last step made all entries.
         """
 
     @_builtins.property
     def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entries of `preempted` that the step made."""
+        """Number of entries of `preempted` that the step made."""
 
     @_builtins.property
     def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entries of `resumed` that the step made."""
+        """Number of entries of `resumed` that the step made."""
 
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entries of `outcomes` that the step made."""
+        """Number of entries of `outcomes` that the step made."""
 
     def __init__(
         self,
@@ -1088,7 +1118,7 @@ Global___StepColumns: _TypeAlias = StepColumns  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """What happened since the report before."""
+    """Everything that happened on the engine since the previous report."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1110,26 +1140,26 @@ class StepReport(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     MERGED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Number of the last engine step in this report, and how many steps it merges. A report of 0 steps comes from an
-    idle engine and carries outcomes only.
-    """
+    """Number of the last engine step in this report."""
     steps: _builtins.int
-    """See `step`."""
+    """Number of engine steps that this report merges. A report of 0 steps comes from an idle engine and carries outcomes
+    only.
+    """
     step_time_ms: _builtins.float
-    """Duration of the last step, from its schedule to its update."""
+    """Duration of the last step in milliseconds, from its schedule to its update."""
     kv_used: _builtins.float
-    """Fraction of the KV cache in use, 0 to 1."""
+    """Fraction of the KV cache in use, from 0 to 1."""
     running: _builtins.int
-    """Requests that vLLM runs, EAT probes among them."""
+    """Number of requests that vLLM runs, including EAT probes."""
     waiting: _builtins.int
-    """Requests in vLLM's waiting queue, preempted ones among them."""
+    """Number of requests in vLLM's waiting queue, including preempted ones."""
     prefill_tokens: _builtins.int
-    """Prompt tokens that the last step computed."""
+    """Number of prompt tokens that the last step computed."""
     state: Global___AgentState.ValueType
-    """The agent's own view when the step began."""
+    """State of the agent when the last step began."""
     @_builtins.property
     def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
-        """Requests that were taken on."""
+        """Requests that the engine accepted."""
 
     @_builtins.property
     def tokens(self) -> Global___TokenColumns:
@@ -1137,7 +1167,7 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def probes(self) -> Global___ProbeColumns:
-        """EAT that was measured."""
+        """Results of EAT probes."""
 
     @_builtins.property
     def preempted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1145,15 +1175,15 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots of requests that go on after a preemption."""
+        """Slots of requests that were resumed after a preemption."""
 
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestClosed]:
-        """Requests that have ended; what they generated at last is in `tokens`."""
+        """Requests that ended; the last tokens that they generated are in `tokens`."""
 
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionOutcome]:
-        """What became of decisions."""
+        """Outcomes of decisions."""
 
     @_builtins.property
     def counters(self) -> Global___AgentCounters:
@@ -1161,7 +1191,7 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def merged(self) -> Global___StepColumns:
-        """Each of the steps; absent when there is one."""
+        """The single steps of the report; absent if the report has only one step."""
 
     def __init__(
         self,
@@ -1194,7 +1224,7 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class AgentCounters(_message.Message):
-    """What the agent counts on the engine."""
+    """Values that the agent counts, since the engine started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1208,23 +1238,23 @@ class AgentCounters(_message.Message):
     SCHEDULER_SECONDS_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
     preempted_think: _builtins.int
-    """Requests chosen as preemption victims that were not answering."""
+    """Requests that were not answering when vLLM preempted them."""
     output_critical: _builtins.int
-    """Answering requests chosen as preemption victims; the target is zero."""
+    """Answering requests that vLLM preempted; the target is zero."""
     blocks_reclaimed: _builtins.int
-    """KV blocks freed because no later turn can reach them."""
+    """KV blocks of finished requests that the agent marked for reuse first, because no later turn can reach them."""
     think_skips: _builtins.int
-    """Times that a thinking request was left out of a step for the plan's sake."""
+    """Number of times that a thinking request was left out of a step because of the dispatch plan."""
     reports_dropped: _builtins.int
-    """Step reports for which there was no room; a Snapshot followed."""
+    """Step reports that were dropped because the queue was full; a Snapshot followed."""
     probe_tokens: _builtins.int
-    """Tokens the engine computed for EAT probes."""
+    """Tokens that the engine computed for EAT probes."""
     agent_seconds: _builtins.float
-    """Time the agent spent in the engine-core thread."""
+    """Seconds that the agent spent in the engine-core thread."""
     scheduler_seconds: _builtins.float
-    """Time the engine spent in its own schedule and update_from_output."""
+    """Seconds that the engine spent in vLLM's own schedule and update_from_output."""
     round_trip_ms: _builtins.float
-    """Newest time from queueing a step report to the answer to it; a gauge."""
+    """Newest time in milliseconds from queueing a step report to the answer to it. This value is a gauge, not a counter."""
     def __init__(
         self,
         *,
@@ -1248,7 +1278,7 @@ Global___AgentCounters: _TypeAlias = AgentCounters  # noqa: Y015
 
 @_typing.final
 class DecisionOutcome(_message.Message):
-    """Exactly one per decision id."""
+    """The outcome of one decision. Exactly one is reported for each decision id."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1257,13 +1287,13 @@ class DecisionOutcome(_message.Message):
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """The decision."""
+    """Id of the decision."""
     outcome: Global___Outcome.ValueType
-    """What became of it."""
+    """Result of the decision."""
     think_tokens: _builtins.int
-    """Thinking tokens of the request at that moment, for decisions about thinking."""
+    """Thinking tokens of the request when the outcome was reached, for decisions about thinking."""
     detail: _builtins.str
-    """Reason of a refusal, or what was done (for example "7 blocks")."""
+    """Reason of a refusal, or a note on what the agent did (for example "7 blocks")."""
     def __init__(
         self,
         *,
@@ -1282,7 +1312,7 @@ Global___DecisionOutcome: _TypeAlias = DecisionOutcome  # noqa: Y015
 
 @_typing.final
 class SettingsStatus(_message.Message):
-    """Acknowledges Settings: an empty error means that they hold, from the beginning of a step on."""
+    """Answers Settings. An empty error means that the settings are in force from the beginning of a step on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1290,11 +1320,11 @@ class SettingsStatus(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
-    """Of the Settings it answers."""
+    """Nonce of the Settings that this message answers."""
     revision: _builtins.int
-    """The revision now in force on the engine: the new one, or after an error the last good one."""
+    """Policy revision that is in force on the engine now: the new one, or after an error the last good one."""
     error: _builtins.str
-    """Why they do not hold; empty when they do."""
+    """Reason why the settings are not in force; empty if they are."""
     def __init__(
         self,
         *,
@@ -1312,7 +1342,7 @@ Global___SettingsStatus: _TypeAlias = SettingsStatus  # noqa: Y015
 
 @_typing.final
 class FreezeStatus(_message.Message):
-    """Confirms Freeze: what it says holds, from the beginning of a step on."""
+    """Answers Freeze, when its effect is in force from the beginning of a step on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1320,11 +1350,13 @@ class FreezeStatus(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     LOCALLY_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
-    """0 in a Hello."""
+    """Nonce of the Freeze that this message answers; 0 in a Hello."""
     frozen: _builtins.bool
-    """The engine runs as stock vLLM."""
+    """Whether the engine runs as stock vLLM."""
     locally: _builtins.bool
-    """Because of MERIDIAN_FREEZE in its environment, until it is started without."""
+    """Whether MERIDIAN_FREEZE in the engine's environment freezes the engine. Such a freeze lasts until the engine is
+    started without the variable.
+    """
     def __init__(
         self,
         *,
@@ -1344,7 +1376,7 @@ Global___FreezeStatus: _TypeAlias = FreezeStatus  # noqa: Y015
 class Welcome(_message.Message):
     """---------------------------------------------------------------------------------------------- control to agent
 
-    Begins a stream.
+    Accepts a stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1352,9 +1384,9 @@ class Welcome(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Of this stream, in logs and traces."""
+    """Id of this stream's session, for logs and traces."""
     server_version: _builtins.str
-    """Of the control plane, as `meridian_control.__version__` has it."""
+    """Version of the control plane, as in `meridian_control.__version__`."""
     def __init__(
         self,
         *,
@@ -1371,13 +1403,13 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class GoingAway(_message.Message):
-    """Ends a stream."""
+    """Announces that the control plane ends a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """For the engine's log."""
+    """Reason for ending the stream, for the engine's log."""
     def __init__(
         self,
         *,
@@ -1393,7 +1425,7 @@ Global___GoingAway: _TypeAlias = GoingAway  # noqa: Y015
 
 @_typing.final
 class Settings(_message.Message):
-    """The part of a policy revision the agent itself must know."""
+    """The part of a policy revision that the agent itself must know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1413,40 +1445,48 @@ class Settings(_message.Message):
     ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Of the policy they come from."""
+    """Policy revision from which the settings come."""
     nonce: _builtins.int
-    """Belongs to the stream, as the revision outlives it."""
+    """Number that identifies these settings on this stream. The nonce belongs to the stream; the revision outlives it."""
     reasoning_parser: _builtins.str
-    """Name of the vLLM reasoning parser that tells markers; empty takes the engine's own."""
+    """Name of the vLLM reasoning parser that the agent asks for markers; empty means the engine's own parser."""
     supports_think_disable: _builtins.bool
-    """A closed think block at the end of the prompt means the request does not think."""
+    """Whether a closed think block at the end of the prompt means that the request does not think."""
     observe_entropy: _builtins.bool
-    """Measure every token's entropy and the end marker's rank."""
+    """Whether the engine measures every token's entropy and the end marker's rank."""
     report_interval_steps: _builtins.int
-    """Engine steps merged into one report, at least; fewer where one of them has more to tell than text."""
+    """Smallest number of engine steps that are merged into one report. A report merges fewer steps if one of them has
+    more to report than text tokens.
+    """
     lease_ms: _builtins.int
-    """Without a stream for this long the agent drops all decisions except caps."""
+    """Milliseconds without a stream after which the agent drops all decisions except caps."""
     max_think_tokens: _builtins.int
-    """Cap of a request from its first token until its own ThinkCap arrives; absent for none."""
+    """Cap of a request, in thinking tokens, from its first token until its own ThinkCap arrives; absent for no cap."""
     closing_text: _builtins.str
-    """Written before the marker when an end is forced; counts as thinking."""
+    """Text that a forced end writes before the end marker; it counts as thinking."""
     eat_answer_prefix: _builtins.str
-    """Appended after the end marker of an EAT probe."""
+    """Text that an EAT probe appends after the end marker."""
     scheduler_lease_ms: _builtins.int
-    """Without a stream for this long the decisions of one section end, those of `scheduler` with the caps; 0 for none of
-    its own.
+    """Milliseconds without a stream after which the decisions of the policy section `scheduler`, caps included, end; 0 if
+    only lease_ms counts.
     """
     entropy_lease_ms: _builtins.int
-    """As scheduler_lease_ms."""
+    """Milliseconds without a stream after which the decisions of the policy section `entropy` end; 0 if only lease_ms
+    counts.
+    """
     kv_memory_lease_ms: _builtins.int
-    """As scheduler_lease_ms."""
+    """Milliseconds without a stream after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms
+    counts.
+    """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Replace what the tokenizer and the reasoning parser say; empty keeps it."""
+        """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
+        those.
+        """
 
     @_builtins.property
     def think_end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As think_start_token_ids."""
+        """Token ids of the end marker, in place of those that the tokenizer and the reasoning parser name; empty keeps those."""
 
     def __init__(
         self,
@@ -1479,7 +1519,9 @@ Global___Settings: _TypeAlias = Settings  # noqa: Y015
 
 @_typing.final
 class Freeze(_message.Message):
-    """Run as stock vLLM for a while: no decision holds, nor a cap, a request's own included. The agent ends it by itself."""
+    """Tells the engine to run as stock vLLM for a limited time: no decision and no cap is in force, not even a request's
+    own cap. The agent ends the freeze by itself.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1487,11 +1529,11 @@ class Freeze(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     nonce: _builtins.int
-    """Belongs to the stream."""
+    """Number that identifies this freeze on this stream."""
     remaining_ms: _builtins.int
-    """From when the message is received; 0 ends it now."""
+    """Milliseconds for which the engine stays frozen, from when the agent receives the message; 0 ends the freeze now."""
     reason: _builtins.str
-    """For the engine's log."""
+    """Reason for the freeze, for the engine's log."""
     def __init__(
         self,
         *,
@@ -1509,7 +1551,7 @@ Global___Freeze: _TypeAlias = Freeze  # noqa: Y015
 
 @_typing.final
 class Directives(_message.Message):
-    """What was decided."""
+    """The decisions that the control plane took from one report."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1520,24 +1562,24 @@ class Directives(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Newest step report these decisions were taken from. The agent ignores one aimed at a slot opened after it. A report
-    with probe results is always answered.
+    """Number of the newest step report from which these decisions were taken. The agent ignores a decision about a slot
+    that was opened after this report. The control plane always answers a report with probe results.
     """
     @_builtins.property
     def forces(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForceEnd]:
-        """Ends of thinking."""
+        """Ends of thinking to force."""
 
     @_builtins.property
     def caps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThinkCap]:
-        """Caps of thinking."""
+        """Caps on thinking."""
 
     @_builtins.property
     def plan(self) -> Global___DispatchPlan:
-        """Order and share of steps; absent for no change."""
+        """Order and share of steps; absent if the plan does not change."""
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierChange]:
-        """Eviction tiers."""
+        """Changes of eviction tiers."""
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatProbe]:
@@ -1563,7 +1605,7 @@ Global___Directives: _TypeAlias = Directives  # noqa: Y015
 
 @_typing.final
 class ForceEnd(_message.Message):
-    """End thinking now, with a forced end marker."""
+    """Ends the thinking of a request now, with a forced end marker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1572,13 +1614,13 @@ class ForceEnd(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """Unique within the stream; its outcome is reported once."""
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
-    """The request meant."""
+    """Slot of the request."""
     reason: Global___ForceReason.ValueType
-    """The rule behind it."""
+    """Rule that decided to end thinking."""
     shadow: _builtins.bool
-    """To be decided and counted, not carried out."""
+    """Whether the decision is only counted and not carried out."""
     def __init__(
         self,
         *,
@@ -1597,7 +1639,7 @@ Global___ForceEnd: _TypeAlias = ForceEnd  # noqa: Y015
 
 @_typing.final
 class ThinkCap(_message.Message):
-    """End thinking after exactly this many thinking tokens. Kept by the agent, stream or no stream."""
+    """Ends thinking after exactly this many thinking tokens. The agent enforces the cap even without a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1606,13 +1648,13 @@ class ThinkCap(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """Unique within the stream; its outcome is reported once."""
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
-    """The request meant."""
+    """Slot of the request."""
     max_think_tokens: _builtins.int
-    """Absent lifts the cap."""
+    """Cap in thinking tokens; absent lifts the cap."""
     shadow: _builtins.bool
-    """To be decided and counted, not carried out."""
+    """Whether the decision is only counted and not carried out."""
     def __init__(
         self,
         *,
@@ -1633,7 +1675,7 @@ Global___ThinkCap: _TypeAlias = ThinkCap  # noqa: Y015
 
 @_typing.final
 class DispatchPlan(_message.Message):
-    """In which order requests join a step, and how many; holds until the next one."""
+    """Says in which order requests join a step, and how many of them; in force until the next plan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1648,28 +1690,32 @@ class DispatchPlan(_message.Message):
     OUTPUT_PER_STEP_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """Unique within the stream; its outcome is reported once."""
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     think_per_step: _builtins.int
-    """Thinking sequences that may join a step while answers stream; absent for no limit."""
+    """Largest number of thinking sequences that join a step while answers stream; absent for no limit."""
     max_skip_steps: _builtins.int
-    """Steps in a row that a sequence may be left out, so that its own budget holds."""
+    """Largest number of consecutive steps that a sequence may be left out of, so that its own budget is kept."""
     hold_admission: _builtins.bool
-    """Admit nothing new except preempted answers: thinking holds more KV than its share while answers wait."""
+    """Whether only preempted answers may join the running requests, because thinking holds more of the KV cache than its
+    share while answers wait.
+    """
     shadow: _builtins.bool
-    """To be decided and counted, not carried out."""
+    """Whether the decision is only counted and not carried out."""
     stock: _builtins.bool
-    """Obey vLLM's own order; of the plan only hold_admission counts."""
+    """Whether the engine keeps vLLM's own order; then only hold_admission of this plan has an effect."""
     output_per_step: _builtins.int
-    """Answering sequences that may join a step while others think; absent for no limit."""
+    """Largest number of answering sequences that join a step while other requests think; absent for no limit."""
     prefill_tokens_per_step: _builtins.int
-    """Prompt tokens that may join a step while answers stream; absent for no limit."""
+    """Largest number of prompt tokens that join a step while answers stream; absent for no limit."""
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots whose rank changed. Lower is more urgent and preempted later; equal ranks keep arrival order."""
+        """Slots whose rank changed."""
 
     @_builtins.property
     def rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The slots' ranks, in the same order."""
+        """Ranks of these slots, in the same order. A request with a lower rank is more urgent and preempted later; requests
+        of equal rank keep their order of arrival.
+        """
 
     def __init__(
         self,
@@ -1706,7 +1752,7 @@ Global___DispatchPlan: _TypeAlias = DispatchPlan  # noqa: Y015
 
 @_typing.final
 class TierChange(_message.Message):
-    """A request's tier from now on."""
+    """Sets the eviction tier of a request from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1715,13 +1761,13 @@ class TierChange(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """Unique within the stream; its outcome is reported once."""
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
-    """The request meant."""
+    """Slot of the request."""
     tier: Global___EvictionTier.ValueType
-    """The tier."""
+    """New eviction tier."""
     shadow: _builtins.bool
-    """To be decided and counted, not carried out."""
+    """Whether the decision is only counted and not carried out."""
     def __init__(
         self,
         *,
@@ -1740,7 +1786,7 @@ Global___TierChange: _TypeAlias = TierChange  # noqa: Y015
 
 @_typing.final
 class EatProbe(_message.Message):
-    """Measure the entropy after an appended end marker."""
+    """Asks the agent to measure EAT: the entropy of the next token after an appended end marker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1749,14 +1795,15 @@ class EatProbe(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
-    """Unique within the stream; its outcome is reported once."""
+    """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
-    """The request meant."""
+    """Slot of the request."""
     placement: Global___Placement.ValueType
-    """When."""
+    """Moment at which the probe is placed."""
     hold_ms: _builtins.int
-    """The request makes no step until an answer to the report with the result is there, this long at most, so that a
-    decision taken from it applies where it was measured; 0 for not at all.
+    """Largest number of milliseconds for which the request joins no step while it waits for the answer to the report with
+    the probe's result, so that a decision from the probe applies where EAT was measured; 0 if the request does not
+    wait.
     """
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AgentServiceStub(object):
-    """Serves the agents that live inside vLLM engines.
+    """Serves the agents that run inside vLLM engines.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,12 @@ class AgentServiceStub(object):
 
 
 class AgentServiceServicer(object):
-    """Serves the agents that live inside vLLM engines.
+    """Serves the agents that run inside vLLM engines.
     """
 
     def Connect(self, request_iterator, context):
-        """Carries one engine's reports up and the decisions for it down, for as long as the engine lives.
+        """Carries the engine's reports to the control plane and the control plane's decisions to the engine, for as long as
+        the engine runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +71,7 @@ def add_AgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AgentService(object):
-    """Serves the agents that live inside vLLM engines.
+    """Serves the agents that run inside vLLM engines.
     """
 
     @staticmethod

@@ -4,10 +4,10 @@ isort:skip_file
 The stream between one vLLM engine and the control plane.
 
 The agent opens Connect, sends Hello and one Snapshot, then one StepReport per engine step (or several steps
-merged into one when the link is slower than the engine). The control plane answers with the changes only.
+merged into one report if the link is slower than the engine). The control plane's answers contain only what changes.
 
-Units are in the names: *_ms milliseconds, *_nats natural-log units, *_tokens tokens. Ranks and priorities have one
-polarity everywhere: lower is more urgent. Neither prompt nor output text crosses this stream.
+Names carry the units: *_ms is milliseconds, *_nats natural-log units, *_tokens tokens. A lower rank or priority is
+more urgent everywhere. This stream carries neither prompt text nor output text.
 """
 
 from collections import abc as _abc
@@ -34,25 +34,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AgentServiceStub:
-    """Serves the agents that live inside vLLM engines."""
+    """Serves the agents that run inside vLLM engines."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_agent_pb2.ConnectRequest, _agent_pb2.ConnectResponse]
-    """Carries one engine's reports up and the decisions for it down, for as long as the engine lives."""
+    """Carries the engine's reports to the control plane and the control plane's decisions to the engine, for as long as
+    the engine runs.
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
-    """Serves the agents that live inside vLLM engines."""
+    """Serves the agents that run inside vLLM engines."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_agent_pb2.ConnectRequest, _agent_pb2.ConnectResponse]  # type: ignore[assignment]
-    """Carries one engine's reports up and the decisions for it down, for as long as the engine lives."""
+    """Carries the engine's reports to the control plane and the control plane's decisions to the engine, for as long as
+    the engine runs.
+    """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Serves the agents that live inside vLLM engines."""
+    """Serves the agents that run inside vLLM engines."""
 
     @_abc_1.abstractmethod
     def Connect(
@@ -60,6 +64,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.ConnectResponse], _abc.AsyncIterator[_agent_pb2.ConnectResponse]]:
-        """Carries one engine's reports up and the decisions for it down, for as long as the engine lives."""
+        """Carries the engine's reports to the control plane and the control plane's decisions to the engine, for as long as
+        the engine runs.
+        """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

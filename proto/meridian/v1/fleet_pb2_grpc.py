@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class FleetServiceStub(object):
-    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
-    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
-    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """Answers questions about engines and their live requests, for the whole fleet, whichever replica is asked. A request
+    with `local_only` gets only what the asked replica itself knows, in a single page; replicas ask each other with it.
+    `unreachable_replicas` in an answer names the replicas that did not answer and whose part is missing.
     """
 
     def __init__(self, channel):
@@ -70,13 +70,13 @@ class FleetServiceStub(object):
 
 
 class FleetServiceServicer(object):
-    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
-    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
-    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """Answers questions about engines and their live requests, for the whole fleet, whichever replica is asked. A request
+    with `local_only` gets only what the asked replica itself knows, in a single page; replicas ask each other with it.
+    `unreachable_replicas` in an answer names the replicas that did not answer and whose part is missing.
     """
 
     def ListEngines(self, request, context):
-        """Lists the engines: those that are connected, and those that went away in the last 10 minutes.
+        """Lists the connected engines, and those that disconnected in the last 10 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,30 +90,31 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchFleet(self, request, context):
-        """Sends the state of all engines and live requests at once, then again at every multiple of the interval, so that all
-        who watch are sent the same.
+        """Streams the state of all engines and live requests: at once, and then at every multiple of the interval, so that
+        all watchers receive the same states.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordTrace(self, request, context):
-        """Sends what passes on the agents' streams from now on, in order. A client too slow for it gets RESOURCE_EXHAUSTED.
+        """Streams every message of the agents' streams from now on, in order. A client that reads too slowly gets
+        RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRequest(self, request, context):
-        """Tells the life of a request, live or finished not long ago, from the replicas' decision logs.
+        """Returns the history of a request that is live or finished recently, from the replicas' decision logs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """Lists the decisions in the replicas' logs, newest first. Dispatch plans concern no single request: they are
-        counted, not kept.
+        """Lists the decisions in the replicas' logs, newest first. The logs do not contain dispatch plans, which concern no
+        single request and are only counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,9 +162,9 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService(object):
-    """Answers questions about engines and the requests that live in them, for the whole fleet whichever replica is asked.
-    `local_only` asks for what this replica itself knows, in one page where there are pages; replicas ask each other so.
-    `unreachable_replicas` are those that were not heard: what they know is missing.
+    """Answers questions about engines and their live requests, for the whole fleet, whichever replica is asked. A request
+    with `local_only` gets only what the asked replica itself knows, in a single page; replicas ask each other with it.
+    `unreachable_replicas` in an answer names the replicas that did not answer and whose part is missing.
     """
 
     @staticmethod

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class FreezeServiceStub(object):
-    """Freezes and thaws engines. What is frozen, and whether it has confirmed, is in FleetService's Engine.freeze.
+    """Freezes and thaws engines. FleetService's Engine.freeze shows which engines are frozen and whether their agents have
+    confirmed it.
     """
 
     def __init__(self, channel):
@@ -53,18 +54,19 @@ class FreezeServiceStub(object):
 
 
 class FreezeServiceServicer(object):
-    """Freezes and thaws engines. What is frozen, and whether it has confirmed, is in FleetService's Engine.freeze.
+    """Freezes and thaws engines. FleetService's Engine.freeze shows which engines are frozen and whether their agents have
+    confirmed it.
     """
 
     def Freeze(self, request, context):
-        """Puts every engine that matches back to stock vLLM until the time is over, those that connect meanwhile too.
+        """Puts every engine that matches back to stock vLLM until the time limit, including engines that connect later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Thaw(self, request, context):
-        """Ends a freeze early, or all of them.
+        """Ends one freeze early, or all freezes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +106,8 @@ def add_FreezeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FreezeService(object):
-    """Freezes and thaws engines. What is frozen, and whether it has confirmed, is in FleetService's Engine.freeze.
+    """Freezes and thaws engines. FleetService's Engine.freeze shows which engines are frozen and whether their agents have
+    confirmed it.
     """
 
     @staticmethod

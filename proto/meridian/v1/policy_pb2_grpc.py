@@ -72,16 +72,16 @@ class PolicyServiceServicer(object):
     """
 
     def GetPolicy(self, request, context):
-        """Returns the policy in force, or another revision. While a rollout is active, that is the policy of the engines
-        outside of its group, and new engines get what the rollout says.
+        """Returns the policy in force, or another revision. While a rollout is active, the policy in force is that of the
+        engines outside the rollout's group, and engines that connect get the policy that the rollout gives them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePolicy(self, request, context):
-        """Replaces the policy. INVALID_ARGUMENT lists every bad field; ABORTED means the etag is not the current one;
-        FAILED_PRECONDITION names the rollout that is active.
+        """Replaces the policy. The error INVALID_ARGUMENT lists every invalid field; ABORTED means that the etag is not the
+        current one; FAILED_PRECONDITION names the active rollout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +95,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DiffPolicies(self, request, context):
-        """Says what differs between two revisions.
+        """Returns the fields that differ between two revisions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPolicy(self, request, context):
-        """Says which value holds for an engine or a request, field by field, and which rule gave it.
+        """Returns the values that are in force for an engine or a request, field by field, and which rule gave each value.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

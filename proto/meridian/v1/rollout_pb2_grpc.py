@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Starts rollouts and steers them. One is active at a time: running, paused or halted. Meanwhile UpdatePolicy and
-    RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns what is in force on the engines
-    outside of the rollout's group. No engine ever goes back to an older revision: what a rollout takes back is stored
-    anew, as RollbackPolicy does.
+    """Starts and steers rollouts. Only one rollout is active (running, paused or halted) at a time. While it is active,
+    UpdatePolicy and RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns the policy of
+    the engines outside the rollout's group. No engine ever goes back to an older revision: a policy that a rollout takes
+    back is stored as a new revision, as RollbackPolicy does.
     """
 
     def __init__(self, channel):
@@ -71,22 +71,23 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Starts rollouts and steers them. One is active at a time: running, paused or halted. Meanwhile UpdatePolicy and
-    RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns what is in force on the engines
-    outside of the rollout's group. No engine ever goes back to an older revision: what a rollout takes back is stored
-    anew, as RollbackPolicy does.
+    """Starts and steers rollouts. Only one rollout is active (running, paused or halted) at a time. While it is active,
+    UpdatePolicy and RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns the policy of
+    the engines outside the rollout's group. No engine ever goes back to an older revision: a policy that a rollout takes
+    back is stored as a new revision, as RollbackPolicy does.
     """
 
     def StartRollout(self, request, context):
-        """Stores a candidate policy and gives it to the engines of the first step. FAILED_PRECONDITION while a rollout is
-        active; otherwise fails as UpdatePolicy does, for a bad plan too.
+        """Stores a candidate policy and gives it to the engines of the first step. Fails with FAILED_PRECONDITION while a
+        rollout is active; otherwise fails as UpdatePolicy does, also for an invalid plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRollout(self, request, context):
-        """Returns the active rollout, or else the newest, or an older one. What is measured is some seconds old.
+        """Returns the active rollout, or the newest one if none is active, or the one with the given id. Measured values are
+        some seconds old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,21 +101,21 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PauseRollout(self, request, context):
-        """Stops the clock of the current step; its engines keep the candidate, and the guardrails hold.
+        """Stops the clock of the current step. The step's engines keep the candidate, and the guardrails are still watched.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRollout(self, request, context):
-        """Goes on with the current step after a pause or a halt; after a halt it is measured anew.
+        """Continues the current step after a pause or a halt. After a halt the step's measurements start again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortRollout(self, request, context):
-        """Ends the rollout and puts the policy from before in force everywhere, as a new revision.
+        """Ends the rollout and puts the previous policy in force everywhere, as a new revision.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,10 +163,10 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Starts rollouts and steers them. One is active at a time: running, paused or halted. Meanwhile UpdatePolicy and
-    RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns what is in force on the engines
-    outside of the rollout's group. No engine ever goes back to an older revision: what a rollout takes back is stored
-    anew, as RollbackPolicy does.
+    """Starts and steers rollouts. Only one rollout is active (running, paused or halted) at a time. While it is active,
+    UpdatePolicy and RollbackPolicy fail with FAILED_PRECONDITION, and GetPolicy without a revision returns the policy of
+    the engines outside the rollout's group. No engine ever goes back to an older revision: a policy that a rollout takes
+    back is stored as a new revision, as RollbackPolicy does.
     """
 
     @staticmethod
