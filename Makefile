@@ -1,71 +1,70 @@
-# Every target builds what it needs in .venv; PYTHON chooses the interpreter for that, nothing else is required.
+# Every target creates the environment that it needs in .venv. PYTHON selects the interpreter; nothing else is required.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Where the environment forbids to keep compiled Python, each of many processes compiles the same files again.
+# With PYTHONDONTWRITEBYTECODE each of the many processes would compile the same Python files again.
 unexport PYTHONDONTWRITEBYTECODE
 
 SIDE_BY_SIDE := -n 3 --dist loadscope --no-loadscope-reorder
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
-# make alone says what there is.
+# `make` without a target prints the list of targets.
 .PHONY: help
-help: ## this list
+help: ## print this list of targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | awk -F'\t' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 .PHONY: demo test pytest check unit doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-kernels lint proto dist lock sbom \
 	audit clean
 
-demo: $(VENV)/ready ## the main job end to end: control plane, a real engine, live requests, a summary
+demo: $(VENV)/ready ## run a control plane and a real engine with live requests, and print a summary
 	$(BIN)/python -m tests.demo
 
-# Three processes for two cores, since many tests wait; lint and types run beside them.
-test: $(VENV)/ready ## all tests, with lint and types beside them
+# Three processes run on two cores, because many tests wait; lint and type checks run at the same time.
+test: $(VENV)/ready ## run all tests, lint and type checks
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(VENV)/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# The inner loop: no engine.
-check: $(VENV)/ready ## lint, types and unit tests: the inner loop, no engine
+check: $(VENV)/ready ## run lint, type checks and unit tests; starts no engine
 	@$(MAKE) --no-print-directory -j2 lint unit
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -q tests/unit
 
-# What some tests need and this machine does not have, and how to get it; installs nothing.
-doctor: ## what some tests need and this machine lacks, and how to get it; installs nothing
-	@test -x $(BIN)/python || { echo "there is no environment yet: make $(VENV)/ready makes it"; exit 1; }
+doctor: ## list what some tests need and this machine lacks, and how to get it; installs nothing
+	@test -x $(BIN)/python || { echo "there is no environment yet; create it with: make $(VENV)/ready"; exit 1; }
 	@$(BIN)/python -m tests.needed
 
-# Every reasoning parser of the installed vLLM: what the agent finds, and whether vLLM agrees; ARGS: --save.
+# For each parser the report also says whether vLLM agrees with the agent. ARGS: --save.
 .PHONY: parsers
-parsers: $(VENV)/ready ## what the agent finds for every reasoning parser of the installed vLLM
+parsers: $(VENV)/ready ## list the thinking markers that the agent finds for each of vLLM's reasoning parsers
 	@$(BIN)/python -m tests.parsers $(ARGS)
 
-# vLLM's own tests of its scheduler, with the agent in front of every scheduler and without. Downloads vLLM's sources.
+# The target runs the tests with the agent in front of every scheduler and without the agent, and downloads vLLM's
+# sources.
 # ARGS: --vllm VERSION…, --tests PATH…
 .PHONY: test-vllm
-test-vllm: $(VENV)/ready ## vLLM's own scheduler tests, with the agent in front and without
+test-vllm: $(VENV)/ready ## run vLLM's own scheduler tests with the agent and without it
 	$(BIN)/python -m tests.vllm_suite $(ARGS)
 
-# Requests, faults and policies at random, 20 minutes; ARGS: --seconds, --seed, --clients, --out.
-soak: $(VENV)/ready ## requests, faults and policies at random, 20 minutes
+# ARGS: --seconds, --seed, --clients, --out.
+soak: $(VENV)/ready ## run random requests, faults and policy changes for 20 minutes
 	$(BIN)/python -m tests.soak $(ARGS)
 
-# What ending thinking saves and costs; ARGS are its options.
-bench-termination: $(VENV)/ready ## what ending thinking saves and costs
+# ARGS are the options of tests.bench.termination.
+bench-termination: $(VENV)/ready ## measure what ending thinking saves and costs
 	$(BIN)/python -m tests.bench.termination $(ARGS)
 
-lint: $(VENV)/ready ## ruff, mypy, the layers of imports, generated protobuf code
+lint: $(VENV)/ready ## check style, types, import layers and the generated protobuf code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.check_proto
 
-# Some CPU wheels of vLLM pull CUDA builds of torchvision and friends that break the import of transformers models.
-# Text serving needs none of them, so they go, only where the import really fails.
+# Some CPU wheels of vLLM install CUDA builds of torchvision and related packages, which break the import of
+# transformers models. Text serving needs none of these packages, so they are uninstalled if the import fails.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,control,dev]'
@@ -74,28 +73,29 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM'
 	touch $@
 
-proto: $(VENV)/ready ## generate the protobuf code anew
+proto: $(VENV)/ready ## generate the protobuf code again
 	$(BIN)/python -m tests.check_proto --write
 
-# A release: the wheel, the same byte for byte for one commit; what the control plane's image installs, with hashes; its
-# bill of materials; what is known against it.
+# Targets for a release: the wheel, the lock file of the control plane's image, the bill of materials of the locked
+# packages, and a check of these packages for known vulnerabilities.
 RELEASE := build/release
-dist: $(RELEASE)/ready ## the wheel, the same byte for byte for one commit
+dist: $(RELEASE)/ready ## build the wheel, byte for byte the same for one commit
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m hatchling build -t wheel -d dist
 
-lock: $(RELEASE)/ready ## what the control plane's image installs, with hashes
+lock: $(RELEASE)/ready ## write the lock file of what the control plane's image installs, with hashes
 	$(RELEASE)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--custom-compile-command 'make lock' --extra control --extra traces -o deploy/requirements.lock pyproject.toml
 
-# Of an environment with what is locked, for who needs whom is not in the lock.
-sbom: $(RELEASE)/ready ## the bill of materials of what is locked
+# The bill of materials is made from an environment with the locked packages, because the lock file does not say which
+# package needs which.
+sbom: $(RELEASE)/ready ## write the bill of materials of the locked packages
 	mkdir -p dist
 	$(RELEASE)/bin/uv venv --quiet --clear build/locked
 	$(RELEASE)/bin/uv pip install --quiet --python build/locked/bin/python --require-hashes -r deploy/requirements.lock
 	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/sbom.cdx.json build/locked/bin/python
 
-audit: $(RELEASE)/ready ## what is known against what is locked
+audit: $(RELEASE)/ready ## check the locked packages for known vulnerabilities
 	$(RELEASE)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/requirements.lock
 
 $(RELEASE)/ready: pyproject.toml
@@ -107,25 +107,25 @@ clean: ## remove environments and build folders
 	rm -rf $(VENV) build dist
 
 
-# ARGS: see `python -m tests.bench.scheduling --help`, for example --quick, or --save to replace what is in results/.
-bench-scheduling: $(VENV)/ready ## how answers stream under load, governed and not
+# ARGS: see `python -m tests.bench.scheduling --help`, for example --quick, or --save to replace the files in results/.
+bench-scheduling: $(VENV)/ready ## measure how answers stream under load, with Meridian and without
 	$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
-bench-cache: $(VENV)/ready ## what eviction tiers save
+bench-cache: $(VENV)/ready ## measure what eviction tiers save
 	$(BIN)/python -m tests.bench.cache $(ARGS)
 
-bench-delivery: $(VENV)/ready ## how fast a policy reaches a fleet
+bench-delivery: $(VENV)/ready ## measure how fast a policy reaches a fleet
 	$(BIN)/python -m tests.bench.delivery $(ARGS)
 
 .PHONY: bench-cost
-bench-cost: $(VENV)/ready ## what the agent costs a step
+bench-cost: $(VENV)/ready ## measure what the agent adds to a step
 	$(BIN)/python -m tests.bench.cost $(ARGS)
 
 .PHONY: bench-faults
-bench-faults: $(VENV)/ready ## throughput while faults last and after
+bench-faults: $(VENV)/ready ## measure throughput during faults and after them
 	$(BIN)/python -m tests.bench.faults $(ARGS)
 
-# Needs a CUDA GPU, CuPy and a CUDA build of torch, so it runs in the Python that has them, for example that of a vLLM
-# image: make bench-kernels GPU_PYTHON=python3
+# bench-kernels needs a CUDA GPU, CuPy and a CUDA build of torch, so it must run in a Python that has them, for example
+# in a vLLM image: make bench-kernels GPU_PYTHON=python3
 bench-kernels: $(if $(GPU_PYTHON),,$(VENV)/ready)
 	PYTHONPATH=kernels $(or $(GPU_PYTHON),$(BIN)/python) -m tests.bench.kernels $(ARGS)

@@ -1,4 +1,5 @@
-"""The Grafana dashboards, as panels and queries. Knows the metrics' names, not how they are collected."""
+"""Defines the Grafana dashboards as panels and queries. The module knows the names of the metrics, but not how the
+control plane collects them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def panel(
     stacked: bool = False,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """A time series of (query, legend); `limit` is shown as a line."""
+    """Return a time-series panel. queries: pairs of a PromQL query and its legend. limit: value that the panel shows as
+    a line."""
     custom: dict[str, Any] = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if stacked else {}
     defaults: dict[str, Any] = {"unit": unit, "min": 0, "custom": custom}
     if limit is not None:
@@ -40,7 +42,7 @@ def panel(
 
 
 def total(metric: str, *by: str, where: str = "") -> str:
-    """The rate of a counter, summed."""
+    """Return a query for the summed rate of a counter."""
     return f"sum{_by(by)}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
 
 
@@ -50,7 +52,8 @@ def quantiles(metric: str) -> list[tuple[str, str]]:
 
 
 def states(where: str = "") -> str:
-    """Engines by the state of their agent. One that has moved is stale at the replica that it left, too."""
+    """Return a query that counts engines by the state of their agent. An engine that has moved to another replica is
+    still stale at the replica that it left, so the state ready takes precedence."""
     metric = "max by (engine, state) (meridian_engine_state{%s}) == 1"
     ready, others = (metric % f'{where}state{test}"ready"' for test in ("=", "!="))
     return f"count by (state) ({ready} or ({others} unless on (engine) {ready}))"
@@ -99,7 +102,10 @@ FLEET = [
         stacked=True,
     ),
     panel(
-        "Time to output token", "s", *quantiles("meridian_ttot_seconds"), text="End of thinking to first answer token."
+        "Time to output token",
+        "s",
+        *quantiles("meridian_ttot_seconds"),
+        text="Time from the end of thinking to the first answer token.",
     ),
     panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
     panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
@@ -107,26 +113,27 @@ FLEET = [
         "Ends of thinking",
         "reqps",
         (total("meridian_think_ends_total", "reason"), "{{reason}}"),
-        text="_shadowed: decided, not applied.",
+        text="The suffix _shadowed marks ends that a rule in shadow decided but that were not applied.",
         stacked=True,
     ),
     panel(
-        "Forced ends, asked for and applied",
+        "Forced ends, decided and applied",
         "reqps",
-        (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} asked"),
+        (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} decided"),
         (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
     ),
     panel(
         "Tokens saved, against the cap",
         TOKENS,
         (total("meridian_tokens_saved_against_cap_total", "reason"), "{{reason}}"),
-        text="Thinking tokens between a rule's end and the cap: the most that rules can have saved, not an estimate.",
+        text="Thinking tokens between the end that a rule forced and the cap: an upper bound of the saving.",
     ),
     panel(
-        "Tokens saved, estimated of rules in shadow",
+        "Tokens that rules in shadow would save",
         TOKENS,
         (total("meridian_tokens_saved_shadow_estimate_total", "section", "reason"), "{{section}} {{reason}}"),
-        text="What enforcing them would save; any: the first of the section's rules.",
+        text="Thinking tokens that enforcing the rules would save. The reason any counts each request once, from the "
+        "first rule of the section that fired.",
     ),
     panel(
         "Share of thinking that rules in shadow would save",
@@ -149,7 +156,7 @@ FLEET = [
         "Age of decisions when applied",
         "short",
         *quantiles("meridian_decision_staleness_steps"),
-        text="Engine steps.",
+        text="Engine steps between the report that a decision was taken from and the report that it was applied.",
     ),
     panel(
         "Reports and tokens",
@@ -196,7 +203,7 @@ ENGINE = [
         (gauge("meridian_engine_wanted_revision")[0], "{{engine}} wanted"),
     ),
     panel(
-        "Refuses the newest policy, frozen",
+        "Engines that refuse the newest policy or are frozen",
         "short",
         (gauge("meridian_engine_refused")[0], "{{engine}} refuses"),
         (gauge("meridian_engine_frozen")[0], "{{engine}} frozen"),
@@ -212,7 +219,12 @@ ENGINE = [
     panel("Step", "s", gauge("meridian_engine_step_seconds")),
     panel("Round trip of a report", "s", gauge("meridian_agent_round_trip_seconds")),
     panel("Thinking preempted", "ops", rate("meridian_agent_preempted_think_total")),
-    panel("Answers preempted", "ops", rate("meridian_agent_output_critical_total"), text="The target is zero."),
+    panel(
+        "Answers preempted",
+        "ops",
+        rate("meridian_agent_output_critical_total"),
+        text="The target is zero preempted answers.",
+    ),
     panel("Thinking left out of steps", "ops", rate("meridian_agent_think_skips_total")),
     panel("Tokens computed for probes", TOKENS, rate("meridian_agent_probe_tokens_total")),
     panel(
@@ -225,7 +237,7 @@ ENGINE = [
         "Faults of the agent",
         "short",
         (f"{FAULTS} or {NO_FAULTS}", PER),
-        text="Since the engine started.",
+        text="Number of faults since the engine started.",
     ),
     panel("Agent, share of the engine-core thread", "percentunit", rate("meridian_agent_seconds_total")),
     panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
@@ -241,7 +253,7 @@ ROLLOUT = [
         "Guardrails, over their limits",
         "percentunit",
         ("max by (guardrail) (meridian_rollout_guardrail_ratio)", "{{guardrail}}"),
-        text="Above 100 % the rollout is halted or taken back.",
+        text="If a guardrail is above 100 % of its limit, the rollout is halted or rolled back.",
         limit=1,
     ),
     panel(
@@ -266,7 +278,7 @@ ROLLOUT = [
         "Engines that are behind",
         "short",
         ("count(meridian_engine_wanted_revision != meridian_engine_revision) or vector(0)", "behind"),
-        ("sum(meridian_engine_refused)", "refuse it"),
+        ("sum(meridian_engine_refused)", "refuse the policy"),
     ),
     panel("Policies refused", "ops", (total("meridian_policy_nacks_total"), "refused")),
     panel("Revision in force, by replica", "none", ("meridian_policy_revision", "{{instance}}")),

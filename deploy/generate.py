@@ -1,6 +1,7 @@
-"""Writes what in `deploy` follows from the code: dashboards, the PrometheusRule, the guide's catalogue of metrics.
+"""Writes the files in `deploy` that are generated from code: the dashboards, the PrometheusRule, and the catalogue of
+metrics in metrics.md.
 
-`python -m deploy.generate` says what is stale and exits with 1 then; `--write` writes it.
+`python -m deploy.generate` lists the stale files and exits with 1 if there are any; `--write` writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BEGIN, END = "<!-- catalogue: begin -->\n", "<!-- catalogue: end -->\n"
 
 
 def generated() -> dict[Path, str]:
-    """Content by path."""
+    """Return the content of each generated file by its path."""
     files = {
         ADDONS / "dashboards" / f"{name}.json": json.dumps(content, indent=1) + "\n"
         for name, content in DASHBOARDS.items()
@@ -41,7 +42,8 @@ def _rule() -> str:
         "metadata": {"name": "meridian-control", "namespace": "meridian"},
         "spec": spec,
     }
-    return f"# Made by deploy/generate.py of prometheus/rules.yaml.\n{yaml.safe_dump(rule, sort_keys=False, width=120)}"
+    text = yaml.safe_dump(rule, sort_keys=False, width=120)
+    return f"# deploy/generate.py generates this file from prometheus/rules.yaml.\n{text}"
 
 
 def main(write: bool) -> int:

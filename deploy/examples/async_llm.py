@@ -1,10 +1,11 @@
-"""As `llm.py` beside it, with vLLM's AsyncLLM class, which streams:
+"""Does the same as `llm.py` in this folder with vLLM's AsyncLLM class, which streams the answers:
 
     echo "How many primes are there below 50?" | MERIDIAN_CONTROL=host:50051 \\
         python async_llm.py --model Qwen/Qwen3-8B --reasoning-parser qwen3
 
-A request may say for itself what policy matches on: `extra_args` carries what an HTTP client puts into `vllm_xargs`
-(meridian_tenant, meridian_slo_class, meridian_effort, meridian_min_think_tokens, meridian_max_think_tokens).
+A request can carry the values that the policy matches: `extra_args` holds the entries that an HTTP client puts into
+`vllm_xargs` (meridian_tenant, meridian_slo_class, meridian_effort, meridian_min_think_tokens,
+meridian_max_think_tokens).
 """
 
 import asyncio
@@ -35,6 +36,6 @@ async def answer(options: Namespace) -> None:
         engine.shutdown()
 
 
-# vLLM starts processes that import this file again.
+# The guard is needed because vLLM starts processes that import this file again.
 if __name__ == "__main__":
     asyncio.run(answer(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__)).parse_args()))

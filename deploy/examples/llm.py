@@ -1,11 +1,12 @@
-"""Asks a model one question per line of the standard input, with vLLM's LLM class, governed by a control plane:
+"""Asks a model one question per line of standard input, with vLLM's LLM class in an engine that a control plane
+governs:
 
     echo "How many primes are there below 50?" | MERIDIAN_CONTROL=host:50051 \\
         python llm.py --model Qwen/Qwen3-8B --reasoning-parser qwen3
 
-The script has no line of Meridian's. Where the package `meridian-llm` is installed vLLM loads its plugin, and the
-variable says where the control plane is; without the variable vLLM is stock. Where VLLM_PLUGINS is set it must list
-`meridian`, for vLLM loads no plugin that it does not name.
+The script contains no code of Meridian. If the package `meridian-llm` is installed, vLLM loads its plugin, and the
+variable MERIDIAN_CONTROL says where the control plane is; without the variable vLLM runs as stock. If VLLM_PLUGINS is
+set, it must list `meridian`, because vLLM then loads only the plugins that it lists.
 """
 
 import sys
@@ -23,6 +24,6 @@ def main() -> None:
         print(output.outputs[0].text, flush=True)
 
 
-# vLLM starts processes that import this file again.
+# The guard is needed because vLLM starts processes that import this file again.
 if __name__ == "__main__":
     main()

@@ -1,9 +1,9 @@
-# Copies the agent into a volume that vLLM's container mounts and has in PYTHONPATH. From the repository's root, after
-# `make dist`:
+# This image copies the agent into a volume that vLLM's container mounts and has in PYTHONPATH. To build it, run in the
+# repository's root, after `make dist`:
 #   docker build -f deploy/images/agent-init.Dockerfile -t meridian-agent-init:0.1.0 .
-# Both bases may be given with a digest: --build-arg BASE=busybox:1.37@sha256:...
-# PYTHON is the version in vLLM's image, which CuPy's wheel must fit; CUPY is for that image's CUDA: cupy-cuda12x where
-# that is 12; empty for an image without a GPU.
+# Both base images may be given with a digest: --build-arg BASE=busybox:1.37@sha256:...
+# PYTHON is the Python version in vLLM's image, which CuPy's wheel must fit. CUPY is the CuPy package for the CUDA
+# version in vLLM's image: cupy-cuda12x for CUDA 12, or empty for an image without a GPU.
 ARG BUILD=python:3.13-slim
 ARG BASE=busybox:1.37
 FROM ${BUILD} AS build
@@ -16,7 +16,7 @@ RUN mkdir /agent \
             --target /agent "${CUPY}==${CUPY_VERSION}"; \
     fi
 COPY dist/*.whl /tmp/dist/
-# Without dependencies: vLLM's image has them.
+# The agent is installed without its dependencies, because vLLM's image has them.
 RUN python -m pip install --no-cache-dir --no-index --no-deps --no-compile --target /agent /tmp/dist/*.whl
 
 FROM ${BASE}

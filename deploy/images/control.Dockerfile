@@ -1,6 +1,6 @@
-# The control plane. From the repository's root, after `make dist`:
+# This image runs the control plane. To build it, run in the repository's root, after `make dist`:
 #   docker build -f deploy/images/control.Dockerfile -t meridian-control:0.1.0 .
-# A digest pins what a tag does not: --build-arg BASE=python:3.13-slim@sha256:...
+# A digest pins the base image exactly, a tag does not: --build-arg BASE=python:3.13-slim@sha256:...
 ARG BASE=python:3.13-slim
 FROM ${BASE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
