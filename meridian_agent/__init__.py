@@ -1,4 +1,4 @@
 """The agent runs inside a vLLM process: it reports what the engine does and carries out the control plane's decisions.
-It never imports the control plane."""
+The agent never imports the control plane."""
 
 __version__ = "0.1.0"

@@ -101,7 +101,7 @@ class Kernels:
                 self._selected = cupy.empty(max_rows, np.int32)
                 logits = cupy.zeros(64, np.float32)
             self._ring = Ring(self._slot)
-            # A kernel's first launch loads it, which may wait and allocate.
+            # The first launch of a kernel loads the kernel, which may wait and allocate.
             for dtype in KERNELS:
                 self._begin(DeviceRows(logits.data.ptr, 64, 1, 64, dtype), (0,), None, self._stream.ptr).result()
 

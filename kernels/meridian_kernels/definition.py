@@ -1,7 +1,7 @@
 """Defines the signals: their columns, and a slow and simple computation in float64 NumPy against which every other way
 to compute them is tested.
 
-The module knows nothing about devices or policy. All its functions are pure.
+The module knows nothing about devices or policy. All functions of the module are pure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RowSignals:
         return len(self.entropy_nats)
 
     def __getitem__(self, row: int) -> Self:
-        """One row's signals. Raises IndexError past the last row."""
+        """Return one row's signals. Raises IndexError past the last row."""
         return type(self)(**{name: column[row] for name, column in columns(self).items()})
 
     def __iter__(self) -> Iterator[Self]:

@@ -1,6 +1,6 @@
 """Keeps, for each request, the newest EAT sample and the exponential moving mean and variance of its EAT samples.
 
-The module knows nothing about logits. Its objects belong to one thread.
+The module knows nothing about logits. An `EatHistory` belongs to one thread.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Measures with torch's own operations on the tensor's device, for GPUs without CuPy. It is slower than the CUDA
-kernel, because it reads each row several times.
+"""Measures with torch's own operations on the tensor's device, for GPUs without CuPy. These operations are slower than
+the CUDA kernel, because they read each row several times.
 
 Everything runs on torch's current stream, so torch's later operations on the same logits run after the measurement.
 Creating a `TorchOps` object allocates the buffers, and the rows are measured in chunks that fit in them. The columns
@@ -48,8 +48,8 @@ class TorchOps:
             self._out = empty(COLUMNS * max_rows, dtype=torch.float32)
             self._selected = empty(max_rows, dtype=torch.int32)
             self._ring = Ring(self._slot)
-        # This event follows the newest measurement. The next measurement waits for it, because it uses the same buffers
-        # and may run on another stream.
+        # This event follows the newest measurement. The next measurement waits for the event, because both measurements
+        # use the same buffers and may run on different streams.
         self._used = self._event()
         for dtype in checks.DTYPES:
             # The first run of an operation loads the operation's kernel, which may wait and allocate.
@@ -118,11 +118,11 @@ class TorchOps:
         shifted, weights = (b[: x.numel()].view(x.shape) for b in (self._shifted, self._weights))
         top, top_id = x.max(dim=1)
         end = functools.reduce(torch.maximum, [x[:, token] for token in ends])
-        # The comparison writes ones in float32, whose sum is exact up to 2^24. To sum booleans, torch would copy them
-        # first.
+        # The comparison writes ones in float32, whose sum is exact up to 2^24. Torch would copy booleans before it sums
+        # them.
         above = torch.gt(x, end[:, None], out=shifted).sum(dim=1)
         top = top.float()
-        # This must come before the weights overwrite the selected rows, because `end` may be a view of these rows.
+        # The gap is computed before the weights overwrite the selected rows, because `end` may be a view of these rows.
         end_gap = end.float() - top
         torch.sub(x, top[:, None], out=shifted).clamp_(min=FLOOR)
         torch.exp(shifted, out=weights)

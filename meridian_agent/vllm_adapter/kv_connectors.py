@@ -1,10 +1,10 @@
 """Hides EAT probes from vLLM's KV connectors: no call to a connector names a probe, no list of a step that a connector
 receives contains a probe, and no statistic of a connector counts a probe.
 
-The module wraps a connector's methods, on the instance, in the engine core and in each worker. It also keeps probes out
-of the KV cache events, from which other programs learn what an engine has cached. It recognises a probe by the prefix
-of its request id and does not know what a probe measures. Only `hide_from_connector` imports vLLM. The wrappers run on
-the thread on which vLLM calls its connector.
+The module wraps a connector's methods, on the instance, in the engine core and in each worker. The module also keeps
+probes out of the KV cache events, from which other programs learn what an engine has cached. A probe is recognised by
+the prefix of its request id. Only `hide_from_connector` imports vLLM. The wrappers run on the thread on which vLLM
+calls its connector.
 
 A connector receives everything about a step but the probes' rows. The KV blocks that a probe gets are shown to the
 connector as blocks copied onto themselves, so that a connector that still stores their former contents finishes first.
@@ -177,8 +177,8 @@ class _Hidden:
                 return call(scheduler_output)
             given = dict(vars(shown))
             meta = call(shown)
-            # A connector may set attributes of the step to control how the step runs, so these are copied back. The
-            # attributes that `_without` has replaced stay as they are in the step.
+            # A connector may set attributes of the step to control how the step runs, so such attributes are copied to
+            # the original step. Attributes that `_without` has replaced are not copied.
             for name, value in vars(shown).items():
                 if value is not given.get(name) and given.get(name) is getattr(scheduler_output, name, None):
                     setattr(scheduler_output, name, value)
@@ -225,8 +225,8 @@ def _others(of: Any, ids: Set[str]) -> Any:
 
 
 def hide_from_connector(scheduler: Any, prefix: str, guard: Guard) -> str:
-    """Hide the requests whose ids have this prefix from vLLM's KV connector. Return the reason why that is impossible;
-    empty if the requests are hidden or there is no connector.
+    """Hide the requests whose ids have this prefix from vLLM's KV connector. Return the reason why the requests cannot
+    be hidden; empty if they are hidden or there is no connector.
 
     guard: trips if hidden requests cannot be removed from a later step.
     """

@@ -47,7 +47,7 @@ def _look_up_unrecorded(manager: Any, prefix: str) -> None:
 
 def share_blocks(scheduler: Any, shared_with: Callable[[str], tuple[str, int] | None], guard: Guard) -> bool:
     """Let probes start on their parent's KV blocks, including a last block that is partly filled. Return False if this
-    engine does not support it.
+    engine does not support shared blocks.
 
     vLLM treats the partly filled block as a partial prefix hit: the block is copied on write, so neither request sees
     what the other writes.

@@ -1,8 +1,8 @@
 """Finds the tokens that begin and end thinking on this engine: the module asks vLLM's reasoning parser, its
 --reasoning-config and the tokenizer, unless the policy names the tokens.
 
-The module knows nothing about requests or decisions. It runs when the engine starts and on the link's thread, never in
-a step.
+The module knows nothing about requests or decisions. Its functions run when the engine starts and on the link's thread,
+never in a step.
 """
 
 from __future__ import annotations

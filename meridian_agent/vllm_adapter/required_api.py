@@ -172,8 +172,8 @@ ENGINE: Table = {
     ),
 }
 
-# The API that the agent needs to hide probes from a KV connector. It is checked only if the engine has a connector; if
-# it is missing, probes are refused.
+# The API that the agent needs to hide probes from a KV connector. This API is checked only if the engine has a
+# connector; if the API is missing, probes are refused.
 CONNECTOR: Table = {
     "vllm.distributed.kv_transfer": ("get_kv_transfer_group()", "has_kv_transfer_group()"),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (

@@ -32,8 +32,8 @@ def can_redraw(scheduler: Any) -> bool:
 
 
 def may_cut_prompts(scheduler: Any) -> bool:
-    """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU it may not while a request with a
-    seed is in its prompt."""
+    """Whether the agent may cut prompts into other pieces than vLLM does. On a CPU this is forbidden while a request
+    with a seed is in its prompt."""
     if can_redraw(scheduler):
         return True
     requests = (request for request in scheduler.requests.values() if request.sampling_params is not None)

@@ -25,7 +25,7 @@ def minor() -> tuple[int, int]:
 
 
 def unfit() -> str:
-    """Return the reason why this vLLM cannot host the agent: its version, or every hook that it lacks. Empty if it can
+    """Return the reason why this vLLM cannot host the agent: its version, or every hook that it lacks; empty if it can
     host the agent."""
     low, high = SUPPORTED
     if not low <= minor() <= high:

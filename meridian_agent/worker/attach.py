@@ -23,8 +23,8 @@ def strewn(worker: Any) -> str:
     """Return the vLLM features in use that keep a worker from knowing which request a row of logits belongs to; empty
     if none is in use.
 
-    All three are features of Model Runner V2. With prefill context parallelism a worker has only a part of the batch
-    that is sampled; with adaptive verification the GPU decides how many drafts each request keeps; with batch-sharded
+    Model Runner V2 has three such features. With prefill context parallelism a worker has only a part of the batch that
+    is sampled; with adaptive verification the GPU decides how many drafts each request keeps; with batch-sharded
     sampling each rank computes the logits of some of the requests only.
     """
     parallel, drafting = worker.parallel_config, worker.vllm_config.speculative_config

@@ -103,8 +103,8 @@ class Observer:
 
     def __init__(self, runner: Any) -> None:
         self.probe = EntropyProbe()
-        # One guard runs the measuring and one runs the delivery to the engine core. When measuring has failed, the
-        # delivery still works and reports the fault.
+        # `guard` runs the measuring and `delivery` runs the sending to the engine core. When measuring has failed, the
+        # sending still works and reports the fault.
         self.guard, self.delivery = Guard("no entropy from this worker"), Guard("no entropy from this worker")
         # The newest fault that has not been sent to the engine core yet, even if the worker has recovered from it.
         self._untold = ""
@@ -118,8 +118,8 @@ class Observer:
         self._measurement: Measurement | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
         self._awaited: Any = None
-        # The next signals carry the name of the backend. A new agent needs it, and a new agent first sends its list of
-        # excluded ids, so each such list sets this flag.
+        # Whether the next signals carry the backend's name. A new agent does not know the name, and it first sends its
+        # list of excluded ids, so each such list sets this flag.
         self._tells_backend = False
 
     def come_back(self) -> None:
@@ -154,7 +154,7 @@ class Observer:
 
     def on_logits(self, logits: Any) -> None:
         """Begin to measure the logits of Model Runner V2. The first logits computed inside `sample_tokens` are the ones
-        that it samples from, before any mask."""
+        that the runner samples from, before any mask."""
         if self._awaited is not None:
             batch, self._awaited = self._awaited, None
             # If there are as many rows as requests, no request has draft tokens, so no first rows are needed.

@@ -59,7 +59,7 @@ class _FaultCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultCause
     FAULT_CAUSE_AGAIN: _FaultCause.ValueType  # 12
     """The exception occurred while a new agent started after a fault."""
     FAULT_CAUSE_OBSERVER: _FaultCause.ValueType  # 13
-    """The exception occurred in a worker, while it measured or sent its measurements to the engine core."""
+    """The exception occurred in a worker, while the worker measured or sent its measurements to the engine core."""
 
 class FaultCause(_FaultCause, metaclass=_FaultCauseEnumTypeWrapper):
     """The place in the agent where an exception occurred."""
@@ -91,7 +91,7 @@ FAULT_CAUSE_AFTER_UPDATE: FaultCause.ValueType  # 11
 FAULT_CAUSE_AGAIN: FaultCause.ValueType  # 12
 """The exception occurred while a new agent started after a fault."""
 FAULT_CAUSE_OBSERVER: FaultCause.ValueType  # 13
-"""The exception occurred in a worker, while it measured or sent its measurements to the engine core."""
+"""The exception occurred in a worker, while the worker measured or sent its measurements to the engine core."""
 Global___FaultCause: _TypeAlias = FaultCause  # noqa: Y015
 
 class _EntropyBackend:
@@ -107,7 +107,7 @@ class _EntropyBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Entrop
     ENTROPY_BACKEND_CUDA: _EntropyBackend.ValueType  # 2
     """The CUDA kernel measures on the GPU, through CuPy."""
     ENTROPY_BACKEND_TORCH: _EntropyBackend.ValueType  # 3
-    """Torch's operations measure on the GPU; the values are the same, but it takes longer."""
+    """Torch's operations measure on the GPU; the values are the same, but measuring takes longer."""
     ENTROPY_BACKEND_NONE: _EntropyBackend.ValueType  # 4
     """The engine measures no entropy."""
 
@@ -121,7 +121,7 @@ ENTROPY_BACKEND_CPU: EntropyBackend.ValueType  # 1
 ENTROPY_BACKEND_CUDA: EntropyBackend.ValueType  # 2
 """The CUDA kernel measures on the GPU, through CuPy."""
 ENTROPY_BACKEND_TORCH: EntropyBackend.ValueType  # 3
-"""Torch's operations measure on the GPU; the values are the same, but it takes longer."""
+"""Torch's operations measure on the GPU; the values are the same, but measuring takes longer."""
 ENTROPY_BACKEND_NONE: EntropyBackend.ValueType  # 4
 """The engine measures no entropy."""
 Global___EntropyBackend: _TypeAlias = EntropyBackend  # noqa: Y015
@@ -660,7 +660,7 @@ class Hello(_message.Message):
     state: Global___AgentState.ValueType
     """State of the agent before this stream began."""
     last_fault: _builtins.str
-    """The agent's newest fault; it stays here after the agent has recovered."""
+    """The agent's newest fault; the field keeps the fault after the agent has recovered."""
     recover_ms: _builtins.int
     """Milliseconds until an agent that is off recovers by itself. Absent while the agent is on, and if it stays off until
     the engine is restarted.

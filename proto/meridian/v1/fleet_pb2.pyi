@@ -239,7 +239,7 @@ class Engine(_message.Message):
     replica: _builtins.str
     """Id of the control-plane replica that the engine is, or was last, connected to."""
     last_fault: _builtins.str
-    """The agent's newest fault; it stays here after the agent has recovered."""
+    """The agent's newest fault; the field keeps the fault after the agent has recovered."""
     unknown_markers: _builtins.str
     """Reason why the engine's thinking markers are unknown, and how to name them; empty if they are known. While they are
     unknown, nothing counts as thinking and no decision about thinking is made.
