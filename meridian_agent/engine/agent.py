@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -50,7 +51,7 @@ class Agent:
     """One engine's agent; it belongs to the engine-core thread."""
 
     def __init__(self, scheduler: Any, markers: Markers, link: Link, facts: EngineFacts) -> None:
-        self.link, self.facts = link, facts
+        self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers)
@@ -114,27 +115,25 @@ class Agent:
 
     def take_arrived(self, scheduler: Any) -> None:
         """Put in force what the link brought, drop what holds no longer, then say so."""
-        taken, arrived = [], self.link.arrived
-        if (held := self.link.held) is not None and held is not self._obeyed:
+        if (held := self.lease.held) is not None and held is not self._obeyed:
             # Said for an idle engine, before whatever has arrived since then.
             self.put_in_force(*held)
         # Not what is held by the end of this: the link's thread may hold newer ones meanwhile.
         self._obeyed = held
-        while arrived:
-            taken.append(arrived.popleft())
+        taken = self.mailbox.take() if self.mailbox.arrived else ()
         for one in taken:
             if one.settings is not None:
                 self.put_in_force(one.settings, one.markers)
-        lapsed, frozen = self.link.lapsed(), self.link.frozen()
+        lapsed, frozen = self.link.lapsed(), self.lease.frozen()
         if not (frozen or self.frozen) and any(one.status.freeze_status.frozen for one in taken):
             # Over before a step saw it: for the control plane all that was decided is void until it is told anew.
             self._suspend(scheduler, lapsed, True)
         if taken or lapsed != self._lapsed or frozen != self.frozen:
             self._suspend(scheduler, lapsed, frozen)
         for one in taken:
-            self.link.taken_in(one)
+            self.mailbox.confirm(one)
             if one.settings is not None:
-                self._obeyed = self.link.held
+                self._obeyed = self.lease.held
 
     def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
         """Drop what a freeze or a lease that is over puts out of force.
@@ -166,10 +165,9 @@ class Agent:
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
         info = request_info.info_of(request, self.facts.model)
-        if self.link.idle:
+        if self.lease.idle:
             # No step is under way: what has arrived holds for its first request already.
-            with self.link.handover:
-                self.link.begins()
+            self.mailbox.begin()
             self.take_arrived(scheduler)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
@@ -241,7 +239,7 @@ class Agent:
         self._began = time.perf_counter()
         self.take_arrived(scheduler)
         self._take_inbox()
-        self.tracker.record.state = self.link.say_state()
+        self.tracker.record.state = self.lease.say_state()
         if self._adoption is not None:
             self._adopt_some(scheduler, self._adoption)
         if self.frozen:
@@ -277,6 +275,10 @@ class Agent:
                 inbox.answered_step = max(inbox.answered_step, message.step)
                 if self.frozen:
                     self.directives.freeze()
+
+    def _take_all(self, scheduler: Any) -> None:
+        self.take_arrived(scheduler)
+        self._take_inbox(math.inf)
 
     def after_schedule(self, scheduler: Any, output: Any) -> None:
         """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
@@ -322,10 +324,7 @@ class Agent:
             self._hear_backend(backend)
         self.accounts.take(runner_output, outputs, told, bool(scheduler.finished_req_ids))
         if not (is_live := bool(self.tracker.by_id) or self._adoption is not None):
-            with self.link.handover:
-                self.link.idle = True
-                self.take_arrived(scheduler)
-                self._take_inbox(math.inf)
+            self.mailbox.fall_idle(partial(self._take_all, scheduler))
             self.directives.active_plan()
         record = self.tracker.record
         record.told = told

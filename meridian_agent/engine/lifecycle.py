@@ -81,7 +81,7 @@ class Lifecycle:
         self._start_from_file(agent)
         if os.environ.get("MERIDIAN_FREEZE", "0") not in ("", "0"):
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
-            self.link.freeze_for(math.inf)
+            self.link.lease.freeze_for(math.inf)
         self.agent = agent
         self._guard.on_trip = self.link.step_aside
         name = type(self._scheduler).__name__
@@ -100,7 +100,7 @@ class Lifecycle:
             logger.warning("meridian: %s is ignored: %s", self._state.path, error)
             return
         agent.put_in_force(settings, found)
-        self.link.hold(settings, found)
+        self.link.lease.hold(settings, found)
         logger.info("meridian: starting from revision %d of %s", settings.revision, self._state.path)
 
     @hook(agent_pb2.FAULT_CAUSE_AGAIN)
@@ -110,8 +110,8 @@ class Lifecycle:
         Nothing here reads a tokenizer or a file: that was done at the start.
         """
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
-        if self.link.held is not None:
-            agent.put_in_force(*self.link.held)
+        if self.link.lease.held is not None:
+            agent.put_in_force(*self.link.lease.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         agent.no_entropy = self._no_entropy
         if self.agent is not None:
@@ -147,7 +147,7 @@ class Lifecycle:
     @property
     def unknown_markers(self) -> str:
         """Why nothing counts as thinking on this engine; empty where its markers are known."""
-        held = self.link.held
+        held = self.link.lease.held
         return str((held[1] if held is not None else self._markers).unknown)
 
     def _log_markers(self) -> None:
@@ -161,7 +161,7 @@ class Lifecycle:
     def hello(self) -> agent_pb2.Hello:
         """The first message of a stream. An idle engine whose rest is over counts as on: it comes back with whatever it
         does next."""
-        config, link, guard = self._scheduler.vllm_config, self.link, self._guard
+        config, lease, guard = self._scheduler.vllm_config, self.link.lease, self._guard
         self._told_unknown = self.unknown_markers
         rest_s = guard.rest_s()
         backend, note = self._backend()
@@ -173,11 +173,11 @@ class Lifecycle:
             max_num_seqs=self._scheduler.max_num_running_reqs,
             vocab_size=config.model_config.get_vocab_size(),
             capabilities=capabilities(self._scheduler, self._template.strips_think, backend != "none", self._no_probes),
-            revision=link.revision,
+            revision=lease.revision,
             fault=guard.fault if rest_s else "",
-            state=agent_pb2.AGENT_STATE_OFF if rest_s else link.state,
-            freeze=link.freeze_status(),
-            refused=link.refused,
+            state=agent_pb2.AGENT_STATE_OFF if rest_s else lease.state,
+            freeze=lease.freeze_status(),
+            refused=self.link.refused,
             faults=guard.faults,
             last_fault=guard.last_fault,
             unknown_markers=clean(self._told_unknown, MAX_FAULT),

@@ -12,8 +12,6 @@ import math
 import random
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -26,14 +24,13 @@ from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
+from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
-
-    from meridian_agent.link.outbox import RecordRing
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -56,17 +53,7 @@ CHANNEL_OPTIONS = [
 ]
 
 
-@dataclass(slots=True, eq=False)
-class Arrived:
-    """Settings or a freeze on their way into force, and what is said on which stream once they hold."""
-
-    status: agent_pb2.ConnectRequest
-    ring: RecordRing
-    settings: agent_pb2.Settings | None = None
-    markers: Any = None
-
-
-class Link(Lease):
+class Link:
     """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
 
     hello: builds the first message of every stream.
@@ -89,18 +76,14 @@ class Link(Lease):
         credentials: AgentCredentials | None = None,
         rest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(clock)
-        self._targets, self._hello, self._prepare, self._keep = targets, hello, prepare, keep
+        self.lease = lease = Lease(clock)
+        self._targets, self._hello, self._prepare = targets, hello, prepare
         self._credentials = credentials or AgentCredentials()
         self._jitter, self._shuffle, self._rest_s = jitter, shuffle, rest_s
         self._forks = Forks()
-        self.inbox = Inbox(self)
-        self.outbox = Outbox(self, self.inbox, self.restart, self._give_up)
-        # Settings and freezes that a busy engine takes in at the beginning of its next step, oldest first.
-        self.arrived: deque[Arrived] = deque()
-        # Held for the moment in which a message or the engine's falling idle is noted, so that one of both threads
-        # answers for each decision, and only one. It knows whose it is: see `let_go`.
-        self.handover = threading.RLock()
+        self.inbox = Inbox(lease)
+        self.mailbox = Mailbox(lease, self.inbox, keep)
+        self.outbox = Outbox(lease, self.inbox, self.restart, self._give_up)
         # Revisions that were refused, with the error and when that was.
         self._refused: dict[int, tuple[str, float]] = {}
         # Targets to be tried yet, and attempts in vain.
@@ -135,31 +118,22 @@ class Link(Lease):
 
     def step_aside(self) -> None:
         """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
-        self.let_go()
-        self.idle = True
+        self.mailbox.step_aside()
         self.restart()
-
-    def let_go(self) -> None:
-        """Give the handover back where a fault of this thread has kept it, for the other one would wait for ever.
-
-        An exception that comes just as a `with` ends leaves what it holds.
-        """
-        with contextlib.suppress(RuntimeError):
-            self.handover.release()
 
     def come_back(self) -> None:
         """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
         self._refused = {}
-        self.arrived.clear()
+        self.mailbox.clear()
         self.outbox.resync()
         self.inbox.skip_to_new_stream()
-        with self.handover:
-            self.begins()
+        self.mailbox.begin()
 
     @property
     def refused(self) -> dict[int, str]:
         """Revisions that were refused not long ago, with the error."""
-        return {revision: error for revision, (error, at) in self._refused.items() if self.clock() - at < REFUSED_S}
+        now = self.lease.clock()
+        return {revision: error for revision, (error, at) in self._refused.items() if now - at < REFUSED_S}
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -168,21 +142,11 @@ class Link(Lease):
 
         A stream that is silent for so long is given up: a new one tells both sides anew what holds.
         """
-        if self.connected and self.over(unheard_s := self.unheard_s()):
+        lease = self.lease
+        if lease.connected and lease.over(unheard_s := lease.unheard_s()):
             self._why = f"nothing heard for {unheard_s:.1f} s"
             self.restart()
-        return self.over(self.silent_s())
-
-    def taken_in(self, arrived: Arrived) -> None:
-        """Say that something holds now.
-
-        Called by the engine when it does. For an idle engine the link's thread says so at once: whatever that engine
-        does next, it first looks at what is held.
-        """
-        if arrived.settings is not None:
-            self.hold(arrived.settings, arrived.markers)
-            self._keep(arrived.settings)
-        arrived.ring.put(arrived.status)
+        return lease.over(lease.silent_s())
 
     # ----------------------------------------------------------------------------------------- the link's own thread
 
@@ -192,27 +156,26 @@ class Link(Lease):
             wait_s = BACKOFF_S[1]
             with contextlib.suppress(Exception):
                 wait_s = self._round()
-            self.let_go()
+            self.mailbox.let_go()
             self._stop.wait(wait_s)
 
     def _round(self) -> float:
         """One stream, from one of the targets; returns the seconds to wait before the next."""
         # However the last one ended.
-        with self.handover:
-            self.lost()
-        self.say_state()
+        self.mailbox.lose_stream()
+        self.lease.say_state()
         heard = False
         if not self._order:
             self._order = list(self._targets)
             self._shuffle(self._order)
-        began_s, self._gave_up = self.clock(), False
+        began_s, self._gave_up = self.lease.clock(), False
         try:
             heard = self._stream(self._order.pop(0), _doubled(PATIENCE_S, self._attempt))
         except grpc.RpcError as error:
             logger.debug("meridian: stream ended: %s", error)
         except Exception:
             logger.exception("meridian: the stream failed")
-        held = heard and not self._gave_up and self.clock() - began_s > SETTLED_S
+        held = heard and not self._gave_up and self.lease.clock() - began_s > SETTLED_S
         self._attempt = 0 if held else self._attempt + 1
         if heard:
             self._order = []
@@ -275,25 +238,21 @@ class Link(Lease):
             logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
-        self.let_go()
-        with self.handover:
-            self.lost()
+        self.mailbox.let_go()
+        self.mailbox.lose_stream()
         if not self._stop.is_set():
-            self.say_state()
+            self.lease.say_state()
         self.outbox.ring.put(None)
 
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
-        elsewhere = max(len(self.arrived), self.outbox.surplus)
+        elsewhere = max(len(self.mailbox.arrived), self.outbox.surplus)
         if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
             self._give_up("messages or decisions wait to be taken in")
         elif kind == "directives":
-            self.heard()
+            self.lease.heard()
             self.outbox.answered(response.directives.step)
-            with self.handover:
-                if report := self.inbox.settle_if_idle(response.directives):
-                    self.outbox.ring.put(agent_pb2.ConnectRequest(step=report))
-                self.inbox.put(response.directives)
+            self.mailbox.deliver(response.directives, self.outbox.ring)
         elif kind == "settings":
             self._receive_settings(response.settings)
         elif kind == "freeze":
@@ -301,8 +260,8 @@ class Link(Lease):
         elif kind == "welcome":
             self.inbox.begin()
             self.outbox.snapshot_due = True
-            self.found()
-            self.say_state()
+            self.lease.found()
+            self.lease.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
             self.restart()
@@ -330,33 +289,27 @@ class Link(Lease):
             return
         status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
         message = agent_pb2.ConnectRequest(settings_status=status)
-        self._arrive(Arrived(message, self.outbox.ring, settings, markers))
+        self.mailbox.arrive(Arrived(message, self.outbox.ring, settings, markers))
 
     def _refuse(self, settings: agent_pb2.Settings, error: str, remembered: dict[int, str]) -> None:
-        logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, self.revision, error)
-        noted = [(revision, (text, self.clock())) for revision, text in remembered.items()]
+        in_force = self.lease.revision
+        logger.error("meridian: revision %d refused, %d stays in force: %s", settings.revision, in_force, error)
+        noted = [(revision, (text, self.lease.clock())) for revision, text in remembered.items()]
         earlier = [(revision, told) for revision, told in self._refused.items() if revision not in remembered]
         self._refused = dict([*earlier, *noted][-REFUSED:])
-        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=self.revision, error=error)
+        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=in_force, error=error)
         self.outbox.ring.put(agent_pb2.ConnectRequest(settings_status=status))
 
     def _receive_freeze(self, freeze: agent_pb2.Freeze) -> None:
-        was = self.frozen()
-        if not self.frozen_here:
-            self.freeze_for(freeze.remaining_ms / 1000)
+        lease, was = self.lease, self.lease.frozen()
+        if not lease.frozen_here:
+            lease.freeze_for(freeze.remaining_ms / 1000)
         if freeze.remaining_ms:
             logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
-        elif was and not self.frozen():
+        elif was and not lease.frozen():
             logger.warning("meridian: thawed")
-        status = agent_pb2.ConnectRequest(freeze_status=self.freeze_status(freeze.nonce))
-        self._arrive(Arrived(status, self.outbox.ring))
-
-    def _arrive(self, arrived: Arrived) -> None:
-        with self.handover:
-            if self.idle:
-                self.taken_in(arrived)
-            else:
-                self.arrived.append(arrived)
+        status = agent_pb2.ConnectRequest(freeze_status=lease.freeze_status(freeze.nonce))
+        self.mailbox.arrive(Arrived(status, self.outbox.ring))
 
 
 def _doubled(bounds: tuple[float, float], attempt: int) -> float:

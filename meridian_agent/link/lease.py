@@ -33,7 +33,7 @@ class Lease:
         self.clock = clock
         # Set on the link's thread: records may flow.
         self.connected = False
-        # Set by the engine's thread: no request is live, so no step will come to report outcomes.
+        # Set on the engine's thread: no request is live, so no step will come to report outcomes.
         self.idle = True
         self.revision = 0
         # The newest settings that have been put in force, with their markers.
@@ -58,6 +58,10 @@ class Lease:
         self.idle = False
         if self.connected:
             self._lost_since = self._unheard_since = None
+
+    def falls_idle(self) -> None:
+        """No request is live any more."""
+        self.idle = True
 
     def asks(self, now: float) -> None:
         """Something was said that is to be answered."""

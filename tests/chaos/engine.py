@@ -130,7 +130,7 @@ class Engine:
         report.ring = max(report.ring, link.outbox.ring.qsize())
         report.inbox = max(report.inbox, len(link.inbox.messages))
         caps = [tr.cap for tr in self._agent.tracker.by_id.values() if tr.cap is not None]
-        seen = _name(link.state), link.connected and any(cap.decision_id for cap in caps)
+        seen = _name(link.lease.state), link.lease.connected and any(cap.decision_id for cap in caps)
         if not report.states or report.states[-1][1:] != seen:
             report.states.append((now_s, *seen))
 
@@ -140,7 +140,7 @@ class Engine:
         if self._agent is not None:
             # The next report begins with the agent's present state.
             self._report.states = report.states[-1:]
-            report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.revision
+            report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.lease.revision
             report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
         if self._work is not None:
             report.cpu_s = self._work.seconds()

@@ -30,7 +30,7 @@ link.PATIENCE_S = (1.0, 60.0)
 async def main():
     began_s = time.monotonic()
     with LinkedEngine(sys.argv[1:]) as engine:
-        await until(lambda: engine.link.connected, 50)
+        await until(lambda: engine.link.lease.connected, 50)
     print(json.dumps(time.monotonic() - began_s))
 asyncio.run(main())
 """

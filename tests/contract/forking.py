@@ -52,7 +52,7 @@ def main(target: str, forks: str, anew: str = "", ca: str = "", token_file: str 
 
 def until_connected(engine: LinkedEngine) -> None:
     faulthandler.dump_traceback_later(STANDS_S, exit=True)
-    while not engine.link.connected:
+    while not engine.link.lease.connected:
         engine.step()
         time.sleep(0.001)
 

@@ -44,7 +44,7 @@ class Engine(LinkedEngine):
         self.control, self.labels = control, {"pool": pool}
 
     def hello(self) -> agent_pb2.Hello:
-        return hello(self.engine_id, revision=self.link.revision, labels=self.labels)
+        return hello(self.engine_id, revision=self.link.lease.revision, labels=self.labels)
 
     def __enter__(self) -> Engine:
         super().__enter__()
@@ -58,7 +58,7 @@ class Engine(LinkedEngine):
     async def has(self, revision: int) -> None:
         """Wait until the engine has applied the revision and, if the control plane runs in this process, has
         acknowledged it there."""
-        await until(lambda: self.link.revision == revision)
+        await until(lambda: self.link.lease.revision == revision)
         if isinstance(control := self.control, Control):
             await until(lambda: control.knows(self.engine_id, revision))
 

@@ -194,7 +194,7 @@ async def test_the_link_takes_new_files_for_its_next_stream(secured: Secured, ca
         secured.authority.issue("server")
         await secured.start()
         await until(lambda: "no stream to" in caplog.text)
-        assert not engine.link.connected
+        assert not engine.link.lease.connected
         issued = secured.authority.issue("agent", file="renewed")
         for new, old in zip((issued.ca, issued.cert, issued.key), vars(credentials).values(), strict=False):
             shutil.copy(new, old)
@@ -205,9 +205,9 @@ async def test_the_link_takes_new_files_for_its_next_stream(secured: Secured, ca
 async def test_a_link_that_is_refused_says_so_once(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
     with LinkedEngine([secured.target], "another", credentials=secured.agent("agent")) as engine:
         await until(lambda: '"agent" may not connect as engine "another"' in caplog.text)
-        assert not engine.link.connected
+        assert not engine.link.lease.connected
         secured.access.write_text('[[identity]]\ncn = "agent"\nrole = "agent"\nengines = ["another"]\n')
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
     said = [record for record in caplog.records if record.name == "vllm.meridian"]
     assert sum("may not connect" in record.getMessage() for record in said) == 1
 
@@ -356,10 +356,10 @@ async def test_an_agent_by_token(by_token: Secured) -> None:
         file.write_text(token(role="agent", **claims))
         with LinkedEngine([by_token.target], engine_id, credentials=files) as engine:
             if engine_id == "e1":
-                await until(lambda running=engine: running.link.connected)  # type: ignore[misc]
+                await until(lambda running=engine: running.link.lease.connected)  # type: ignore[misc]
             else:
                 await until(lambda running=engine: running.link._complaints)  # type: ignore[misc]
-                assert not engine.link.connected
+                assert not engine.link.lease.connected
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas

@@ -232,7 +232,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         return [c.session.acked_revision for r in self.replicas for c in r.fleet.connections]
 
     def _described(self) -> str:
-        lines = [f"{e.engine_id} applied {e.applied}, connected: {e.link.connected}" for e in self.engines]
+        lines = [f"{e.engine_id} applied {e.applied}, connected: {e.link.lease.connected}" for e in self.engines]
         for replica in self.replicas:
             known = replica.fleet._policy.revision if replica.fleet._policy else None
             lines.append(f"replica {replica.target} knows {known}, follows: {replica.following!r}")

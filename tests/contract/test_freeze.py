@@ -169,7 +169,7 @@ async def test_frozen_and_thawed(control: Control) -> None:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         made = await freeze(control.target)
-        await until(lambda: engine.link.arrived)
+        await until(lambda: engine.link.mailbox.arrived)
         assert not confirmed(control), "a freeze takes effect in the next step"
         await engine.steps_until(lambda: confirmed(control))
         shown = control.engine().freeze
@@ -197,7 +197,7 @@ async def test_an_idle_engine_confirms_at_once(control: Control) -> None:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         await freeze(control.target)
         await until(lambda: confirmed(control))
-        assert engine.link.frozen()
+        assert engine.link.lease.frozen()
         await thaw(control.target)
         await until(lambda: not control.engine().HasField("freeze"))
         engine.open("a")
@@ -212,12 +212,12 @@ async def test_only_what_matches_is_frozen(control: Control) -> None:
         await until(lambda: len(control.fleet.connections) == 2)
         await freeze(control.target, engine_labels={"zone": "b"})
         await until(lambda: confirmed(control, "two"))
-        assert (one.link.frozen(), two.link.frozen()) == (False, True)
+        assert (one.link.lease.frozen(), two.link.lease.frozen()) == (False, True)
         await freeze(control.target, engine_ids=["o*"])
         await until(lambda: confirmed(control, "one"))
         assert await thaw(control.target, 1) == [1]
-        await until(lambda: not two.link.frozen())
-        assert one.link.frozen()
+        await until(lambda: not two.link.lease.frozen())
+        assert one.link.lease.frozen()
 
 
 async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) -> None:
@@ -227,9 +227,9 @@ async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) 
         await freeze(control.target, 1)
         await until(lambda: list(control.engine().freeze.freeze_ids) == [2, 1] and confirmed(control))
         await until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
-        assert engine.link.frozen()
+        assert engine.link.lease.frozen()
         await thaw(control.target, 1)
-        await until(lambda: not engine.link.frozen())
+        await until(lambda: not engine.link.lease.frozen())
 
 
 async def test_time_ends_a_freeze(control: Control) -> None:
@@ -238,7 +238,7 @@ async def test_time_ends_a_freeze(control: Control) -> None:
         await freeze(control.target, 1)
         await until(lambda: confirmed(control))
         await until(lambda: not control.engine().HasField("freeze"))
-        assert not engine.link.frozen()
+        assert not engine.link.lease.frozen()
 
 
 async def test_a_restart_forgets_no_freeze(control: Control) -> None:
@@ -249,23 +249,23 @@ async def test_a_restart_forgets_no_freeze(control: Control) -> None:
         await freeze(control.target)
         await until(lambda: confirmed(control))
         await control.kill()
-        await until(lambda: not engine.link.connected)
-        assert engine.link.frozen()
+        await until(lambda: not engine.link.lease.connected)
+        assert engine.link.lease.frozen()
         await control.start()
         await until(lambda: control.fleet.connections and confirmed(control))
     with LinkedEngine([control.target]) as engine:
-        await until(engine.link.frozen)
+        await until(engine.link.lease.frozen)
         await control.kill()
         await FreezeStore(control.store.database, control.fleet.clock, lambda _: None).thaw(0)
         await control.start()
-        await until(lambda: not engine.link.frozen())
+        await until(lambda: not engine.link.lease.frozen())
         await until(lambda: control.fleet.connections and not control.engine().HasField("freeze"))
 
 
 async def test_frozen_by_its_own_environment(control: Control) -> None:
     """Neither the control plane nor time ends a freeze that the engine's own environment sets."""
     engine = LinkedEngine([control.target])
-    engine.link.freeze_for(float("inf"))
+    engine.link.lease.freeze_for(float("inf"))
     with engine:
         engine.open("a")
         await engine.steps_until(lambda: control.names() == ["a"] and control.engine().acked_revision == 1)
@@ -275,7 +275,7 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
         await engine.steps_until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
         await thaw(control.target)
         await engine.steps_until(lambda: not control.engine().freeze.freeze_ids and confirmed(control))
-        assert engine.link.frozen()
+        assert engine.link.lease.frozen()
         assert not engine.caps()
 
 
@@ -318,10 +318,10 @@ async def test_meridianctl(control: Control) -> None:
         assert (await run("engines", server=server)).output.count("frozen until") == 2
         result = await run("thaw", "1", server=server)
         assert (result.exit_code, result.output) == (OK, "freeze 1 has ended\n")
-        await until(lambda: not two.link.frozen())
+        await until(lambda: not two.link.lease.frozen())
         result = await run("freeze", "--for", "10m", "--reason", "x", "--label", "zone=a", server=server)
         assert "1 of 1 connected engines confirmed" in result.output
-        assert not two.link.frozen()
+        assert not two.link.lease.frozen()
         assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
         assert (await run("thaw", server=server)).output == "no freeze is in force\n"
         result = await run("thaw", "7", server=server)
@@ -365,14 +365,14 @@ async def test_a_freeze_reaches_the_engines_of_every_replica(replicas: list[Proc
     one, two = replicas
     await asyncio.gather(one.started(), two.started())
     with LinkedEngine([two.target]) as engine:
-        await until(lambda: engine.link.revision == 1)
+        await until(lambda: engine.link.lease.revision == 1)
         await freeze(one.target)
-        await until(engine.link.frozen)
+        await until(engine.link.lease.frozen)
         two.kill()
         await two.started()
-        await until(lambda: engine.link.connected and engine.link.frozen())
+        await until(lambda: engine.link.lease.connected and engine.link.lease.frozen())
         await thaw(one.target)
-        await until(lambda: not engine.link.frozen())
+        await until(lambda: not engine.link.lease.frozen())
     for process in replicas:
         assert await process.terminate() == 0
         assert "Traceback" not in process.log()

@@ -55,13 +55,13 @@ async def test_a_change_reaches_the_engines_of_every_replica(replicas: list[Proc
     assert [len(await history(process.target)) for process in replicas] == [1, 1, 1], "one replica stores the policy"
     one, two, three = replicas
     with LinkedEngine([two.target], "second") as second, LinkedEngine([three.target], "third") as third:
-        await until(lambda: second.link.revision == third.link.revision == 1)
+        await until(lambda: second.link.lease.revision == third.link.lease.revision == 1)
         for process, lease_ms, revision in ((one, 500, 2), (two, 600, 3)):
             async with grpc.aio.insecure_channel(process.target) as channel:
                 stub = policy_pb2_grpc.PolicyServiceStub(channel)
                 await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=leased(lease_ms)))
-            await until(lambda wanted=revision: second.link.revision == third.link.revision == wanted)  # type: ignore[misc]
-            assert (second.link.lease_s, third.link.lease_s) == (lease_ms / 1000, lease_ms / 1000)
+            await until(lambda wanted=revision: second.link.lease.revision == third.link.lease.revision == wanted)  # type: ignore[misc]
+            assert (second.link.lease.lease_s, third.link.lease.lease_s) == (lease_ms / 1000, lease_ms / 1000)
     for process in replicas:
         assert await process.terminate() == 0
         assert "Traceback" not in process.log()
@@ -114,12 +114,12 @@ async def test_a_directory_governs_the_engines(tmp_path: Path) -> None:
     try:
         await process.started()
         with LinkedEngine([process.target]) as engine:
-            await until(lambda: engine.link.lease_s == 0.5)
+            await until(lambda: engine.link.lease.lease_s == 0.5)
             (folder / "meridian.toml").write_text("fallback.lease_ms = 5")
             await until(lambda: "fallback.lease_ms must be in [100, 86400000]; got 5" in process.log())
             (folder / "meridian.toml").write_text("fallback.lease_ms = 600")
-            await until(lambda: engine.link.lease_s == 0.6)
-            assert engine.link.revision == 2
+            await until(lambda: engine.link.lease.lease_s == 0.6)
+            assert engine.link.lease.revision == 2
         assert await process.terminate() == 0
     finally:
         process.kill()

@@ -57,7 +57,7 @@ async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None
             await new_b.has(1)
             assert [s.revision for s in new_a.settings] == [2], "a new engine gets its revision at once"
             assert (await control.ticks(2)).step == 1
-            assert (await control.in_force()).revision == b.link.revision == 1
+            assert (await control.in_force()).revision == b.link.lease.revision == 1
             found = await control.ticks(1)
             assert (found.step, found.state) == (2, RUNNING)
             assert (found.candidate_engines, found.other_engines) == (2, 2)
@@ -106,7 +106,7 @@ async def test_from_nobody_to_everybody(control: Control) -> None:
         await b.has(1)
         await control.begin({"percent": 0.0, "bake_s": 2.0}, ALL)
         await control.ticks(2)
-        assert (a.link.revision, b.link.revision) == (1, 1)
+        assert (a.link.lease.revision, b.link.lease.revision) == (1, 1)
         assert (await control.ticks(1)).step == 2
         await a.has(2)
         await b.has(2)
@@ -163,10 +163,12 @@ async def test_a_restart_in_the_middle(control: Control) -> None:
         await b.has(1)
         await control.ticks(2)
         await control.kill()
-        await until(lambda: not a.link.connected and not b.link.connected)
+        await until(lambda: not a.link.lease.connected and not b.link.lease.connected)
         await control.start()
-        await until(lambda: a.link.connected and b.link.connected and len(a.settings) == 3)
-        assert ([s.revision for s in a.settings], b.link.revision) == ([1, 2, 2], 1) or a.settings[0].revision == 2
+        await until(lambda: a.link.lease.connected and b.link.lease.connected and len(a.settings) == 3)
+        assert ([s.revision for s in a.settings], b.link.lease.revision) == ([1, 2, 2], 1) or a.settings[
+            0
+        ].revision == 2
         found = await control.ticks(4)
         assert (found.step, found.state) == (2, RUNNING)
         await b.has(2)
@@ -179,7 +181,7 @@ async def test_an_engine_whose_labels_change_keeps_what_it_has(control: Control)
         await a.has(2)
         a.labels = {"pool": "main"}
         a.link.restart()
-        await until(lambda: len(a.settings) >= 2 and a.link.connected)
+        await until(lambda: len(a.settings) >= 2 and a.link.lease.connected)
         assert a.settings[-1].revision == 2
 
 

@@ -128,7 +128,7 @@ async def test_a_refusal_halts(control: Control) -> None:
         await control.ticks(1)
         halted = await control.ticks(10)
         assert (halted.state, halted.step, halted.violation.guardrail) == (HALTED, 1, "nacks")
-        assert (a.link.revision, b.link.revision) == (1, 1)
+        assert (a.link.lease.revision, b.link.lease.revision) == (1, 1)
         await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())
         assert (await control.ticks(1)).state == HALTED
         await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())

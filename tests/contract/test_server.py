@@ -267,9 +267,9 @@ async def test_state_survives_a_restart(own: Process) -> None:
     with LinkedEngine([own.target]) as engine:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 777)])
-        assert engine.link.revision == 2
+        assert engine.link.lease.revision == 2
         own.kill()
-        await until(lambda: not engine.link.connected)
+        await until(lambda: not engine.link.lease.connected)
         await own.started()
         await engine.steps_until(lambda: engine.caps() == [(0, 777)] * 2)
         assert [s.revision for s in engine.settings] == [2, 2]

@@ -25,7 +25,7 @@ from tests.fakes.tables import policy
 async def test_from_connect_to_the_last_outcome(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         engine.open("before")
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         assert control.names() == ["before"]
         engine.open("after", own_cap=9)
@@ -76,7 +76,7 @@ async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
     with LinkedEngine([target]) as engine:
         engine.open("a")
         engine.step()
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         await engine.steps_until(lambda: "step" in servicer.kinds())
         assert servicer.kinds()[:3] == ["hello", "snapshot", "step"]
         snapshot, step = servicer.received[1].snapshot, servicer.received[2].step
@@ -97,7 +97,7 @@ async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: 
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
         engine.open("a")
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         engine.send(StepRecord(step=1, outcomes=[(1, 1, 0, "of the old stream")]))
         engine.take_inbox()
         engine.send(StepRecord(step=2, outcomes=[(1, 2, 0, "of the new stream")]))
@@ -112,7 +112,7 @@ async def test_reports_are_merged_as_the_policy_says(scripted: tuple[Scripted, s
     with LinkedEngine([target]) as engine:
         settings = agent_pb2.Settings(nonce=1, revision=4, report_interval_steps=300, lease_ms=1000)
         servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: engine.link.revision == 4)
+        await until(lambda: engine.link.lease.revision == 4)
         engine.open("a")
         for _ in range(301):
             engine.step()
@@ -164,16 +164,16 @@ async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control:
 def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s: float) -> None:
     """An interval of many steps does not delay a report until a section's lease is over."""
     engine = LinkedEngine(["nobody"])
-    engine.link.hold(agent_pb2.Settings(lease_ms=30_000, scheduler_lease_ms=lease_ms), None)
-    assert engine.link.merge_s == wait_s
+    engine.link.lease.hold(agent_pb2.Settings(lease_ms=30_000, scheduler_lease_ms=lease_ms), None)
+    assert engine.link.lease.merge_s == wait_s
 
 
 async def step_of_a_long_interval(engine: LinkedEngine) -> None:
     """Make the engine's first step, on a stream whose reports wait for hours unless a record must be sent at once."""
-    engine.link.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
-    engine.link.merge_s = 3600.0
+    engine.link.lease.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
+    engine.link.lease.merge_s = 3600.0
     engine.open("a")
-    await until(lambda: engine.link.connected)
+    await until(lambda: engine.link.lease.connected)
     engine.step()
 
 

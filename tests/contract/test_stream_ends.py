@@ -29,13 +29,13 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         assert not engine.link.lapsed()
         await control.kill()
-        await until(lambda: not engine.link.connected)
+        await until(lambda: not engine.link.lease.connected)
         engine.step()
         assert not engine.link.lapsed()
         clock.now += 30.1
         assert engine.link.lapsed()
         await control.start()
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         assert engine.link.lapsed(), "the control plane does not know the requests yet"
         await engine.steps_until(lambda: not engine.link.lapsed())
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
@@ -57,7 +57,7 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
         await until(lambda: servicer.received)
         for _ in range(100):
             engine.step()
-        assert not engine.link.connected
+        assert not engine.link.lease.connected
         assert engine.link.outbox.ring.qsize() == 0
         assert engine.link.outbox.reports_dropped == 0, "reports before a welcome do not count as dropped"
         clock.now += 30.1
@@ -72,7 +72,7 @@ async def test_a_server_that_never_answers_is_left_for_another(
     monkeypatch.setattr(link, "PATIENCE_S", (0.2, 60.0))
     with LinkedEngine([target, control.target]) as engine:
         await until(lambda: servicer.received)
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         assert servicer.kinds() == ["hello"]
         assert control.engine().engine_id == "engine"
     assert f"no stream to {target}: no answer within 0 s" in caplog.text
@@ -90,7 +90,7 @@ async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
         await until(lambda: servicer.kinds().count("hello") == 6)
         assert time.monotonic() - began_s > 0.05 * (2**5 - 1)
         servicer.say.put_nowait(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
 
 
 async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: tuple[Scripted, str]) -> None:
@@ -102,7 +102,7 @@ async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted:
         for calls in range(1, 7):
             await until(lambda wanted=calls: servicer.kinds().count("hello") > wanted)  # type: ignore[misc]
             servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
-        assert engine.link.revision == 0
+        assert engine.link.lease.revision == 0
     low, high = link.BACKOFF_S
     assert time.monotonic() - began_s > 0.05 * sum(min(high, low * 2**attempt) for attempt in range(1, 7))
 
@@ -111,7 +111,7 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
     servicer, target = scripted
     with LinkedEngine([target]) as engine:
         engine.open("a")
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
         gaps, dropped = 0, False
         # This loop would hang if `send` waited for the server.
@@ -152,7 +152,7 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
             servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
         await until(lambda: servicer.kinds().count("hello") == 2, 20)
         assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the last message is dropped too"
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
         assert engine.streams == 1, "messages of the old stream are dropped with the stream"
     assert any("connecting anew" in r.message for r in caplog.records)
@@ -206,7 +206,7 @@ async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, 
     servicer, target = scripted
     with LinkedEngine([target]) as engine:
         engine.open("a")
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
         outcomes = [(1, 1, 0, "")] * 1000
         for step in range(1, 2 * INBOX_DECISIONS // 1000):
@@ -214,7 +214,7 @@ async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, 
             if servicer.kinds().count("hello") == 2:
                 break
         await until(lambda: servicer.kinds().count("hello") == 2)
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         assert engine.link.outbox._outcomes_in - engine.link.outbox._outcomes_out <= 2000
 
 

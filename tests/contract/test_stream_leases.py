@@ -23,13 +23,13 @@ async def test_a_sections_own_lease(scripted: tuple[Scripted, str]) -> None:
         settings = agent_pb2.Settings(nonce=1, revision=1, lease_ms=4000)
         settings.scheduler_lease_ms, settings.entropy_lease_ms, settings.kv_memory_lease_ms = 1000, 2000, 3000
         servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: engine.link.revision == 1)
+        await until(lambda: engine.link.lease.revision == 1)
         engine.link.stop()
-        await until(lambda: not engine.link.connected)
+        await until(lambda: not engine.link.lease.connected)
         found = []
         for now in (1.0, 1.1, 2.1, 3.1, 4.1):
             clock.now = now
-            found.append((engine.link.lapsed(), engine.link.state))
+            found.append((engine.link.lapsed(), engine.link.lease.state))
         degraded, stale = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_STALE
         scheduler = ORDER | CAPS
         assert found == [
@@ -66,11 +66,11 @@ async def test_the_agent_thaws_by_itself(scripted: tuple[Scripted, str]) -> None
         (status,) = (m.freeze_status for m in servicer.received if m.HasField("freeze_status"))
         assert status == agent_pb2.FreezeStatus(nonce=3, frozen=True)
         engine.link.stop()
-        await until(lambda: not engine.link.connected)
+        await until(lambda: not engine.link.lease.connected)
         clock.now = 4.9
-        assert engine.link.frozen()
+        assert engine.link.lease.frozen()
         clock.now = 5.1
-        assert not engine.link.frozen()
+        assert not engine.link.lease.frozen()
 
 
 async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: tuple[Scripted, str]) -> None:
@@ -92,7 +92,7 @@ async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
         engine.open("a")
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         engine.link.step_aside()
         await until(lambda: servicer.kinds().count("hello") == 2)
         servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=1, remaining_ms=1000)))
@@ -102,13 +102,13 @@ async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple
 async def test_states(control: Control) -> None:
     clock = Clock()
     with LinkedEngine([control.target], clock=clock) as engine:
-        assert engine.link.state == agent_pb2.AGENT_STATE_STALE
+        assert engine.link.lease.state == agent_pb2.AGENT_STATE_STALE
         await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
-        assert engine.link.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
+        assert engine.link.lease.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
         await control.kill()
-        await until(lambda: engine.link.state == agent_pb2.AGENT_STATE_STALE)
+        await until(lambda: engine.link.lease.state == agent_pb2.AGENT_STATE_STALE)
         clock.now += 31
-        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+        assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
         await until(lambda: control.engine().agent_state == agent_pb2.AGENT_STATE_STALE)
         control.fleet.clock = lambda: utc_now() + timedelta(seconds=31)
         assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
@@ -124,7 +124,7 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         engine.open("a")
         await engine.steps_until(lambda: "step" in servicer.kinds())
         servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
-        await until(lambda: engine.link._unheard_since is None)
+        await until(lambda: engine.link.lease._unheard_since is None)
         clock.now = 100.0
         assert not engine.link.lapsed(), "no report waits for an answer"
         engine.step()
@@ -133,7 +133,7 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         clock.now = 130.1
         assert engine.link.lapsed()
         await until(lambda: servicer.kinds().count("hello") == 2)
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
         assert engine.link.lapsed(), "a new stream alone renews no lease"
         assert servicer.kinds().count("hello") == 2, "a new stream has a full lease for its first answer"
@@ -153,14 +153,14 @@ async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplo
         for streams in range(1, 5):
             await engine.steps_until(lambda wanted=streams: servicer.kinds().count("snapshot") == wanted)  # type: ignore[misc]
             clock.now += 10.0
-            state = engine.link.say_state()
+            state = engine.link.lease.say_state()
             assert (state == agent_pb2.AGENT_STATE_DEGRADED) == (streams == 4), f"after {streams * 10} s"
             assert bool(engine.link.lapsed()) == (streams == 4)
             servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
-            await until(lambda wanted=streams: servicer.kinds().count("hello") > wanted and engine.link.connected)  # type: ignore[misc]
-        assert engine.link.state == agent_pb2.AGENT_STATE_DEGRADED
+            await until(lambda wanted=streams: servicer.kinds().count("hello") > wanted and engine.link.lease.connected)  # type: ignore[misc]
+        assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
         servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
-        await until(lambda: engine.link.say_state() == agent_pb2.AGENT_STATE_READY)
+        await until(lambda: engine.link.lease.say_state() == agent_pb2.AGENT_STATE_READY)
 
 
 async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
@@ -173,7 +173,7 @@ async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
         await engine.steps_until(lambda: control.names() == [])
         engine.step()
         clock.now += 3600.0
-        assert engine.link.state == agent_pb2.AGENT_STATE_READY
+        assert engine.link.lease.state == agent_pb2.AGENT_STATE_READY
         assert not engine.link.lapsed()
         engine.open("b")
         assert not engine.link.lapsed()

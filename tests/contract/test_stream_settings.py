@@ -25,12 +25,16 @@ async def test_settings_round_trip(control: Control) -> None:
         await until(lambda: control.engine().nack_error)
         shown = control.engine()
         assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, engine.refusal)
-        assert (engine.link.revision, engine.link.lease_s) == (1, 30.0)
+        assert (engine.link.lease.revision, engine.link.lease.lease_s) == (1, 30.0)
         engine.refusal = ""
         await control.set_policy(policy(fallback={"lease_ms": 700}, telemetry={"report_interval_steps": 3}))
         await until(lambda: control.engine().acked_revision == 3)
         assert control.engine().nack_error == ""
-        assert (engine.link.revision, engine.link.lease_s, engine.link.report_interval_steps) == (3, 0.7, 3)
+        assert (engine.link.lease.revision, engine.link.lease.lease_s, engine.link.lease.report_interval_steps) == (
+            3,
+            0.7,
+            3,
+        )
         assert [s.revision for s in engine.settings] == [1, 2, 3]
         assert control.fleet.totals().nacks == 1
 
@@ -135,12 +139,12 @@ async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
         engine.open("a")
         await engine.steps_until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
         await control.set_policy(policy(fallback={"lease_ms": 500}))
-        await until(lambda: len(engine.settings) == 2 and engine.link.arrived)
+        await until(lambda: len(engine.settings) == 2 and engine.link.mailbox.arrived)
         await asyncio.sleep(0.1)
-        assert (control.engine().acked_revision, engine.link.revision, engine.kept) == (1, 1, [1])
+        assert (control.engine().acked_revision, engine.link.lease.revision, engine.kept) == (1, 1, [1])
         engine.step()
         await until(lambda: control.engine().acked_revision == 2)
-        assert (engine.link.revision, engine.kept) == (2, [1, 2])
+        assert (engine.link.lease.revision, engine.kept) == (2, [1, 2])
 
 
 async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tuple[Scripted, str]) -> None:
@@ -148,7 +152,7 @@ async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tu
     servicer, target = scripted
     servicer.reading.set()
     with LinkedEngine([target]) as engine:
-        await until(lambda: engine.link.connected)
+        await until(lambda: engine.link.lease.connected)
         for number in range(1, 401):
             settings = agent_pb2.Settings(nonce=number, revision=number, lease_ms=30_000)
             servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
@@ -166,7 +170,7 @@ async def test_every_setting_is_answered_once_whichever_thread_does(scripted: tu
         assert sorted(said) == list(range(1, 401))
         said = [m.freeze_status.nonce for m in servicer.received if m.HasField("freeze_status")]
         assert sorted(said) == list(range(1, 401))
-        assert engine.link.revision == 400
+        assert engine.link.lease.revision == 400
 
 
 async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: tuple[Scripted, str]) -> None:
@@ -243,13 +247,13 @@ async def test_settings_for_an_idle_engine(scripted: tuple[Scripted, str]) -> No
         for nonce in range(1, INBOX_MESSAGES + 3):
             settings = agent_pb2.Settings(nonce=nonce, revision=nonce, lease_ms=30_000)
             servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: engine.link.revision == INBOX_MESSAGES + 2, 30)
+        await until(lambda: engine.link.lease.revision == INBOX_MESSAGES + 2, 30)
         await until(lambda: servicer.kinds().count("settings_status") == INBOX_MESSAGES + 2, 30)
-        assert (len(engine.link.arrived), servicer.kinds().count("hello")) == (0, 1)
+        assert (len(engine.link.mailbox.arrived), servicer.kinds().count("hello")) == (0, 1)
         engine.open("a")
         engine.step()
-        assert engine.link.held is not None
-        assert engine.link.held[0].revision == INBOX_MESSAGES + 2
+        assert engine.link.lease.held is not None
+        assert engine.link.lease.held[0].revision == INBOX_MESSAGES + 2
 
 
 @pytest.mark.parametrize(("ahead", "given"), [(2, 2), (9, 2)], ids=["of this replica", "of the store"])
@@ -257,7 +261,7 @@ async def test_an_engine_that_is_ahead_gets_what_the_store_has(control: Control,
     """Either another replica stored a revision that this replica has not heard of, or the store was created anew."""
     await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
     engine = LinkedEngine([control.target])
-    engine.link.revision = ahead
+    engine.link.lease.revision = ahead
     with engine:
         await until(lambda: control.fleet.connections and control.engine().acked_revision == given)
         assert [settings.revision for settings in engine.settings] == [given]
@@ -279,13 +283,13 @@ async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away
 
     monkeypatch.setattr(control.fleet, "_refresh", refresh)
     engine = LinkedEngine([control.target])
-    engine.link.revision = 3
+    engine.link.lease.revision = 3
     with engine, LinkedEngine([control.target], "other") as other:
         await until(lambda: refusals > 2 and other.settings)
         await control.set_policy(policy())
-        await until(lambda: other.link.revision == 2)
+        await until(lambda: other.link.lease.revision == 2)
         assert not engine.settings
         await control.store.append(policy(), etag="", author="", reason="", now=utc_now())
         away = False
-        await until(lambda: engine.settings and other.link.revision == 3)
+        await until(lambda: engine.settings and other.link.lease.revision == 3)
         assert [settings.revision for settings in engine.settings] == [3]

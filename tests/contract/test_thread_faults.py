@@ -143,9 +143,9 @@ async def scene(fault: Fault) -> None:
             # again.
             await until(lambda: servicer.outcomes != outcomes)
             engine.open("b")
-            await engine.steps_until(lambda: engine.link.connected and servicer.at_rest())
+            await engine.steps_until(lambda: engine.link.lease.connected and servicer.at_rest())
             assert engine.link._thread.is_alive()
-            assert engine.link.revision == 7 or "injected" in engine.link.refused[7]
+            assert engine.link.lease.revision == 7 or "injected" in engine.link.refused[7]
     finally:
         await server.stop(None)
 

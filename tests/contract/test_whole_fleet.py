@@ -174,10 +174,10 @@ async def test_engines_spread_and_move_when_a_replica_is_killed(replicated: Repl
             update = policy_pb2.UpdatePolicyRequest(policy=leased(500))
             await asked.policy.UpdatePolicy(update)
             two.kill()
-            await until(lambda: all(engine.link.revision == 2 for engine in linked), 20)
+            await until(lambda: all(engine.link.lease.revision == 2 for engine in linked), 20)
             await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=leased(600)))
-            await until(lambda: all(engine.link.revision == 3 for engine in linked), 20)
-            assert {engine.link.lease_s for engine in linked} == {0.6}
+            await until(lambda: all(engine.link.lease.revision == 3 for engine in linked), 20)
+            assert {engine.link.lease.lease_s for engine in linked} == {0.6}
             await until_answer(lambda: _names(asked), names)
             assert set((await asked.connected()).values()) == {own}
             for engine in linked:

@@ -82,7 +82,7 @@ class Settled:
             return
         link = self._scheduler._agent.link
         link.outbox.wake()
-        while link.connected and not self._answered(link, stub):
+        while link.lease.connected and not self._answered(link, stub):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"not within {PATIENCE_S} s: the control plane to answer the newest report")
             time.sleep(LOOK_S)

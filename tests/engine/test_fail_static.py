@@ -50,7 +50,7 @@ def thawed(control: Control) -> Iterator[None]:
 def lost(control: Control, scheduler: Any) -> Iterator[None]:
     """Restore the control plane and the agent's clock after a test, whatever it does to them."""
     yield
-    scheduler._agent.link.clock = time.monotonic
+    scheduler._agent.link.lease.clock = time.monotonic
     control.process.kill()
     control.start()
     control.engine()
@@ -58,7 +58,7 @@ def lost(control: Control, scheduler: Any) -> Iterator[None]:
 
 def kill(control: Control, agent: Any) -> None:
     control.process.kill()
-    wait_for(lambda: not agent.link.connected, 20, "the stream to end")
+    wait_for(lambda: not agent.link.lease.connected, 20, "the stream to end")
 
 
 # ------------------------------------------------------------------------------------------------------------- freeze
@@ -98,7 +98,7 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     run.add("r", opened(), endless(agent, max_tokens=900))
     run.until(lambda: len(run.tokens["r"]) > 10)
     control.freeze()
-    wait_for(lambda: agent.link.arrived, 20, "the freeze to arrive")
+    wait_for(lambda: agent.link.mailbox.arrived, 20, "the freeze to arrive")
     run.step()
     confirmed(control, True)
     assert len(run.tokens["r"]) < 150
@@ -106,7 +106,7 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     end = agent.tracker.markers.end[0]
     assert end not in run.tokens["r"]
     control.thaw()
-    wait_for(lambda: agent.link.arrived, 20, "the thaw to arrive")
+    wait_for(lambda: agent.link.mailbox.arrived, 20, "the thaw to arrive")
     run.until(settled=settled)
     assert 200 < run.tokens["r"].index(end) < 900
     assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)
@@ -123,7 +123,7 @@ def test_the_time_limit_holds_without_a_control_plane(
         confirmed(control, True)
         kill(control, agent)
         assert chat(llm, cases(), GREEDY) == stock
-        agent.link.clock = lambda: time.monotonic() + 601
+        agent.link.lease.clock = lambda: time.monotonic() + 601
         assert chat(llm, cases(), GREEDY) == capped
     finally:
         control.start()
@@ -163,9 +163,9 @@ def test_an_engine_starts_from_what_it_had(llm: Any, agent: Any, scheduler: Any,
     wait_for(lambda: (kept := file.load()) and kept.revision == revision, 20, "the settings to be kept")
     kill(control, agent)
     again = rebuild(scheduler)
-    assert (again.link.revision, again.link.connected) == (revision, False)
+    assert (again.link.lease.revision, again.link.lease.connected) == (revision, False)
     assert chat(llm, cases(), GREEDY) == capped
-    again.link.clock = lambda: time.monotonic() + 100
+    again.link.lease.clock = lambda: time.monotonic() + 100
     assert chat(llm, cases(), GREEDY) == capped, "the caps ended with the lease"
     control.start()
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the agent to come back")
@@ -189,11 +189,11 @@ def test_a_sections_lease_ends_its_caps(llm: Any, agent: Any, control: Control, 
     assert capped != stock
     kill(control, agent)
     assert chat(llm, cases(), GREEDY) == capped
-    agent.link.clock = lambda: time.monotonic() + 100
+    agent.link.lease.clock = lambda: time.monotonic() + 100
     assert chat(llm, cases(), GREEDY) == stock
     (own,) = chat(llm, [opened()], endless(agent, max_tokens=40, extra_args={"meridian_max_think_tokens": 7}))
     assert own.index(agent.tracker.markers.end[0]) == 7
-    agent.link.clock = time.monotonic
+    agent.link.lease.clock = time.monotonic
     control.start()
     control.engine()
     wait_for(lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")
@@ -209,11 +209,11 @@ def test_an_ack_means_that_a_step_has_begun_with_it(llm: Any, agent: Any, contro
     run.add("r", opened(), endless(agent, max_tokens=60))
     run.until(lambda: len(run.tokens["r"]) > 3)
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
-    wait_for(lambda: agent.link.arrived, 20, "the settings to arrive")
+    wait_for(lambda: agent.link.mailbox.arrived, 20, "the settings to arrive")
     time.sleep(0.2)
-    assert (control.engine().acked_revision, agent.link.revision, agent.default_cap) == (before, before, 100_000)
+    assert (control.engine().acked_revision, agent.link.lease.revision, agent.default_cap) == (before, before, 100_000)
     run.step()
-    assert (agent.link.revision, agent.default_cap) == (revision, 20)
+    assert (agent.link.lease.revision, agent.default_cap) == (revision, 20)
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the ACK")
     run.until()
 

@@ -39,7 +39,7 @@ def lead(link: Any, targets: list[str]) -> None:
     """Let the agent connect to these targets, and wait until it has."""
     before, link._targets = link._call, targets
     link.restart()
-    wait_for(lambda: link._call is not before and link.connected, 20, "the other server's welcome")
+    wait_for(lambda: link._call is not before and link.lease.connected, 20, "the other server's welcome")
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: l
     """
     control.apply(UNRULED)
     with led_to(agent, folder, "stray") as process:
-        wait_for(lambda: agent.link.revision == FOREIGN_REVISION, 20, "its settings to be in force")
+        wait_for(lambda: agent.link.lease.revision == FOREIGN_REVISION, 20, "its settings to be in force")
         away = control.engines()[0]
         assert (away.state, away.agent_state) != (fleet_pb2.CONNECTION_STATE_CONNECTED, agent_pb2.AGENT_STATE_READY)
         # There are more requests than places, so that slots are used again.

@@ -56,7 +56,7 @@ def gate(agent: Any) -> Iterator[threading.Event]:
     yield opening
     opening.set()
     agent.link.__dict__.pop("_receive", None)
-    agent.link.clock = time.monotonic
+    agent.link.lease.clock = time.monotonic
 
 
 def capped_again(llm: Any, agent: Any, control: Control) -> None:
@@ -123,7 +123,7 @@ def test_a_full_ring(  # noqa: PLR0917
     assert ring.qsize() == FULL
     # The record in the sender's hands left room for at most one more.
     assert link.outbox.reports_dropped - dropped > 100
-    assert (link.outbox.ring is ring, link.connected, len(snapshots)) == (True, True, before)
+    assert (link.outbox.ring is ring, link.lease.connected, len(snapshots)) == (True, True, before)
     assert not gate.is_set()
     gate.set()
     wait_for(lambda: ring.qsize() == 0, 20, "the sender to take the waiting records")
@@ -162,22 +162,22 @@ def test_the_links_thread_stands_still(
     assert asleep.wait(60)
     revision = control.set_policy(CAPPED)
     assert chat(llm, cases(), GREEDY) == stock
-    assert link.handover.acquire(blocking=False)
-    link.handover.release()
-    assert (len(link.inbox.messages), len(link.arrived)) == (0, 0)
+    assert link.mailbox._lock.acquire(blocking=False)
+    link.mailbox._lock.release()
+    assert (len(link.inbox.messages), len(link.mailbox.arrived)) == (0, 0)
     # Past the lease the state is DEGRADED, and the next step ends the stream, while its thread is still asleep.
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=40))
     run.until(lambda: len(run.tokens["r"]) > 5)
-    link.clock = lambda: time.monotonic() + link.lease_s + 1
+    link.lease.clock = lambda: time.monotonic() + link.lease.lease_s + 1
     run.step()
-    assert link.state == agent_pb2.AGENT_STATE_DEGRADED
+    assert link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
     run.until()
     assert chat(llm, cases(), GREEDY) == stock
     assert (gate.is_set(), link._thread.is_alive()) == (False, True)
-    link.clock = time.monotonic
+    link.lease.clock = time.monotonic
     gate.set()
-    wait_for(lambda: link.connected and control.engine().acked_revision == revision, 20, "the policy to hold")
+    wait_for(lambda: link.lease.connected and control.engine().acked_revision == revision, 20, "the policy to hold")
     assert chat(llm, cases(), GREEDY) == capped
     control.apply(UNRULED)
     capped_again(llm, agent, control)
@@ -204,7 +204,7 @@ def test_clocks_jump(  # noqa: PLR0917
     for module in (agent_module, probing_module, scheduler_module, link_module):
         monkeypatch.setattr(module, "time", clocks)
     monkeypatch.setattr(scheduler._guard, "_clock", clocks.monotonic)
-    agent.link.clock = clocks.monotonic
+    agent.link.lease.clock = clocks.monotonic
     run = Run(llm)
     for i, case in enumerate(cases()):
         run.add(f"{i}", case, GREEDY.clone())
@@ -213,11 +213,11 @@ def test_clocks_jump(  # noqa: PLR0917
     run.until()
     assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
     assert not scheduler._guard.fault
-    wait_for(lambda: agent.link.connected, 20, "a stream")
+    wait_for(lambda: agent.link.lease.connected, 20, "a stream")
     # The clocks jump back while nothing runs.
     jumped[0] = 0.0
     assert chat(llm, cases(), GREEDY) == stock
-    wait_for(lambda: agent.link.state == agent_pb2.AGENT_STATE_READY, 20, "the agent to be ready")
+    wait_for(lambda: agent.link.lease.state == agent_pb2.AGENT_STATE_READY, 20, "the agent to be ready")
     control.apply(UNRULED)
     capped_again(llm, agent, control)
 
@@ -279,7 +279,7 @@ def test_the_process_forks(llm: Any, agent: Any, control: Control, how: str) -> 
     run.until()
     assert run.tokens["r"].index(agent.tracker.markers.end[0]) == 200
     engine = control.settled()
-    assert (engine.connect_time, agent.link.connected, agent.link._thread.is_alive()) == (connected, True, True)
+    assert (engine.connect_time, agent.link.lease.connected, agent.link._thread.is_alive()) == (connected, True, True)
     control.apply(UNRULED)
     capped_again(llm, agent, control)
 

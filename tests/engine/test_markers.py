@@ -72,7 +72,7 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     run.until(lambda: len(run.tokens["live"]) >= CAP)
     revision = control.set_policy({**NAMED, "scheduler": {"max_think_tokens": LATER_CAP}})
     # Settings are put in force at a step, but the new Hello is sent while no step is made.
-    wait_for(lambda: agent.link.arrived, 30, "the policy that names them")
+    wait_for(lambda: agent.link.mailbox.arrived, 30, "the policy that names them")
     run.until(lambda: agent.tracker.markers.known)
     wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello with the markers")
     run.until()

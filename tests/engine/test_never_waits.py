@@ -1,7 +1,7 @@
 """The engine's steps never wait for the agent's link: the tests check which functions hooks call, not their time.
 
 A profile of the engine's thread sees every C function that a hook calls, on however busy a machine. Waiting takes one
-of these: a lock, a queue, a sleep, a poll, a file or a socket. One lock is allowed: the handover, which the link's
+of these: a lock, a queue, a sleep, a poll, a file or a socket. One lock is allowed: the mailbox's, which the link's
 thread holds only while it notes a message. `test_inner_faults` has an engine that serves while the link's thread stands
 still for ever.
 """

@@ -89,8 +89,8 @@ def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch
     monkeypatch.setattr(agent, "_step_time_ms", lambda: STEP_MS + TOKEN_MS * len(agent.tracker.record.slots))
     before = control.engine().connect_time
     agent.link.restart()
-    wait_for(lambda: agent.link.connected and control.engine().connect_time != before, 20, "a stream of its own")
-    wait_for(lambda: control.engine().acked_revision == agent.link.revision, 20, "the policy to be acknowledged")
+    wait_for(lambda: agent.link.lease.connected and control.engine().connect_time != before, 20, "a stream of its own")
+    wait_for(lambda: control.engine().acked_revision == agent.link.lease.revision, 20, "the policy to be acknowledged")
     for count in (3, 7):
         chat(llm, SEVEN[:count], endless(agent, max_tokens=100))
     settled()
@@ -154,9 +154,9 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
         if strategy == "reasoning_first":
             limits["output_tpot_budget_ms"] = 40.0
         revision = control.set_policy({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
-        wait_for(lambda: priced.link.arrived, 20, "the settings to arrive")
+        wait_for(lambda: priced.link.mailbox.arrived, 20, "the settings to arrive")
         run.step()
-        assert priced.link.revision == revision
+        assert priced.link.lease.revision == revision
         done = len(run.tokens["r6"])
         run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, settled=settled)
         plan = priced.directives.plan

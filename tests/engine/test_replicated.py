@@ -37,7 +37,7 @@ COMPLETED, ROLLED_BACK = rollout_pb2.ROLLOUT_STATE_COMPLETED, rollout_pb2.ROLLOU
 class Simulated(LinkedEngine):
     def hello(self) -> agent_pb2.Hello:
         pool = "canary" if self.engine_id in CANARIES else "main"
-        return hello(self.engine_id, revision=self.link.revision, labels={"pool": pool})
+        return hello(self.engine_id, revision=self.link.lease.revision, labels={"pool": pool})
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def test_from_nobody_to_everybody(llm: Any, agent: Any, control: Control) -> Non
     before = control.engine().acked_revision
     with LinkedEngine([control.target], "beside") as beside, control.channel() as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        wait_for(lambda: beside.link.revision == before, 20, "the other agent to have the policy")
+        wait_for(lambda: beside.link.lease.revision == before, 20, "the other agent to have the policy")
         started = stub.StartRollout(request, timeout=RPC_S).rollout
 
         def status() -> rollout_pb2.Rollout:

@@ -66,8 +66,8 @@ class LinkedEngine:
 
     def hello(self) -> agent_pb2.Hello:
         link = self.link
-        said = {"state": link.state, "freeze": link.freeze_status(), "refused": link.refused}
-        return hello(self.engine_id, revision=link.revision, **said, **self.said)
+        said = {"state": link.lease.state, "freeze": link.lease.freeze_status(), "refused": link.refused}
+        return hello(self.engine_id, revision=link.lease.revision, **said, **self.said)
 
     def _prepare(self, settings: agent_pb2.Settings) -> None:
         self.settings.append(settings)
@@ -87,18 +87,15 @@ class LinkedEngine:
         assert not self.link._thread.is_alive()
 
     def open(self, name: str, **fields: Any) -> None:
-        if self.link.idle:
-            with self.link.handover:
-                self.link.begins()
+        if self.link.lease.idle:
+            self.link.mailbox.begin()
         self.engine.open(name, **fields)
 
     def take_inbox(self) -> None:
         """Take the inbox as `Agent.take_arrived` and `Agent._take_inbox` do."""
         link, directives = self.link, self.engine.directives
-        taken = []
-        while link.arrived:
-            taken.append(link.arrived.popleft())
-        lapsed, frozen = link.lapsed(), link.frozen()
+        taken = link.mailbox.take()
+        lapsed, frozen = link.lapsed(), link.lease.frozen()
         if ended := lapsed & ~self.lapsed:
             directives.drop(ended)
         if frozen and not self.frozen:
@@ -107,7 +104,7 @@ class LinkedEngine:
             link.outbox.resync()
         self.lapsed, self.frozen = lapsed, frozen
         for arrived in taken:
-            link.taken_in(arrived)
+            link.mailbox.confirm(arrived)
         decisions = 0
         while self.link.inbox.messages and decisions < STEP_DECISIONS:
             message, size = self.link.inbox.take()
@@ -128,9 +125,7 @@ class LinkedEngine:
 
     def send(self, record: Any) -> None:
         if not self.engine.live:
-            with self.link.handover:
-                self.link.idle = True
-                self.take_inbox()
+            self.link.mailbox.fall_idle(self.take_inbox)
         self.link.outbox.send(record, self.engine.tracker.snapshot)
         self.link.outbox.wake()
 

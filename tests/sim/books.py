@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_agent.link.control_stream import Arrived
+    from meridian_agent.link.mailbox import Arrived
     from meridian_control.session.session import Session
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants
@@ -48,13 +48,13 @@ class EngineBooks:
         self.engine, self.link, self._limits = engine, link, engine.limits()
         if link is None:
             return
-        taken_in = link.taken_in
+        confirm = link.mailbox.confirm
 
-        def watched_taken_in(arrived: Arrived) -> None:
+        def watched_confirm(arrived: Arrived) -> None:
             self._in_force(arrived)
-            taken_in(arrived)
+            confirm(arrived)
 
-        link.taken_in = watched_taken_in  # type: ignore[method-assign]
+        link.mailbox.confirm = watched_confirm  # type: ignore[method-assign]
         self._watch(engine.agent)
         lifecycle = engine.scheduler._lifecycle
         again = lifecycle.again
@@ -62,7 +62,7 @@ class EngineBooks:
         def watched_again(steps_under_way: int) -> Any:
             agent = again(steps_under_way)
             # The new agent begins with the settings that the link holds.
-            self._obeyed = [lifecycle.link.held[0]] if lifecycle.link.held is not None else []
+            self._obeyed = [lifecycle.link.lease.held[0]] if lifecycle.link.lease.held is not None else []
             self._watch(agent)
             return agent
 
@@ -208,8 +208,8 @@ class EngineBooks:
             for watched in self.requests.values():
                 watched.forget()
             return
-        assert link.revision >= self.revision, f"revision goes from {self.revision} to {link.revision}"
-        self.revision = link.revision
+        assert link.lease.revision >= self.revision, f"revision goes from {self.revision} to {link.lease.revision}"
+        self.revision = link.lease.revision
         self._after_lease(agent)
         for tr in agent.tracker.by_id.values():
             waits = tr.ref.status.name == "PREEMPTED"

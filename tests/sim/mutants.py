@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-AGENT, DIRECTIVES, LINK = (
+AGENT, DIRECTIVES, MAILBOX = (
     "meridian_agent/engine/agent.py",
     "meridian_agent/core/directives.py",
-    "meridian_agent/link/control_stream.py",
+    "meridian_agent/link/mailbox.py",
 )
 QUEUES, PROBING, MASKS = (
     "meridian_agent/engine/queue_order.py",
@@ -93,8 +93,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nobody answers for an idle engine",
-        LINK,
-        "if report := self.inbox.settle_if_idle(response.directives):",
+        MAILBOX,
+        "if report := self._inbox.settle_if_idle(directives):",
         "if report := None:",
     ),
     # Streams: a new stream voids the decisions of the old one, and a snapshot follows a hole in the reports.
@@ -442,9 +442,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # Settings: an acknowledged revision is in force, and a refused one is not sent again.
     Mutant(
         "acknowledged before it holds",
-        LINK,
-        "                self.arrived.append(arrived)\n",
-        "                self.arrived.append(arrived)\n                self.taken_in(arrived)\n",
+        MAILBOX,
+        "                self._waiting.append(arrived)\n",
+        "                self._waiting.append(arrived)\n                self.confirm(arrived)\n",
     ),
     Mutant(
         "settings never put in force",

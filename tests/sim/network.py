@@ -107,7 +107,7 @@ class SteppedLink(Link):
         stream = self.stream
         return (
             stream is not None
-            and self.connected
+            and self.lease.connected
             and not (self.outbox.ring.qsize() or self._holds() or stream.up or stream.down)
         )
 
@@ -118,7 +118,7 @@ class SteppedLink(Link):
         now = self._network.timeline.now_s
         if now < self.stalled_until_s or self._stop.is_set():
             return
-        assert not self._is_held(), "the engine's thread keeps the handover"
+        assert not self._is_held(), "the engine's thread keeps the mailbox's lock"
         try:
             self._network.on_link(self._do, now)
         except (RuntimeError, MemoryError) as error:
@@ -128,12 +128,12 @@ class SteppedLink(Link):
             if self.stream is not None:
                 self.stream.cancel()
                 self._end()
-            self.let_go()
-        assert not self._is_held(), "the link's thread keeps the handover"
+            self.mailbox.let_go()
+        assert not self._is_held(), "the link's thread keeps the mailbox's lock"
 
     def _is_held(self) -> bool:
         """Return False: both threads are the same thread here, which may take the lock again."""
-        return bool(self.handover._is_owned())  # type: ignore[attr-defined]
+        return bool(self.mailbox._lock._is_owned())  # type: ignore[attr-defined]
 
     def _do(self, now: float) -> None:
         if self.stream is None:
@@ -187,8 +187,8 @@ class SteppedLink(Link):
             return
         if self._first_waits_s is None:
             self._first_waits_s = now
-        is_short = self.outbox.ring.qsize() < self.report_interval_steps and not self.outbox.ring.presses
-        if is_short and now - self._first_waits_s < self.merge_s:
+        is_short = self.outbox.ring.qsize() < self.lease.report_interval_steps and not self.outbox.ring.presses
+        if is_short and now - self._first_waits_s < self.lease.merge_s:
             return
         self._first_waits_s = None
         while self.outbox.ring.qsize() or self._holds():

@@ -39,7 +39,7 @@ def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
         for r, tr in tracker.by_id.items()
     }
     assert theirs == ours, f"the table is {theirs}, the agent has {ours}"
-    if not (engine.agent.frozen or link.frozen() or session.frozen):
+    if not (engine.agent.frozen or link.lease.frozen() or session.frozen):
         waits = session.freezing.void and bool(table.live.any())
         assert not waits, "the control plane waits for a snapshot that nobody sends"
     if not link.inbox.messages:

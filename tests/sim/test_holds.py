@@ -40,7 +40,7 @@ def waited_ms(policy: Policy, is_async: bool, answered: bool) -> float:
         world.step_ms, world.network.latency_ms = 0.0, LATENCY_MS
         assert plant.link is not None
         with world.timeline.running():
-            while not plant.link.revision:
+            while not plant.link.lease.revision:
                 world.pass_time(STEP_MS / 1e3)
             plant.open("thinks", [start], Script(1, 10_000, 40, restless=False, max_tokens=90), {})
 

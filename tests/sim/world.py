@@ -462,8 +462,8 @@ class World:
             session = link.stream.connection.session
             if session.revision != self.revision:
                 return f"{plant.name} was not given revision {self.revision}"
-            if not session.nack_error and not link.revision == session.acked_revision == self.revision:
-                return f"{plant.name} has revision {link.revision}, not {self.revision}"
+            if not session.nack_error and not link.lease.revision == session.acked_revision == self.revision:
+                return f"{plant.name} has revision {link.lease.revision}, not {self.revision}"
             if session.open_decisions:
                 return f"{plant.name} leaves without an outcome: {list(session.open_decisions.values())}"
         return ""

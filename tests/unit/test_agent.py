@@ -62,7 +62,7 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monke
     cap = agent_pb2.ThinkCap(decision_id=1, slot=live.slot, max_think_tokens=50)
     agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
     monkeypatch.setattr(link, "lapsed", lambda: ORDER | CAPS)
-    link.freeze_for(60)
+    link.lease.freeze_for(60)
     agent.take_arrived(scheduler)
     assert live.limit is None
     assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(1, Outcome.AGENT_OFF)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def link_of(idle: bool) -> Link:
     made = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: 1.0)
-    made.idle = idle
+    made.lease.idle = idle
     return made
 
 
@@ -71,7 +71,7 @@ def test_a_refusal_is_remembered_for_a_while() -> None:
     link = Link(["nowhere:1"], agent_pb2.Hello, prepare, lambda _: None, clock=lambda: now_s[0])
     settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000)
     link._receive(agent_pb2.ConnectResponse(settings=settings))
-    assert (link.refused, link.revision) == ({7: "no such marker"}, 0)
+    assert (link.refused, link.lease.revision) == ({7: "no such marker"}, 0)
     now_s[0] += REFUSED_S
     assert link.refused == {}
 
@@ -114,7 +114,7 @@ def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
             settings = agent_pb2.Settings(revision=revision, nonce=revision, lease_ms=30_000)
             link._receive(agent_pb2.ConnectResponse(settings=settings))
             link.outbox.ring.get_nowait()
-        assert (len(link.arrived), link.revision) == (0, 9_999)
+        assert (len(link.mailbox.arrived), link.lease.revision) == (0, 9_999)
 
 
 class FakeCall:
@@ -177,8 +177,8 @@ def test_only_the_answer_to_a_report_tells_how_long_it_took() -> None:
     """An answer to a status also names the newest report, however long ago that report was sent."""
     now_s = [1.0]
     link = Link(["nowhere:1"], agent_pb2.Hello, lambda _: None, lambda _: None, clock=lambda: now_s[0])
-    link.begins()
-    link.found()
+    link.lease.begins()
+    link.lease.found()
     sent = link.outbox.messages(link.outbox.ring, agent_pb2.Hello)
     next(sent)
 

@@ -126,7 +126,7 @@ class InFront:
             self._made.append(scheduler)
             if ARM == "live" and scheduler._agent is not None:
                 link = scheduler._lifecycle.link
-                if self._wait(lambda: link.connected and link.held is not None, "no settings"):
+                if self._wait(lambda: link.lease.connected and link.lease.held is not None, "no settings"):
                     self.counts["connected"] += 1
 
         return init
@@ -177,7 +177,7 @@ class InFront:
         """
         link = agent.link
         link.outbox.wake()
-        if not link.connected:
+        if not link.lease.connected:
             self._problem("the stream has ended before its test")
         elif agent.tracker.record is not record and link.outbox.follows:
             self.counts["answered"] += self._wait(
@@ -212,7 +212,7 @@ class InFront:
                 self._problem("no agent")
             if scheduler._lifecycle is not None:
                 link = scheduler._lifecycle.link
-                if ARM == "live" and not (link.connected or link._stop.is_set()):
+                if ARM == "live" and not (link.lease.connected or link._stop.is_set()):
                     self._problem("the stream has ended before its test")
                 link.stop()
         self._made.clear()
