@@ -78,10 +78,9 @@ class Directives:
         for live in self._tracker.by_id.values():
             if live.ending is not None and (live.cap is None or live.cap.decision_id != live.ending.decision_id):
                 self.report(live.ending.decision_id, Outcome.REFUSED, live, NOT_KNOWN)
-            live.ending = None
-            live.expected.clear()
+            live.drop_forced_end()
             self._close_cap(live, Outcome.REFUSED, NOT_KNOWN)
-            live.cap = None
+            live.set_cap(None)
         for decision_id, live, *_ in self.probes:
             self.report(decision_id, Outcome.REFUSED, live, NOT_KNOWN)
         self.probes = []
@@ -136,7 +135,8 @@ class Directives:
         elif live.ending is not None:
             self.report(force.decision_id, Outcome.SUPERSEDED, live)
         else:
-            live.ending = Ending(self._tracker.markers.ending, force.decision_id, by_order=force.reason == SOFT_CLOSE)
+            by_order = force.reason == SOFT_CLOSE
+            live.begin_forced_end(Ending(self._tracker.markers.ending, force.decision_id, by_order=by_order))
             self._tracker.due[live] = None
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
@@ -144,16 +144,15 @@ class Directives:
         if live is None:
             return
         self._supersede_cap(live)
-        live.default_cap = None
         if not cap.HasField("max_think_tokens"):
-            live.cap = None
+            live.set_cap(None)
             self.report(cap.decision_id, Outcome.APPLIED, live)
             self._tracker.watch_limit(live)
             return
-        live.cap = Cap(cap.decision_id, cap.max_think_tokens, cap.shadow)
-        if live.ending is not None and live.ending.by_cap and not live.ending.decision_id and not cap.shadow:
+        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow))
+        if not cap.shadow:
             # The default cap began what this decision would have: it is the one that counts.
-            live.ending.decision_id = cap.decision_id
+            live.credit_forced_end(cap.decision_id)
         if live.state.ends and live.state.phase is not Phase.THINK:
             self._close_cap(live, Outcome.APPLIED if live.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
         self._tracker.watch_limit(live)
@@ -161,7 +160,7 @@ class Directives:
     def _supersede_cap(self, live: LiveRequest) -> None:
         """Make place for a newer cap. An ending that has begun is finished, under the decision that began it."""
         if live.ending is not None and live.ending.by_cap and not _begun(live):
-            live.ending = None
+            live.drop_forced_end()
         if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
             self._close_cap(live, Outcome.SUPERSEDED)
 
@@ -174,7 +173,7 @@ class Directives:
             return
         if live.tier is not None:
             self.report(live.tier[0], Outcome.SUPERSEDED)
-        live.tier = (tier.decision_id, tier.tier, tier.shadow)
+        live.set_tier(tier.decision_id, tier.tier, tier.shadow)
 
     def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
         if len(plan.slot) != len(plan.rank):
@@ -199,7 +198,7 @@ class Directives:
         for slot, rank in zip(plan.slot, plan.rank, strict=True):
             live = self._tracker.by_slot.get(slot)
             if live is not None and max(live.opened_step, live.phase_step) <= step:
-                live.rank = rank
+                live.set_rank(rank)
         self._tracker.reorder = True
 
     def active_plan(self) -> DispatchPlan | None:
@@ -219,7 +218,7 @@ class Directives:
 
     def _close_cap(self, live: LiveRequest, outcome: Outcome, detail: str = "") -> None:
         if live.cap is not None and not live.cap.reported:
-            live.cap.reported = True
+            live.mark_cap_reported()
             self.report(live.cap.decision_id, outcome, live, detail)
 
     def shadow_cap(self, live: LiveRequest) -> None:
@@ -249,12 +248,10 @@ class Directives:
             counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
             self._tracker.run.end()
             tokens = state.ending(self._tracker.markers)
-            live.ending = Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True)
+            live.begin_forced_end(Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True))
         elif not _begun(live):
-            live.ending.tokens = live.state.ending(self._tracker.markers)
-        left = live.ending.tokens[live.ending.position :]
-        live.expected = {first + i: token for i, token in enumerate(left) if first + i < rows}
-        return live.expected
+            live.rewrite_forced_end(live.state.ending(self._tracker.markers))
+        return live.expect_forced_end(first, rows)
 
     def _row_at(self, live: LiveRequest, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
         """The row that finds the request thinking with `limit` thinking tokens done, and its state there, if these rows
@@ -272,15 +269,14 @@ class Directives:
         """Settle endings and caps once a step's tokens are known."""
         ending = live.ending
         if ending is not None and ending.position == len(ending.tokens):
-            live.ending, live.forced = None, True
-            live.capped = live.cap is None and ending.decision_id == 0
+            live.complete_forced_end()
             if live.cap is not None and live.cap.decision_id == ending.decision_id:
-                live.cap.reported = True
+                live.mark_cap_reported()
             elif not ending.by_cap:
                 self._close_cap(live, Outcome.SUPERSEDED)
             self.report(ending.decision_id, Outcome.APPLIED, live)
         elif ending is not None and ended:
-            live.ending = None
+            live.drop_forced_end()
             if live.cap is None or live.cap.decision_id != ending.decision_id:
                 self.report(ending.decision_id, Outcome.ENDED_NATURALLY, live)
         elif ending is not None and ending.position == 0:
@@ -295,7 +291,7 @@ class Directives:
         limit, thinks = live.limit, live.state.phase is Phase.THINK
         if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit):
             return
-        live.ending = None
+        live.drop_forced_end()
         if live.cap is None or live.cap.decision_id != ending.decision_id:
             self.report(ending.decision_id, Outcome.SUPERSEDED, live)
 
@@ -304,11 +300,10 @@ class Directives:
         if live.ending is not None:
             if live.cap is None or live.cap.decision_id != live.ending.decision_id:
                 self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
-            live.ending = None
+            live.drop_forced_end()
         self._close_cap(live, Outcome.REQUEST_GONE)
-        if live.tier is not None:
-            self.report(live.tier[0], Outcome.REQUEST_GONE)
-            live.tier = None
+        if (tier := live.take_tier()) is not None:
+            self.report(tier[0], Outcome.REQUEST_GONE)
         for decision_id, target, *_ in self.probes:
             if target is live:
                 self.report(decision_id, Outcome.REQUEST_GONE, live)
@@ -320,14 +315,13 @@ class Directives:
         self._drop_plan(parts, report)
         for live in self._tracker.by_id.values():
             if parts & ORDER:
-                live.rank = None
+                live.set_rank(None)
             if live.ending is not None and parts & _part(live.ending) and not _begun(live):
                 self._drop_ending(live, live.ending, report)
             if parts & CAPS:
                 self._drop_cap(live)
-            if parts & MEMORY and live.tier is not None:
-                self._let_go(live.tier[0], None, report)
-                live.tier = None
+            if parts & MEMORY and (tier := live.take_tier()) is not None:
+                self._let_go(tier[0], None, report)
         if parts & RULES:
             for decision_id, live, *_ in self.probes:
                 self._let_go(decision_id, live, report)
@@ -339,9 +333,8 @@ class Directives:
         for live in self._tracker.by_id.values():
             if live.ending is not None:
                 self._drop_ending(live, live.ending, True)
-            if live.cap is not None:
-                self._close_cap(live, Outcome.AGENT_OFF)
-                live.cap.decision_id = 0
+            self._close_cap(live, Outcome.AGENT_OFF)
+            live.void_decisions()
         self.drop(ALL_BUT_CAPS)
 
     def _let_go(self, decision_id: int, live: LiveRequest | None, report: bool) -> None:
@@ -363,15 +356,14 @@ class Directives:
     def _drop_ending(self, live: LiveRequest, ending: Ending, report: bool) -> None:
         if live.cap is None or live.cap.decision_id != ending.decision_id:
             self._let_go(ending.decision_id, live, report)
-        live.ending = None
-        live.expected.clear()
+        live.drop_forced_end()
         self._tracker.watch_limit(live)
 
     def _drop_cap(self, live: LiveRequest) -> None:
         """A cap whose ending goes on has its outcome from that."""
         if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
             self._close_cap(live, Outcome.AGENT_OFF)
-        live.cap = live.default_cap = None
+        live.set_cap(None)
         self._tracker.watch_limit(live)
 
     def new_stream(self) -> None:
@@ -380,10 +372,7 @@ class Directives:
         self._tracker.record.outcomes.clear()
         self._tracker.record.probes.clear()
         for live in self._tracker.by_id.values():
-            if live.cap is not None:
-                live.cap.decision_id, live.cap.reported = 0, True
-            if live.ending is not None:
-                live.ending.decision_id = 0
+            live.void_decisions()
 
 
 def _part(ending: Ending) -> int:

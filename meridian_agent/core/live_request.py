@@ -194,6 +194,120 @@ class LiveRequest:
             self.run.spread()
         return self.own_boundary
 
+    # ----------------------------------------------------------------------------------------------- caps and endings
+
+    def set_cap(self, cap: Cap | None) -> None:
+        """Put a decided cap in force, or none; the default cap ends with it."""
+        self.cap, self.default_cap = cap, None
+
+    def mark_cap_reported(self) -> None:
+        """The outcome of the cap has been reported."""
+        if self.cap is not None:
+            self.cap.reported = True
+
+    def void_decisions(self) -> None:
+        """Keep the cap and the ending in force, but report no outcome for them any more."""
+        if self.cap is not None:
+            self.cap.decision_id, self.cap.reported = 0, True
+        if self.ending is not None:
+            self.ending.decision_id = 0
+
+    def begin_forced_end(self, ending: Ending) -> None:
+        self.ending = ending
+
+    def credit_forced_end(self, decision_id: int) -> None:
+        """Report the ending that the default cap began as that of a decision."""
+        if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
+            self.ending.decision_id = decision_id
+
+    def rewrite_forced_end(self, tokens: tuple[int, ...]) -> None:
+        """Give other tokens to an ending that has not begun."""
+        if self.ending is not None:
+            self.ending.tokens = tokens
+
+    def expect_forced_end(self, first_row: int, rows: int) -> dict[int, int]:
+        """Note and return the ending's next tokens for a step of so many rows, by row from `first_row` on."""
+        ending = self.ending
+        left = ending.tokens[ending.position :] if ending is not None else ()
+        self.expected = {first_row + i: token for i, token in enumerate(left) if first_row + i < rows}
+        return self.expected
+
+    def expect_nothing(self) -> None:
+        """The masks of the coming step force no token."""
+        self.expected = {}
+
+    def complete_forced_end(self) -> None:
+        """All tokens of the ending were generated."""
+        by_default = self.cap is None and self.ending is not None and self.ending.decision_id == 0
+        self.ending, self.forced, self.capped = None, True, by_default
+
+    def drop_forced_end(self) -> None:
+        """Give the ending up; masks under way expect nothing of it."""
+        self.ending, self.expected = None, {}
+
+    def note_allowed(self, ending: tuple[int, ...], allowed: bool) -> None:
+        """Note whether the request's own parameters allow all tokens of an ending."""
+        self.checked, self.allowed = ending, allowed
+
+    # ------------------------------------------------------------------------------------------ order, share and tiers
+
+    def set_rank(self, rank: int | None) -> None:
+        """Rank the request as decided; by its phase if None."""
+        self.rank = rank
+
+    def enter_phase(self, known_from: int) -> None:
+        """The phase has changed. known_from: step of the first report that knows."""
+        self.rank, self.phase_step = None, known_from
+
+    def mark_preempted(self) -> None:
+        self.preempted = True
+
+    def mark_resumed(self) -> None:
+        self.preempted = False
+
+    def set_tier(self, decision_id: int, tier: int, shadow: bool) -> None:
+        """Note the eviction tier that was decided for the request's KV blocks."""
+        self.tier = decision_id, tier, shadow
+
+    def take_tier(self) -> tuple[int, int, bool] | None:
+        """Take the eviction tier out, as (decision id, tier, shadow); None if none was decided."""
+        tier, self.tier = self.tier, None
+        return tier
+
+    def remember_blocks(self, blocks: list[tuple[Any, Any]]) -> None:
+        """Note the KV blocks of a preempted answer, each with its hash."""
+        self.kept = blocks
+
+    # -------------------------------------------------------------------------------------------------------- probes
+
+    def hold_until(self, deadline_s: float) -> None:
+        """Hold the request for a decision, until this time on the monotonic clock; its probe has no result yet."""
+        self.held_until, self.asked_in = deadline_s, 0
+
+    def mark_asked(self, step: int) -> None:
+        """The report of this step has the result of the probe."""
+        self.asked_in = step
+
+    def forget_sentence_end(self) -> None:
+        """A probe is placed at the newest sentence end."""
+        self.passed = 0, 0
+
+    def count_same_answer(self, answer: int) -> int:
+        """Note a probe's likeliest token; returns how many probes in a row it has been."""
+        self.same_answer = self.same_answer + 1 if answer == self.trial_answer else 1
+        self.trial_answer = answer
+        return self.same_answer
+
+    # ------------------------------------------------------------------------------------------------------- tokens
+
+    def reread(self, state: PhaseState, default_cap: int | None, known_from: int) -> None:
+        """Go on in another state: the tokens have been read with other markers. known_from: as for `enter_phase`."""
+        self.own_state = state
+        self.enter_phase(known_from)
+        # The cap that it began with may be one of settings that are long gone.
+        self.default_cap = default_cap if self.cap is None else None
+        self.own_boundary, self.passed = 0, (0, 0)
+
     def since_boundary(self, flags: int, most: int) -> int | None:
         """Tokens after the newest one that has these flags, None where they are more than `most`: as many as a step may
         have on top of its first."""
@@ -224,6 +338,15 @@ class LiveRequest:
         policy = self.default_cap if self.cap is None else None if self.cap.shadow else self.cap.max_think_tokens
         own = self.info.max_think_tokens
         return policy if own is None else own if policy is None else min(own, policy)
+
+
+def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: int) -> None:
+    """Count the steps that each of these requests is left out of in a row. skipped: those that this step leaves out."""
+    for live in sequences:
+        if live in skipped:
+            live.skipped_steps += 1
+        else:
+            live.joined_step, live.skipped_steps = step, 0
 
 
 def opened_row(live: LiveRequest) -> tuple[Any, ...]:

@@ -69,13 +69,22 @@ class Tracker:
         """Go on with a tracked request in another state: its tokens have been read with other markers."""
         self.run.end()
         self._count(live.own_state.phase, -1)
-        live.own_state = state
+        live.reread(state, self.default_cap, self._last_step + 1)
         self._count(state.phase, 1)
-        live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True
-        # The cap that it began with may be one of settings that are long gone.
-        live.default_cap = self.default_cap if live.cap is None else None
-        live.own_boundary, live.passed, self.record.urgent = 0, (0, 0), True
+        self.reorder = self.record.urgent = True
         self.watch_limit(live)
+
+    def preempt(self, live: LiveRequest) -> None:
+        """A request has gone back to the queue."""
+        live.mark_preempted()
+        self.preempted[live] = None
+        self.record.preempted.append(live.slot)
+
+    def resume(self, live: LiveRequest) -> None:
+        """A preempted request generates again."""
+        live.mark_resumed()
+        self.preempted.pop(live, None)
+        self.record.resumed.append(live.slot)
 
     def _take_slot(self) -> int:
         self._next_slot += 1
@@ -164,8 +173,8 @@ class Tracker:
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
-                live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True
-                record.urgent = True
+                live.enter_phase(self._last_step + 1)
+                self.reorder = record.urgent = True
                 ended = ended or before is Phase.THINK
         live.expected.clear()
         self.watch_limit(live)

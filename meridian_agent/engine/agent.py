@@ -210,9 +210,7 @@ class Agent:
         live = self.tracker.by_id.get(request.request_id)
         if live is None:
             return
-        live.preempted = True
-        self.tracker.preempted[live] = None
-        self.tracker.record.preempted.append(live.slot)
+        self.tracker.preempt(live)
         if live.state.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)

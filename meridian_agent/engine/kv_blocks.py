@@ -40,9 +40,9 @@ class KvBlocks:
             if live.state.phase is Phase.OUTPUT:
                 _remember(scheduler, request, live)
             return
-        if live.tier is None:
+        if (decided := live.take_tier()) is None:
             return
-        (decision_id, tier, shadow), live.tier = live.tier, None
+        decision_id, tier, shadow = decided
         outcome, detail = Outcome.APPLIED, ""
         if tier == Tier.UNREACHABLE and shadow:
             outcome = Outcome.SHADOWED
@@ -95,4 +95,4 @@ def _remember(scheduler: Any, request: Any, live: LiveRequest) -> None:
     """The blocks that a preempted answer leaves behind, to find them again as long as they are its own."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     blocks = groups[0] if len(groups) == 1 else ()
-    live.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]
+    live.remember_blocks([(block, block.block_hash) for block in blocks if block.block_hash is not None])

@@ -76,12 +76,12 @@ class ProbeRunner:
     def _enter(self, scheduler: Any, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
         live, known = placed.parent, placed.shared_tokens + 1
-        live.passed = (0, 0)
+        live.forget_sentence_end()
         tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.state.start)]
         probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens)
         self.placed[probe.request_id] = placed
         if hold_ms:
-            live.held_until, live.asked_in = time.monotonic() + hold_ms / 1e3, 0
+            live.hold_until(time.monotonic() + hold_ms / 1e3)
             self.held[live] = None
         scheduler.add_request(probe)
         scheduler.waiting.remove_requests([probe])
@@ -154,18 +154,18 @@ class ProbeRunner:
             # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, live)
             return
-        live.same_answer = live.same_answer + 1 if answer == live.trial_answer else 1
-        live.trial_answer = answer
+        same_answers = live.count_same_answer(answer)
         empty = answer in live.ref.sampling_params.all_stop_token_ids and not self._tracker.markers.answer_prefix
         measured = (placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens)
-        self._tracker.record.probes.append((*measured, live.same_answer, empty))
+        self._tracker.record.probes.append((*measured, same_answers, empty))
         self._directives.report(placed.decision_id, Outcome.APPLIED)
 
     def sent(self, record: StepRecord) -> None:
         """The record is about to be sent: those held wait for the answer to the one that has their result."""
         for live in self.held:
             if not live.asked_in and any(probe[1] == live.slot for probe in record.probes):
-                live.asked_in, record.urgent = record.step, True
+                live.mark_asked(record.step)
+                record.urgent = True
 
     def new_stream(self) -> None:
         """Nobody waits any more for what is under way."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import PHASE_RANK
+from meridian_agent.core.live_request import PHASE_RANK, share_step
 from meridian_agent.core.phases import Phase
 from meridian_agent.engine import prefill_limits, stock_restore
 from meridian_agent.engine.left_out import left_out, skip_step
@@ -121,13 +121,10 @@ class QueueOrder:
         by_id = self._tracker.by_id
         running = (by_id.get(r.request_id) for r in scheduler.running if not r.is_prefill_chunk)
         sequences = [live for live in running if live is not None and live.state.phase is phase]
-        skipped = set(left_out(sequences, per_step, max_skip_steps))
-        for live in sequences:
-            if live in skipped:
-                live.skipped_steps += 1
-                skip_step(scheduler, live)
-            else:
-                live.joined_step, live.skipped_steps = step, 0
+        skipped = left_out(sequences, per_step, max_skip_steps)
+        for live in skipped:
+            skip_step(scheduler, live)
+        share_step(sequences, set(skipped), step)
         if phase is Phase.THINK:
             self.think_skips += len(skipped)
 

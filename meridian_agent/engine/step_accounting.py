@@ -65,9 +65,7 @@ class StepAccounting:
         if out.new_token_ids:
             # Under asynchronous scheduling the token of the step before the preemption is still to come.
             if live.preempted and not request_api.waits_preempted(live.ref):
-                live.preempted = False
-                self._tracker.preempted.pop(live, None)
-                self._tracker.record.resumed.append(live.slot)
+                self._tracker.resume(live)
             at = index.get(out.request_id, 0)
             first = at if signals is None else signals.row(at)
             ended = self._tracker.feed(live, out.new_token_ids, first)

@@ -53,7 +53,7 @@ class TokenMasks:
             if tokens and _grammar_allows(output, base, request_id, tokens):
                 forced[request_id] = tokens
             else:
-                live.expected.clear()
+                live.expect_nothing()
         return self._merge(output, base, forced) if forced else base
 
     def _may_end(self, live: LiveRequest, unknown: int = 0) -> bool:
@@ -61,7 +61,7 @@ class TokenMasks:
         unknown: tokens that the request may have made besides those that are accounted."""
         ending = self._tracker.markers.ending_of(live.state.start)
         if live.checked != ending:
-            live.checked, live.allowed = ending, not request_api.never_allows(live.ref, ending)
+            live.note_allowed(ending, not request_api.never_allows(live.ref, ending))
         return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
 
     def _is_under_way(self, live: LiveRequest) -> bool:

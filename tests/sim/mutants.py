@@ -81,8 +81,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no outcome for caps at a freeze",
         DIRECTIVES,
-        "                self._close_cap(live, Outcome.AGENT_OFF)\n                live.cap.decision_id = 0\n",
-        "                live.cap.decision_id = 0\n",
+        "            self._close_cap(live, Outcome.AGENT_OFF)\n            live.void_decisions()\n",
+        "            live.void_decisions()\n",
     ),
     Mutant(
         "two outcomes for a superseded force",
@@ -198,7 +198,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks in force past the lease",
         DIRECTIVES,
-        "                live.rank = None\n            if live.ending",
+        "                live.set_rank(None)\n            if live.ending",
         "                pass\n            if live.ending",
     ),
     Mutant(
@@ -300,9 +300,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a second token of an ending forgotten",
-        DIRECTIVES,
-        "        left = live.ending.tokens[live.ending.position :]",
-        "        left = live.ending.tokens[-1:]",
+        LIVE,
+        "        left = ending.tokens[ending.position :]",
+        "        left = ending.tokens[-1:]",
     ),
     Mutant(
         "an ending in a mask not begun",
@@ -313,8 +313,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "caps gone with the stream",
         DIRECTIVES,
-        "                live.cap.decision_id, live.cap.reported = 0, True\n",
-        "                live.cap = None\n",
+        "        for live in self._tracker.by_id.values():\n            live.void_decisions()\n",
+        "        for live in self._tracker.by_id.values():\n            live.set_cap(None)\n",
     ),
     Mutant(
         "no wait for tokens before a force",
@@ -344,8 +344,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "order not made anew",
         TRACKER,
-        "                live.rank, live.phase_step, self.reorder = None, self._last_step + 1, True",
-        "                live.rank, live.phase_step = None, self._last_step + 1",
+        "                self.reorder = record.urgent = True\n",
+        "                record.urgent = True\n",
     ),
     Mutant(
         "prompts not held back",
