@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_agent.core.step_record import StepRecord
-    from meridian_agent.engine.engine_facts import EngineFacts
+    from meridian_agent.engine.capabilities import EngineFacts
     from meridian_agent.engine.queue_order import Limit
     from meridian_agent.link.control_stream import Link
 

@@ -20,7 +20,7 @@ from meridian_agent.core.guard import MAX_FAULT, hook
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.settings_check import check
 from meridian_agent.engine.agent import Agent
-from meridian_agent.engine.engine_facts import EngineFacts
+from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
@@ -204,20 +204,3 @@ class Lifecycle:
         if self.agent is not None:
             self._facts = replace(self._facts, tool_call=self._template.tool_call)
             self.agent.blocks.learn(self._template.tool_call)
-
-
-def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
-    """The capabilities of this engine.
-
-    entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
-    """
-    caching = bool(scheduler.kv_cache_manager.enable_caching)
-    one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
-    return agent_pb2.Capabilities(
-        token_entropy=entropy,
-        force_end=True,
-        eat_probe=entropy and caching and not no_probes,
-        dispatch=True,
-        reclaim=caching and one_group,
-        template_strips_think=strips_think,
-    )

@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import CAPS, ORDER, Outcome
 from meridian_agent.core.live_request import RequestInfo
 from meridian_agent.engine.agent import Agent
-from meridian_agent.engine.engine_facts import EngineFacts
+from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.link.control_stream import Link
 from meridian_agent.vllm_adapter import scheduler_api
 from tests.fakes.engine import MARKERS, START

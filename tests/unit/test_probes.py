@@ -16,7 +16,7 @@ from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusa
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.engine.lifecycle import capabilities
+from meridian_agent.engine.capabilities import capabilities
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import request_api
 from tests.fakes.engine import MARKERS

@@ -1,9 +1,12 @@
-"""Holds the facts that the agent finds out about its engine once, when the engine starts. Pure values."""
+"""Holds what an engine can do: the facts that its agent finds out at the start, and the capabilities that its Hello
+reports. Reads the scheduler only; changes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from meridian.v1 import agent_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,3 +30,20 @@ class EngineFacts:
     on_fault: Callable[[str, str], None]
     expected_backend: tuple[str, str]
     no_probes: str = ""
+
+
+def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
+    """The capabilities of this engine.
+
+    entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
+    """
+    caching = bool(scheduler.kv_cache_manager.enable_caching)
+    one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1
+    return agent_pb2.Capabilities(
+        token_entropy=entropy,
+        force_end=True,
+        eat_probe=entropy and caching and not no_probes,
+        dispatch=True,
+        reclaim=caching and one_group,
+        template_strips_think=strips_think,
+    )
