@@ -1,1 +1,2 @@
-"""The stream to the control plane: its thread, its lease, and what waits on either side of it. Knows no vLLM."""
+"""Connects the engine to its control plane: the stream and its thread, the lease, and the queues between the engine's
+thread and the stream. Knows no vLLM."""

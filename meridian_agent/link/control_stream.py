@@ -1,7 +1,8 @@
-"""The stream to the control plane, on a thread of its own.
+"""Runs the stream to the control plane, on a thread of its own.
 
-Owns the channel, reconnection, and what a message on the stream leads to. What waits is in `inbox` and `outbox`, what
-holds in `lease`; the engine-core thread uses those and never waits. Knows no vLLM.
+The module owns the channel, reconnects, and handles each message of the stream. Messages that wait are in `inbox`,
+`mailbox` and `outbox`, and what is in force is in `lease`; the engine-core thread uses these four and never waits.
+Knows no vLLM.
 """
 
 from __future__ import annotations
@@ -34,33 +35,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Refused revisions that are remembered, and for how long: another control plane may have another one of that number.
+# Number of refused revisions to remember, and the seconds to remember each: after that a control plane with another
+# store may use the same number for another revision.
 REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
-# A stream that ended sooner is no sign that the next one will hold: the waits go on growing.
+# A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
-# How long a server may take until its first answer; doubled with each attempt in vain, for one that is merely slow.
+# Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
+# server may only be slow.
 PATIENCE_S = (10.0, 60.0)
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", 16 << 20),
-    # Ours to pace: the channel is rebuilt at each attempt.
+    # The link sets the pace of attempts itself: it builds a new channel for each.
     ("grpc.enable_retries", 0),
-    # Each agent takes one at random of the addresses behind one name, such as that of a headless service.
+    # Each agent picks a random address if a name, such as that of a headless service, has several.
     ("grpc.service_config", '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}'),
 ]
 
 
 class Link:
-    """One engine's connection, to one of `targets`: after a stream that worked any of them, after a failure the next.
+    """One engine's connection to one of `targets`: a random target after a stream that worked, else the next target.
 
     hello: builds the first message of every stream.
-    prepare: finds the thinking markers that settings come to, raises ValueError when they cannot be honoured; called on
-        the link's thread.
-    keep: given settings once they hold; must not wait. rest_s: seconds until an agent that is off comes back, 0 while
-        it is on: with that time ends the stream whose Hello said so. clock: monotonic seconds.
+    prepare: returns the thinking markers that settings name; raises ValueError if this engine cannot obey the settings.
+        Called on the link's thread.
+    keep: receives settings once they are in force; must not wait.
+    rest_s: returns the seconds until an agent that is off comes back, 0 while it is on. A stream whose Hello reports
+        the agent as off ends after this time.
+    clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -84,18 +89,18 @@ class Link:
         self.inbox = Inbox(lease)
         self.mailbox = Mailbox(lease, self.inbox, keep)
         self.outbox = Outbox(lease, self.inbox, self.restart, self._give_up)
-        # Revisions that were refused, with the error and when that was.
+        # Refused revisions, each with the error and the time of the refusal.
         self._refused: dict[int, tuple[str, float]] = {}
-        # Targets to be tried yet, and attempts in vain.
+        # Targets that are still to be tried, and the number of failed attempts in a row.
         self._order: list[str] = []
         self._attempt = 0
-        # Why there is no stream, as far as the log has it.
+        # (target, kind of error) of each failure that the log already has.
         self._complaints: set[tuple[str, object]] = set()
-        # Why this side has ended the stream, where the engine's log would not tell otherwise.
+        # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it.
         self._why = ""
-        # The stream was ended because too much came on it.
+        # The agent ended the stream because too many messages or decisions waited.
         self._gave_up = False
-        # The stream that begins is to end at once: its Hello, or how long it is to last, may not be true any more.
+        # The stream that is being opened must end at once, because its Hello or its deadline may be out of date.
         self._outdated = False
         self._stop = threading.Event()
         self._call: grpc.Call | None = None
@@ -105,24 +110,26 @@ class Link:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the stream and the thread; records that wait are lost."""
+        """End the stream and the thread; records that wait to be sent are lost."""
         self._stop.set()
         self.restart()
         self.outbox.ring.put(None)
 
     def restart(self) -> None:
-        """End the stream, or the one that is just being begun; the next one says Hello anew."""
+        """End the stream, also one that is just being opened; the next stream begins with a new Hello."""
         self._outdated = True
         if self._call is not None:
             self._call.cancel()
 
     def step_aside(self) -> None:
-        """The engine calls no hook of ours any more: what arrives is answered for here, and a new Hello says why."""
+        """Answer messages on the link's thread, because the engine calls no hook of the agent any more; a new Hello
+        gives the reason."""
         self.mailbox.step_aside()
         self.restart()
 
     def come_back(self) -> None:
-        """Another agent begins: it sends the whole state, and what was said to the one before is not for it."""
+        """Drop what was sent to the previous agent, and let the new agent begin with a snapshot of all live
+        requests."""
         self._refused = {}
         self.mailbox.clear()
         self.outbox.resync()
@@ -131,16 +138,17 @@ class Link:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Revisions that were refused not long ago, with the error."""
+        """Revisions that were refused within the last REFUSED_S seconds, each with its error."""
         now = self.lease.clock()
         return {revision: error for revision, (error, at) in self._refused.items() if now - at < REFUSED_S}
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def lapsed(self) -> int:
-        """The parts of directives whose lease is over.
+        """Return the parts of the directives whose lease has run out.
 
-        A stream that is silent for so long is given up: a new one tells both sides anew what holds.
+        A stream that stays silent past a lease is ended as well: a new stream gives agent and control plane the same
+        state again.
         """
         lease = self.lease
         if lease.connected and lease.over(unheard_s := lease.unheard_s()):
@@ -151,7 +159,7 @@ class Link:
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def _run(self) -> None:
-        """One round after the other: whatever fails in one, the next comes."""
+        """Open one stream after another until the link stops, whatever a stream fails with."""
         while not self._stop.is_set():
             wait_s = BACKOFF_S[1]
             with contextlib.suppress(Exception):
@@ -160,8 +168,8 @@ class Link:
             self._stop.wait(wait_s)
 
     def _round(self) -> float:
-        """One stream, from one of the targets; returns the seconds to wait before the next."""
-        # However the last one ended.
+        """Run one stream to one of the targets; return the seconds to wait before the next stream."""
+        # The previous stream may have ended without this, if a fault interrupted it.
         self.mailbox.lose_stream()
         self.lease.say_state()
         heard = False
@@ -182,7 +190,7 @@ class Link:
         return _doubled(BACKOFF_S, self._attempt) * (0.5 + self._jitter())
 
     def _stream(self, target: str, patience_s: float) -> bool:
-        """One stream from connect to its end; returns whether the server answered at all."""
+        """Run one stream from its connection to its end; return whether the server answered at all."""
         heard, self._why, self._outdated = False, "", False
         ring = self.outbox.new_ring()
         try:
@@ -197,7 +205,8 @@ class Link:
             stub = agent_pb2_grpc.AgentServiceStub(channel)
             call = stub.Connect(messages, timeout=self._lasts_s(), metadata=shown)
             self._call = call
-            # Neither a connection that never comes about nor a server that never answers ends by itself for long.
+            # A connection that cannot be made, and a server that never answers, would otherwise keep the call open for
+            # a long time.
             patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))
             patience.daemon = True
             try:
@@ -227,12 +236,12 @@ class Link:
         call.cancel()
 
     def _lasts_s(self) -> float | None:
-        """How long the stream may last; None for as long as it goes."""
+        """Return the seconds that the stream may last; None for no limit."""
         rest_s = self._rest_s()
         return rest_s if 0 < rest_s < math.inf else None
 
     def _complain(self, target: str, kind: object, text: str) -> None:
-        """Once for each kind, however often it is tried again."""
+        """Log a failure once for each target and kind of error, however often the link tries again."""
         if (target, kind) not in self._complaints:
             self._complaints.add((target, kind))
             logger.warning("meridian: no stream to %s: %s", target, text)
@@ -267,7 +276,8 @@ class Link:
             self.restart()
 
     def _give_up(self, why: str) -> None:
-        """End a stream on which more comes than is needed: rather than lose a decision unseen, it begins anew."""
+        """End a stream on which too much waits: a new stream is better than a decision that gets lost without an
+        outcome."""
         logger.error("meridian: too many %s; connecting anew", why)
         self._gave_up = True
         self.restart()
@@ -276,13 +286,15 @@ class Link:
         try:
             check(settings)
         except ValueError as error:
-            # Not remembered: the revision of that number may be another one where policies are checked.
+            # This refusal is not remembered, because a control plane that checks its policies may use the number for
+            # another revision.
             self._refuse(settings, str(error), {})
             return
         try:
             markers = self._prepare(settings)
         except Exception as error:
-            # No surprise in a tokenizer or parser may end the stream, which would bring the same settings again.
+            # An exception in a tokenizer or a parser must not end the stream: the next stream would bring the same
+            # settings again.
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             text = clean(text, MAX_FAULT)
             self._refuse(settings, text, {settings.revision: text})

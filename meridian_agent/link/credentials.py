@@ -1,6 +1,8 @@
-"""How the link knows the control plane, and shows whom it speaks for: files that the environment names.
+"""Reads the certificates, the key and the token with which agent and control plane identify themselves, from files that
+the environment names.
 
-They are read anew for every stream, so that they can be replaced while the engine runs. Runs on the link's thread.
+The files are read again for every stream, so that they can be replaced while the engine runs. Runs on the link's
+thread.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentCredentials:
-    """Paths, empty for none. With `ca` or `cert` the stream uses TLS; a token is never sent without it."""
+    """Paths of the files, empty for none. The stream uses TLS if `ca` or `cert` is set; the token is never sent without
+    TLS."""
 
     ca: str = ""
     cert: str = ""
@@ -32,7 +35,7 @@ class AgentCredentials:
         return cls(*(os.environ.get(name, "") for name in names))
 
     def open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-        """A channel to `target`. Raises OSError or ValueError where the files cannot be used."""
+        """Open a channel to `target`. Raises OSError or ValueError if a file cannot be used."""
         if not self.ca and not self.cert:
             return grpc.insecure_channel(target, options)
         if bool(self.cert) != bool(self.key):
@@ -41,11 +44,11 @@ class AgentCredentials:
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that shows the token, for a call on such a channel. Raises OSError or ValueError where there is
-        none to show.
+        """Return the metadata that carries the token, for one call. Raises OSError or ValueError if the token cannot be
+        sent.
 
-        Not gRPC's call credentials: those it asks Python for on a thread of its core's, for which a fork waits, for up
-        to a minute, with the lock that the thread needs.
+        gRPC's own call credentials are not used: gRPC's core would ask Python for them on one of its threads, and a
+        fork would wait up to a minute for that thread while it holds the lock that the thread needs.
         """
         if not self.token_file:
             return ()
@@ -53,6 +56,6 @@ class AgentCredentials:
             raise ValueError("MERIDIAN_TOKEN_FILE needs TLS: set MERIDIAN_TLS_CA")
         token = Path(self.token_file).read_text(encoding="ascii").strip()
         if not token.isprintable():
-            # gRPC would refuse it, and say it.
+            # gRPC would refuse the token with an error that quotes it.
             raise ValueError("MERIDIAN_TOKEN_FILE holds no token: it has control characters")
         return (("authorization", f"Bearer {token}"),)

@@ -1,7 +1,8 @@
-"""Forks of the engine's process, around each of which gRPC stops its own threads while the thread that forks waits.
+"""Keeps forks of the engine's process short and safe: gRPC stops its own threads around each fork, and the forking
+thread waits for them.
 
-gRPC's core does so by default, its Python part where GRPC_ENABLE_FORK_SUPPORT is set. Owns what keeps such waits short,
-and what has neither the engine nor a child wait for ever; the stream goes on.
+gRPC's core does so by default, its Python part if GRPC_ENABLE_FORK_SUPPORT is set. The module keeps the wait short, and
+prevents an endless wait in the engine and in a child process; the stream continues over a fork.
 """
 
 from __future__ import annotations
@@ -21,34 +22,38 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For the message that is being sent; and until the call that wakes the receiver is over.
+# Seconds to wait for the message that is being sent, and seconds that the call which wakes gRPC's receiving thread may
+# last.
 SENT_S, NUDGE_S = 0.02, 0.002
-# Any will do: it ends before it is answered.
+# The method does not matter, because the call ends before a server answers it.
 NUDGE = "/grpc.health.v1.Health/Check"
 
 
 def _of_grpc(name: str) -> Callable[..., Any]:
-    """A function of gRPC's own; one that does nothing where this gRPC has no such."""
+    """Return a private function of gRPC, or one that does nothing if this version of gRPC has none of that name."""
     found: Callable[..., Any] = getattr(importlib.import_module("grpc._cython.cygrpc"), name, lambda *_: None)
     return found
 
 
-# Whether gRPC's Python part has its threads stop.
+# Whether gRPC's Python part stops its threads around a fork.
 ENABLED = bool(_of_grpc("is_fork_support_enabled")())
 
 
 @functools.cache
 def _keep_core() -> grpc.Channel:
-    """A channel that connects to nothing, as long as the process: gRPC's core ends with the last one.
+    """Return a channel that connects to nothing and lives as long as the process, because gRPC's core shuts down with
+    its last channel.
 
-    A thread of its own ends the core then, and its timer's thread. Of a fork meanwhile the core is left with a timer's
-    thread that it does not know, for which the next fork waits for ever, with the interpreter's lock.
+    The core shuts down on a separate thread, which also ends the core's timer thread. After a fork during the shutdown
+    the core has a timer thread that it does not know of, and the next fork would wait for that thread for ever while it
+    holds the interpreter's lock.
     """
     return grpc.insecure_channel("localhost")
 
 
 class Forks:
-    """One link's. `opened` and `held` are for its thread and gRPC's, all else happens on the thread that forks."""
+    """The fork handlers of one link. The link's thread and gRPC's call `opened` and `held`; all other methods run on
+    the thread that forks."""
 
     def __init__(self) -> None:
         self._channel: grpc.Channel | None = None
@@ -58,19 +63,21 @@ class Forks:
         self._registered = False
 
     def opened(self, channel: grpc.Channel) -> None:
-        """The stream is on this channel now. What is registered after gRPC's own handlers runs before them."""
+        """Note the channel of the new stream. Fork handlers that are registered after gRPC's own handlers run before
+        them."""
         self._channel = channel
         _keep_core()
-        # In a child gRPC ends the calls of all channels that it knows, and takes locks for that which the link's thread
-        # may have had at the fork: the child would wait for ever, and whoever waits for it.
+        # In a child process gRPC ends the calls of all channels that it knows. For this it takes locks that the link's
+        # thread may have held at the fork, and the child would wait for ever, as would every process that waits for the
+        # child.
         _of_grpc("fork_unregister_channel")(channel)
         if ENABLED and not self._registered:
-            # There is no way to take a handler back: it must not keep the link.
+            # Python cannot unregister a fork handler, so the handler must not keep the link alive.
             self._registered, before, after = True, weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
             os.register_at_fork(before=lambda: _call(before), after_in_parent=lambda: _call(after))
 
     def held(self, messages: Iterator[T]) -> Iterator[T]:
-        """The messages, none of which goes out while a fork is under way."""
+        """Return the same messages, but hand none of them to gRPC during a fork."""
         return self._held(messages) if ENABLED else messages
 
     def _held(self, messages: Iterator[T]) -> Iterator[T]:
@@ -78,13 +85,13 @@ class Forks:
             self._may_send.wait()
             self._in_hand.clear()
             yield message
-            # gRPC has sent it and asks for the next one.
+            # gRPC asks for the next message once it has sent this one.
             self._in_hand.set()
 
     def _before(self) -> None:
         self._may_send.clear()
         self._in_hand.wait(SENT_S)
-        # It may be closed, or about to be.
+        # The channel may be closed, or just being closed.
         with contextlib.suppress(Exception):
             if self._channel is not None:
                 call: Any = self._channel.unary_unary(NUDGE)

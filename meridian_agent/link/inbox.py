@@ -1,7 +1,7 @@
-"""Holds the decisions that wait to be taken in: the link's thread fills it, the engine's empties it.
+"""Holds the decisions that have arrived: the link's thread adds them, the engine's thread takes them out.
 
-Owns the messages of one stream and the count of their decisions; answers for an engine that has no request they could
-be for. Neither thread waits for the other.
+The module owns the messages of one stream and the count of their decisions, and makes the outcomes for an engine
+without requests. Neither thread waits for the other.
 """
 
 from __future__ import annotations
@@ -18,40 +18,43 @@ if TYPE_CHECKING:
     from meridian_agent.link.lease import Lease
 
 INBOX_MESSAGES = 4096
-# Decisions that wait to be taken in, or their outcomes to be sent: four for each request of the largest engine.
+# Largest number of decisions that may wait for the engine, and of outcomes that may wait to be sent: four for each
+# request of the largest engine.
 INBOX_DECISIONS = 1 << 18
 
 
 class Inbox:
-    """One engine's."""
+    """The inbox of one engine."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         # Directives in order of arrival; None marks the start of a new stream.
         self.messages: deque[agent_pb2.Directives | None] = deque()
-        # Newest report that was answered, with everything that was decided from it taken in.
+        # Step of the newest report whose answer has arrived and whose decisions the engine has all taken out.
         self.answered_step = 0
-        # Decisions put in and taken out, each counted by one thread.
+        # Numbers of decisions put in and taken out; each number is written by one thread only.
         self._in = self._out = 0
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def take(self) -> tuple[agent_pb2.Directives | None, int]:
-        """The oldest message, with the number of its decisions. Raises IndexError when there is none."""
+        """Take out the oldest message and return it with the number of its decisions. Raises IndexError if no message
+        waits."""
         message = self.messages.popleft()
         size = 0 if message is None else decisions_in(message)
         self._out += size
         return message, size
 
     def new_stream_waits(self) -> bool:
-        """Whether the engine has yet to take in that a new stream began: its record speaks of the old one."""
+        """Return whether the mark of a new stream is still in the inbox, so that the engine's record belongs to the old
+        stream."""
         try:
             return self.messages[0] is None
         except IndexError:
             return False
 
     def skip_to_new_stream(self) -> None:
-        """Let go what was said to an agent that is no more."""
+        """Drop the messages that were sent to the previous agent, up to the mark of a new stream."""
         with contextlib.suppress(IndexError):
             while self.messages[0] is not None:
                 self.take()
@@ -59,13 +62,13 @@ class Inbox:
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def begin(self) -> None:
-        """A new stream: what the old one said is void."""
+        """Begin a new stream: drop the messages of the old stream, and add the mark of the new one."""
         self.messages.clear()
         self._in = self._out
         self.messages.append(None)
 
     def put(self, directives: agent_pb2.Directives) -> None:
-        """Add a message. One without a decision only says how far the control plane is, once no message waits before
+        """Add a message. A message without a decision is only noted as answered, unless another message waits before
         it."""
         if self.messages or len(directives.ListFields()) > (directives.step > 0):
             self._in += decisions_in(directives)
@@ -74,15 +77,17 @@ class Inbox:
             self.answered_step = directives.step
 
     def too_much(self, decisions: int, elsewhere: int) -> bool:
-        """Whether so many decisions on top of what waits, or so many messages elsewhere, are more than any engine
-        needs."""
+        """Return whether too much waits: more decisions, with these added, or more messages than any engine needs.
+        elsewhere: number of messages in the fullest other queue."""
         waiting = self._in - self._out + decisions
         return max(len(self.messages), elsewhere) >= INBOX_MESSAGES or waiting > INBOX_DECISIONS
 
     def settle_if_idle(self, directives: agent_pb2.Directives) -> agent_pb2.StepReport | None:
-        """Answer for an engine without live requests: the requests are gone, a plan holds from the next step on.
+        """Return the outcomes of directives for an engine without live requests: a plan counts as applied, and all
+        other decisions end as REQUEST_GONE.
 
-        What has its outcome is taken out of the directives; None where nothing has.
+        Decisions with an outcome are removed from the directives. Returns None if the engine is busy or no decision has
+        an outcome.
         """
         if not self._lease.idle:
             return None

@@ -1,8 +1,8 @@
-"""Knows what holds on an engine, and since when nothing was heard: settings, leases, a freeze, and the state they come
-to.
+"""Knows what is in force on an engine and since when its control plane has been silent: settings, leases, a freeze, and
+the state that follows from them.
 
-Owns these facts, which the engine's thread and the link's both read; each is one assignment. Knows no stream and does
-no I/O; time is passed in.
+The module owns these facts. The engine's thread and the link's thread both read them, and each fact changes in one
+assignment. Knows no stream and does no I/O; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -21,87 +21,93 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Longest a record waits for the others of its report interval, and what part of the shortest lease: the answer to it
-# must come within that. An engine that falls idle still reports.
+# Longest time in seconds, and largest part of the shortest lease, that a record waits for other records of its report
+# interval: the answer to the report must arrive within the lease. The record of an engine that falls idle never waits
+# for others.
 MERGE_WAIT_S, MERGE_LEASE_SHARE = 0.25, 0.25
 
 
 class Lease:
-    """One engine's. clock: monotonic seconds."""
+    """The lease of one engine. clock: returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        # Set on the link's thread: records may flow.
+        # A stream is up, so records can be sent. Set on the link's thread.
         self.connected = False
-        # Set on the engine's thread: no request is live, so no step will come to report outcomes.
+        # No request is live, so no step will follow that could report outcomes. Set on the engine's thread.
         self.idle = True
         self.revision = 0
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
         self.report_interval_steps = 1
         self.lease_s = 30.0
-        # Leases with what ends past them.
+        # (seconds, parts of the directives that end after this much silence) of each lease.
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
         self._shortest_s = self.lease_s
         self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
-        # Until when nothing of ours may hold; infinite where the environment says so.
+        # Clock time until which the engine runs as stock vLLM; infinite if its environment freezes it.
         self._frozen_until = 0.0
         self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
-        # Since when there was no stream that answered, and since when this one has not answered.
+        # Clock time since which no stream has answered, and since which a report on this stream waits for its first
+        # answer; None if an answer has arrived or nothing waits.
         self._lost_since: float | None = clock()
         self._unheard_since: float | None = None
 
     # -------------------------------------------------------------------------------------------- the control plane
 
     def begins(self) -> None:
-        """A request has come to an idle engine: what was said of those before it waits for no answer."""
+        """End the idle time, because a request has arrived. The silence so far no longer counts: no decision about this
+        request can be old."""
         self.idle = False
         if self.connected:
             self._lost_since = self._unheard_since = None
 
     def falls_idle(self) -> None:
-        """No request is live any more."""
+        """Begin an idle time, because no request is live any more."""
         self.idle = True
 
     def asks(self, now: float) -> None:
-        """Something was said that is to be answered."""
+        """Note that a report waits for its answer since `now`, unless an older report does."""
         if self._unheard_since is None:
             self._unheard_since = now
 
     def heard(self) -> None:
-        """The control plane has answered."""
+        """Note that the control plane has answered."""
         self._lost_since = self._unheard_since = None
 
     def found(self) -> None:
-        """A stream has begun. Where decisions are in force, only an answer says that somebody knows of them."""
+        """Note that a stream has begun. While decisions are in force this renews no lease: only an answer shows that
+        the control plane still knows of the decisions."""
         self._unheard_since = None
         if self.idle:
             self._lost_since = None
         self.connected = True
 
     def lost(self) -> None:
-        """The stream is over; silence on it counts."""
+        """Note that the stream has ended; its silence before the end counts towards the lease."""
         if self._lost_since is None:
             self._lost_since = self._unheard_since if self._unheard_since is not None else self.clock()
         self.connected = False
 
     def silent_s(self) -> float:
-        """How long nothing was answered, on whatever stream, or there was none; 0 while all is well."""
+        """Return the seconds for which the control plane has not answered, over all streams and the time between them;
+        0 if no answer is overdue."""
         if self.connected and self.idle:
             return 0.0
         return self._since(self._lost_since if self._lost_since is not None else self._unheard_since)
 
     def unheard_s(self) -> float:
-        """The same on this stream alone."""
+        """Return the seconds for which a report on this stream has waited for an answer."""
         return 0.0 if self.idle else self._since(self._unheard_since)
 
     def _since(self, then: float | None) -> float:
         return 0.0 if then is None else self.clock() - then
 
-    # ------------------------------------------------------------------------------------------------- what holds
+    # --------------------------------------------------------------------------------- settings, leases and freezes
 
     def hold(self, settings: agent_pb2.Settings, markers: Any) -> None:
-        """Put the link's own part of settings in force."""
+        """Put in force the part of the settings that concerns the link: the revision, the report interval and the
+        leases."""
         self.held = settings, markers
         self.revision = settings.revision
         self.lease_s = settings.lease_ms / 1000
@@ -113,7 +119,7 @@ class Lease:
         self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
 
     def over(self, silent_s: float) -> int:
-        """The parts of directives that a silence of so long has ended."""
+        """Return the parts of the directives that a silence of `silent_s` seconds ends."""
         parts = 0
         if silent_s <= self._shortest_s:
             return parts
@@ -123,22 +129,22 @@ class Lease:
         return parts
 
     def frozen(self) -> bool:
-        """Whether the engine is to run as stock vLLM."""
+        """Return whether a freeze is in force, in which the engine runs as stock vLLM."""
         return self._frozen_until > 0 and self.clock() < self._frozen_until
 
     @property
     def frozen_here(self) -> bool:
-        """Whether this engine's own environment says so, for good."""
+        """Whether the engine's own environment freezes it, which has no end."""
         return self._frozen_until == math.inf
 
     def freeze_for(self, seconds: float) -> None:
-        """Run as stock vLLM for so long from now; infinite for good."""
+        """Freeze the engine for this many seconds from now; 0 ends a freeze, and infinity has no end."""
         self._frozen_until = self.clock() + seconds if seconds else 0.0
 
     def freeze_status(self, nonce: int = 0) -> agent_pb2.FreezeStatus:
         return agent_pb2.FreezeStatus(nonce=nonce, frozen=self.frozen(), locally=self.frozen_here)
 
-    # -------------------------------------------------------------------------------------------------- how it is
+    # ------------------------------------------------------------------------------------------------- the state
 
     @property
     def state(self) -> agent_pb2.AgentState.ValueType:
@@ -147,7 +153,7 @@ class Lease:
         return agent_pb2.AGENT_STATE_READY if self.connected else agent_pb2.AGENT_STATE_STALE
 
     def say_state(self) -> agent_pb2.AgentState.ValueType:
-        """The state, and a line in the log where it has changed."""
+        """Return the state; log it if it has changed."""
         state = self.state
         if state != self._said:
             self._said = state

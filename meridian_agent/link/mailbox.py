@@ -1,7 +1,9 @@
-"""Guards the moment in which an engine falls idle or begins, so that exactly one thread answers what has arrived.
+"""Guards the moment in which an engine falls idle or becomes busy, so that exactly one thread answers each message of
+the stream.
 
 A busy engine takes messages in itself, at the beginning of its next step. An idle engine makes no step, so the link's
-thread answers for it. The lock in here is the only one that both threads take; neither holds it across I/O.
+thread answers for it. This module's lock is the only lock that the engine's thread and the link's thread share; neither
+thread holds it across I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Arrived:
-    """Settings or a freeze on their way into force, and the status that confirms them on their stream."""
+    """Settings or a freeze that are not in force yet, and the status message that will confirm them on their stream."""
 
     status: agent_pb2.ConnectRequest
     ring: RecordRing
@@ -34,25 +36,27 @@ class Arrived:
 
 
 class Mailbox:
-    """The mailbox of one engine. keep: is given settings once they are in force; must not wait."""
+    """The mailbox of one engine. keep: receives settings once they are in force; must not wait."""
 
     def __init__(self, lease: Lease, inbox: Inbox, keep: Callable[[agent_pb2.Settings], None]) -> None:
         self._lease, self._inbox, self._keep = lease, inbox, keep
-        # An RLock, because it knows which thread holds it: see `let_go`.
+        # The lock is an RLock because `let_go` needs a lock that knows which thread holds it.
         self._lock = threading.RLock()
         self._waiting: deque[Arrived] = deque()
-        # Settings and freezes that a busy engine takes in at the beginning of its next step, oldest first. Read only.
+        # Settings and freezes that a busy engine takes in at the beginning of its next step, oldest first. Code outside
+        # of this class only reads the list.
         self.arrived: Collection[Arrived] = self._waiting
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def begin(self) -> None:
-        """A request has come to an idle engine: from now on the engine takes messages in itself."""
+        """Let the engine take messages in itself from now on, because a request has arrived."""
         with self._lock:
             self._lease.begins()
 
     def fall_idle(self, take_in: Callable[[], None]) -> None:
-        """The engine has no request any more. take_in: takes in, for the last time, what waits for the engine."""
+        """Let the link's thread answer messages from now on, because no request is live any more. take_in: takes in the
+        messages that wait."""
         with self._lock:
             self._lease.falls_idle()
             take_in()
@@ -70,16 +74,16 @@ class Mailbox:
         self._lease.falls_idle()
 
     def clear(self) -> None:
-        """Drop the settings and freezes that wait, because they were sent to an agent that is no more."""
+        """Drop the settings and freezes that wait, because they were sent to the previous agent."""
         self._waiting.clear()
 
-    # -------------------------------------------------------------------------------------------- called on either one
+    # -------------------------------------------------------------------------------------- called on both threads
 
     def confirm(self, arrived: Arrived) -> None:
-        """Say on its stream that something is in force.
+        """Confirm settings or a freeze on their stream.
 
-        The engine calls this once that is so. For an idle engine the link's thread does so at once: whatever that
-        engine does next, it first looks at the settings that the lease holds.
+        A busy engine calls this once the settings or the freeze are in force. For an idle engine the link's thread
+        calls it at once, because the engine reads the newest settings from the lease before it does anything else.
         """
         if arrived.settings is not None:
             self._lease.hold(arrived.settings, arrived.markers)
@@ -87,9 +91,10 @@ class Mailbox:
         arrived.ring.put(arrived.status)
 
     def let_go(self) -> None:
-        """Release the lock if a fault of this thread has kept it, for the other thread would wait for ever.
+        """Release the lock if a fault left it locked by this thread, because the other thread would wait for it for
+        ever.
 
-        An exception that comes just as a `with` block ends leaves the lock held.
+        An exception that is raised just as a `with` block ends leaves the lock locked.
         """
         with contextlib.suppress(RuntimeError):
             self._lock.release()
@@ -97,7 +102,7 @@ class Mailbox:
     # ----------------------------------------------------------------------------------------- the link's own thread
 
     def arrive(self, arrived: Arrived) -> None:
-        """Put settings or a freeze in force for an idle engine; a busy one takes them in later."""
+        """Confirm settings or a freeze at once if the engine is idle; a busy engine takes them in at its next step."""
         with self._lock:
             if self._lease.idle:
                 self.confirm(arrived)
@@ -105,13 +110,13 @@ class Mailbox:
                 self._waiting.append(arrived)
 
     def deliver(self, directives: agent_pb2.Directives, ring: RecordRing) -> None:
-        """Hand directives to the engine; report the outcomes for an idle one on this ring."""
+        """Put directives into the inbox; if the engine is idle, report their outcomes on `ring`."""
         with self._lock:
             if report := self._inbox.settle_if_idle(directives):
                 ring.put(agent_pb2.ConnectRequest(step=report))
             self._inbox.put(directives)
 
     def lose_stream(self) -> None:
-        """The stream is over."""
+        """Note in the lease that the stream has ended."""
         with self._lock:
             self._lease.lost()

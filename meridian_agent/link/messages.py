@@ -1,4 +1,5 @@
-"""Turns step records into protobuf messages, several steps into one report. Pure; runs on the link's thread."""
+"""Turns step records into protobuf messages, and merges several steps into one report. Pure; runs on the link's
+threads."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
 
 
 def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
-    """Whether a record may join those before it: not if it opens a slot that one of them closed, nor if it preempts
-    one that one of them resumed, for a report does not say which came first."""
+    """Return whether a record may share a report with the records before it. It may not if it opens a slot that one of
+    them closed, or preempts a slot that one of them resumed: a report does not say which came first."""
     if following.opened:
         closed = {slot for record in records for slot, _ in record.closed}
         if any(row[0] in closed for row in following.opened):
@@ -60,13 +61,13 @@ def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
 
 
 def decisions_in(message: agent_pb2.Directives) -> int:
-    """How many decisions a message carries; a plan's ranks count each."""
+    """Return the number of decisions in a message; each rank of a plan counts as one."""
     listed = len(message.forces) + len(message.caps) + len(message.tiers) + len(message.probes)
     return listed + len(message.plan.slot)
 
 
 def step_report(records: Sequence[StepRecord]) -> agent_pb2.StepReport:
-    """One report of consecutive steps; their token rows are concatenated, their gauges are the last step's."""
+    """Return one report of consecutive steps: it has the token rows of all steps, and the gauges of the last step."""
     last = records[-1]
     report = agent_pb2.StepReport(
         step=last.step,

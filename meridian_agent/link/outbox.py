@@ -1,7 +1,7 @@
-"""Records on their way out: what waits on a stream, what was dropped and is owed, and how steps are merged to reports.
+"""Holds the records that wait to be sent, keeps the outcomes of dropped records, and merges steps into reports.
 
-Owns the ring of the stream, between the engine's thread, which lays records down and never waits, and gRPC's, which
-takes them out. Knows neither channel nor reconnection.
+The module owns the ring of each stream: the engine's thread adds records and never waits, gRPC's thread takes them out.
+Knows neither channel nor reconnection.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 RING_RECORDS = 4096
 MERGE_RECORDS = 256
-# Between two reports: steps faster than this share one. Longest that nobody is looked for while no request is live.
+# Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
+# looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
-# Reports whose time of queueing is remembered.
+# Number of newest reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
 
 
@@ -41,31 +42,34 @@ RecordRing = RecordQueue[StepRecord | SnapshotRecord | agent_pb2.ConnectRequest 
 
 
 class Outbox:
-    """One engine's. restart: ends the stream. give_up: the same, because too much waits, with a word on what."""
+    """The outbox of one engine. restart: ends the stream. give_up: ends the stream because too much waits; takes a text
+    that says what waits."""
 
     def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
-        # A new one for every stream, so that one that has ended cannot take what belongs to the next; None ends it.
+        # The ring of the current stream. Each stream has its own, so that the sender of an old stream cannot take
+        # records of the next; None ends the sender.
         self.ring: RecordRing = RecordQueue()
-        # Set on the link's thread, cleared on the engine's: the stream has not had a snapshot yet.
+        # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread.
         self.snapshot_due = False
         self._streaming = False
         self.reports_dropped = 0
-        # Outcomes of records that were dropped: each decision still gets its one outcome.
+        # Outcomes of dropped records, kept so that each decision still gets its one outcome.
         self._kept_outcomes: list[tuple[int, int, int, str]] = []
-        # Outcomes queued and sent, each counted by one thread.
+        # Numbers of outcomes queued and sent; each number is written by one thread only.
         self._outcomes_in = self._outcomes_out = 0
-        # From queueing a report to the answer to it, newest.
+        # Milliseconds from queueing the newest answered report to its answer.
         self.round_trip_ms = 0.0
         self._queued: dict[int, float] = {}
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
-        """Lay down a record; with a snapshot due, that first. Never waits; a full ring drops and asks for a snapshot.
+        """Queue a record, after a snapshot if the stream needs one. Never waits; if the ring is full, the record is
+        dropped and a snapshot follows later.
 
-        It is sent when `wake` is called, and else a little later. What the last record before a rest would have told is
-        not waited for: the stream begins anew.
+        The record is sent when `wake` is called, or a little later. If the last record before an idle time is dropped,
+        the stream is ended, because no later record could carry its outcomes.
         """
         lease = self._lease
         if not lease.connected or self._inbox.new_stream_waits():
@@ -79,7 +83,7 @@ class Outbox:
             self.reports_dropped += 1
             self._kept_outcomes += record.outcomes
             if lease.idle:
-                # No record comes after it in which these could be told.
+                # No later record could carry these outcomes.
                 self._restart()
             return
         if self.snapshot_due or not self._streaming:
@@ -91,7 +95,8 @@ class Outbox:
         self.ring.lay(record, record.presses)
 
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
-        """Send the whole state; what the record says of it is in there already. A new stream knows no old decision."""
+        """Queue a snapshot, and take out of the record what the snapshot says already. A new stream does not know the
+        decisions of the old stream, so their outcomes are dropped."""
         if self.snapshot_due:
             self._kept_outcomes = []
         self.snapshot_due, self._streaming = False, True
@@ -102,38 +107,39 @@ class Outbox:
         self.ring.lay(SnapshotRecord(record.step, snapshot()), presses=True)
 
     def wake(self) -> None:
-        """Have what was laid down sent."""
+        """Wake the sender for the records that wait."""
         self.ring.wake()
 
     def resync(self) -> None:
-        """Send the whole state with the next record: what was told before is to be told again."""
+        """Send a snapshot of all live requests before the next record."""
         self._streaming = False
 
     @property
     def follows(self) -> bool:
-        """Whether the stream has had all that the agent knows, or it waits on the ring."""
+        """Whether all that the agent knows has been sent on the stream, or waits on the ring."""
         return self._streaming and not self.snapshot_due
 
     # ------------------------------------------------------------------------------- the link's thread, and gRPC's
 
     def new_ring(self) -> RecordRing:
-        """Begin anew, for a new stream."""
+        """Replace the ring for a new stream and return the new ring."""
         self.ring = RecordQueue()
         self._outcomes_out = self._outcomes_in
         return self.ring
 
     @property
     def surplus(self) -> int:
-        """Messages on the ring beyond its records."""
+        """Number of messages on the ring above the largest number of records."""
         return self.ring.qsize() - RING_RECORDS
 
     def answered(self, step: int) -> None:
-        """The report of this step was answered; what names it again answers something else."""
+        """Measure the round trip of the report of this step. A later answer that names the same step answers another
+        message, and is ignored."""
         if queued := self._queued.pop(step % ROUND_TRIP_STEPS, None):
             self.round_trip_ms = (self._lease.clock() - queued) * 1e3
 
     def messages(self, ring: RecordRing, hello: Callable[[], agent_pb2.Hello]) -> Iterator[agent_pb2.ConnectRequest]:
-        """The messages that gRPC sends, one at a time; it waits here, on its own thread, for the engine's records."""
+        """Yield the messages that gRPC sends. gRPC's own thread waits in here for the engine's records."""
         yield agent_pb2.ConnectRequest(hello=hello())
         held: StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None = None
         reported_s = -REST_S
@@ -146,7 +152,8 @@ class Outbox:
             if item is None:
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
-                # The answer to it names the newest report, which may be long ago.
+                # The control plane's answer to this message names the newest report, which may be old, so no round trip
+                # can be measured from it.
                 self._queued.clear()
                 yield item
             elif isinstance(item, SnapshotRecord):
@@ -163,12 +170,14 @@ class Outbox:
                 reported_s = self._lease.clock()
 
     def _first(self, ring: RecordRing) -> StepRecord | SnapshotRecord | agent_pb2.ConnectRequest | None:
-        """The first of what waits, once its interval is over. Raises queue.Empty."""
+        """Return the oldest item that waits, once its report interval is over. Raises queue.Empty if none arrives in
+        time."""
         lease = self._lease
         return ring.get(IDLE_WAIT_S if lease.idle else lease.merge_s, lease.report_interval_steps)
 
     def _gather(self, ring: RecordRing, first: StepRecord) -> tuple[list[StepRecord], Any]:
-        """The records to merge into one report: whatever waits."""
+        """Return the records to merge into one report, and the first item that does not fit; None if all that waits
+        fits."""
         batch = [first]
         while len(batch) < max(MERGE_RECORDS, self._lease.report_interval_steps):
             try:

@@ -1,8 +1,8 @@
-"""Holds the records that wait to be sent on one stream, between the engine-core thread and gRPC's, which takes it out.
+"""Holds the records that wait to be sent on one stream: the engine-core thread adds them, gRPC's thread takes them out.
 
-Waking a thread takes longer than all else the engine does for a report, so records are only laid down, and the other
-thread is woken once the engine waits for its workers anyway. Owns the sleep of that thread and the wish to end it; how
-much may wait is the link's business.
+Waking a thread takes longer than everything else that the engine does for a report. So adding a record wakes nobody,
+and the engine wakes gRPC's thread later, while it waits for its workers anyway. The module owns the sleep of gRPC's
+thread; the outbox limits how many records may wait.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ T = TypeVar("T")
 
 
 class RecordQueue(Generic[T]):
-    """A queue with one reader, who rests between two reports: what comes meanwhile goes into the next one."""
+    """A queue with one reader, who rests between two reports; records that arrive during a rest share the next
+    report."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Items for which the reader is to be woken; 0 while it is awake or rests.
+        # Number of items at which to wake the reader; 0 while the reader is awake or rests.
         self._wanted = 0
-        # Items that press, each count kept by one thread.
+        # Numbers of urgent items added and taken out; each number is written by one thread only.
         self._laid_pressing = self._taken_pressing = 0
 
     def lay(self, item: T, presses: bool = False) -> None:
-        """Add without waking the reader. presses: it is not to wait until there are more."""
+        """Add an item without waking the reader. presses: the item is urgent and does not wait for others."""
         self._laid_pressing += presses
         self._items.append(item)
 
     @property
     def presses(self) -> bool:
-        """Whether something is here that is not to wait until there are more."""
+        """Whether an urgent item waits."""
         return self._laid_pressing != self._taken_pressing
 
     def took(self, pressing: int) -> None:
-        """So many of what the reader has taken out pressed."""
+        """Note that this many of the items that the reader took out were urgent."""
         self._taken_pressing += pressing
 
     def put(self, item: T) -> None:
-        """Add what cannot wait."""
+        """Add an item and wake the reader at once."""
         self._items.append(item)
         self._wanted = 0
         self._bell.put(None)
 
     def wake(self) -> None:
-        """Wake the reader if what it sleeps for has come, or there is something that presses; never waits."""
+        """Wake the reader if enough items for it are there, or an urgent one. Never waits."""
         if self._wanted and (self.presses or len(self._items) >= self._wanted):
             self._wanted = 0
             self._bell.put(None)
@@ -63,7 +64,8 @@ class RecordQueue(Generic[T]):
             raise queue.Empty from None
 
     def get(self, timeout: float, wanted: int = 1) -> T:
-        """The first item once this many are there, or the time is up, in seconds. Raises queue.Empty."""
+        """Take out the oldest item, once `wanted` items or an urgent one are there or `timeout` seconds have passed.
+        Raises queue.Empty if none is there."""
         self._wanted = wanted
         if len(self._items) < wanted and not (self._items and self.presses):
             self._sleep(timeout)
@@ -71,7 +73,7 @@ class RecordQueue(Generic[T]):
         return self.get_nowait()
 
     def rest(self, seconds: float) -> None:
-        """Let records gather, unless something comes that cannot wait."""
+        """Sleep for this many seconds while records gather; `put` ends the sleep early."""
         self._wanted = 0
         self._sleep(seconds)
 

@@ -1,7 +1,7 @@
-"""The last good settings on disk, so that an engine that starts without a control plane starts from them.
+"""Keeps the last good settings on disk, so that an engine can start with them if no control plane answers.
 
-Owns the file and the thread that writes it: nothing else ever waits for a disk. Knows no vLLM and no network. A file
-that cannot be read or written costs one line in the log.
+The module owns the file and the thread that writes it; no other thread waits for the disk, except at the engine's
+start. Knows no vLLM and no network. A file that cannot be read or written is logged once and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_BYTES = 1 << 20
 
 
 def state_folder() -> Path:
-    """MERIDIAN_STATE_DIR, else `meridian` in the user's cache directory."""
+    """Return the folder in MERIDIAN_STATE_DIR, or else `meridian` in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("MERIDIAN_STATE_DIR") or Path(cache) / "meridian")
 
 
 class StateFile:
-    """One engine's file in `folder`. `keep` may be called on any thread."""
+    """The settings file of one engine in `folder`. `keep` may be called on any thread."""
 
     def __init__(self, folder: Path, engine_id: str, model: str) -> None:
         self.path = folder / f"{quote(engine_id, safe='')}.json"
@@ -42,10 +42,10 @@ class StateFile:
         self._complained = False
 
     def load(self) -> agent_pb2.Settings | None:
-        """The settings that were kept; None where there are none that this engine can use.
+        """Read the settings from the file; None if it has no settings that this engine can use.
 
-        A section with a lease of its own is an experiment, which a restart without the control plane ends: its cap is
-        left out.
+        A policy section with a lease of its own is an experiment, which must end if the engine restarts without the
+        control plane: so the cap of such a section is left out.
         """
         try:
             if self.path.stat().st_size > MAX_BYTES:
@@ -70,7 +70,7 @@ class StateFile:
         return kept["settings"]
 
     def keep(self, settings: agent_pb2.Settings) -> None:
-        """Have these settings written soon, in place of what is there, and of what waits for a disk that hangs."""
+        """Write these settings soon, on the writer's thread; they replace settings that still wait to be written."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._wanted.get_nowait()
