@@ -1,2 +1,2 @@
-"""Holds the agent's knowledge of requests and its own decisions about them. Knows no vLLM, no gRPC stream and no
-thread."""
+"""Holds what the agent knows about requests, and applies the control plane's decisions to them. Knows no vLLM, no gRPC
+stream and no thread."""

@@ -1,7 +1,9 @@
-"""Requests that an agent finds in the engine when it begins: their tokens are read again, some in each step.
+"""Reads the tokens of requests that were in the engine before the agent, a limited number in each step, to find the
+phase of each request.
 
-New requests are known from their first token on whatever waits here, and none of these is cut short or skipped: one is
-known as soon as it has been read to its newest token. Pure but for the requests it reads; engine-core thread.
+The agent tracks new requests from their first token on, however many older requests wait here. Every older request is
+read to its newest token, and is tracked from then on. Pure but for the requests that it reads; runs on the engine-core
+thread.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ from meridian_agent.core.phases import Markers, PhaseState, TokenEvent, Work, be
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# Work of adding a request: a prompt whose last marker is further from its end is read on in the coming steps.
+# Tokens of a new prompt to read at once; if the last marker is further from the prompt's end, the coming steps read on.
 NEW_TOKENS = 65_536
-# Work of a step, in tokens of text, one to two tenths of a millisecond; a request counts as REQUEST_TOKENS at least.
+# Tokens of text to read in a step, which takes 0.1 to 0.2 ms; each request counts as at least REQUEST_TOKENS.
 STEP_TOKENS, REQUEST_TOKENS = 8192, 512
 
 
 @dataclass(slots=True)
 class RequestReading:
-    """One request: its prompt from the end until a marker is found, then what it generated, from the beginning."""
+    """The reading of one request: its prompt backwards until a marker is found, then its generated tokens forwards."""
 
     ref: Any
     markers: Markers
     supports_think_disable: bool
     state: PhaseState | None = None
-    # Tokens of the prompt that are still to be looked at, then tokens generated that have been.
+    # Number of prompt tokens that are still to be read; later the number of generated tokens that have been read.
     at: int = -1
 
     def read(self, work: Work) -> PhaseState | None:
-        """Read on; returns the state that the newest token has left the request in once it has come to that."""
+        """Read on; return the state after the newest token once that token has been read, None until then."""
         if self.state is None:
             self._read_prompt(work)
         if self.state is None:
@@ -43,7 +45,7 @@ class RequestReading:
         return self.state if self.at == len(tokens) else None
 
     def _read_prompt(self, work: Work) -> None:
-        """Look for the prompt's last marker, from the end on."""
+        """Look for the prompt's last marker, from the prompt's end backwards."""
         prompt = self.ref.prompt_token_ids or []
         event, self.at = self.markers.search_back(prompt, self.at if self.at >= 0 else len(prompt), work)
         if event is not TokenEvent.TEXT or self.at == 0:
@@ -53,12 +55,12 @@ class RequestReading:
 
 
 def state_of_new(request: Any, markers: Markers, supports_think_disable: bool) -> PhaseState | None:
-    """The state in which its prompt leaves a new request; None where to find that would hold up the engine."""
+    """Return the state in which its prompt leaves a new request; None if the search takes too long for one step."""
     return RequestReading(request, markers, supports_think_disable).read(Work(NEW_TOKENS))
 
 
 class CatchUp:
-    """The number of requests that are still to be read."""
+    """The requests that are still to be read, oldest first."""
 
     def __init__(self, requests: Iterable[Any] = ()) -> None:
         self._waiting = deque(requests)
@@ -68,15 +70,16 @@ class CatchUp:
         return self._reading is not None or bool(self._waiting)
 
     def add(self, request: Any) -> None:
-        """One more, last."""
+        """Add a request after all others."""
         self._waiting.append(request)
 
     def some(self, markers: Markers, supports_think_disable: bool) -> list[tuple[Any, PhaseState]]:
-        """A step's share: the requests that have been read to their newest token, with the state they are in."""
+        """Do the reading of one step; return the requests that have been read to their newest token, each with its
+        state."""
         found, work = [], Work(STEP_TOKENS)
         while work.left > 0 and self:
             reading = self._reading
-            # Other markers, another reading.
+            # If the markers have changed, the request is read again from the beginning.
             if reading is None or reading.markers is not markers:
                 ref = reading.ref if reading is not None else self._waiting.popleft()
                 reading = self._reading = RequestReading(ref, markers, supports_think_disable)

@@ -1,7 +1,7 @@
-"""Decisions waiting to be applied, and the one outcome each of them ends in.
+"""Applies decisions to the tracked requests, and reports the one outcome of each decision.
 
-Owns the meaning of forces, caps, plans and tiers on tracked requests; what a scheduler does with them is the mixin's.
-Pure but for the tracker it changes. Runs on the engine-core thread only.
+The module owns the meaning of forced ends, caps, plans and tiers for a tracked request; the modules of `engine` carry
+them out in vLLM. Pure but for the tracker that it changes. Runs on the engine-core thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.phases import PhaseState
     from meridian_agent.core.tracker import Tracker
 
-# The one force that belongs to the scheduler section.
+# Reason of the only forced end that belongs to the scheduler section of the policy.
 SOFT_CLOSE = agent_pb2.FORCE_REASON_SOFT_CLOSE
 
 
@@ -39,42 +39,46 @@ class Outcome(IntEnum):
     AGENT_OFF = agent_pb2.OUTCOME_AGENT_OFF
 
 
-# Whatever the control plane says, nobody is left out of more steps in a row, and no probed request waits longer.
+# Whatever the control plane decides, no request is left out of more steps in a row, and no probed request waits longer.
 MAX_SKIP_STEPS = 1024
 MAX_HOLD_MS = 10_000
 
-# Kinds of decisions, as bits: who goes first, with soft closes; how long a request may think; when the entropy
-# rules end it, with their probes; cache tiers and admission. A lease ends some of them together.
+# Parts of the directives, as bits. ORDER: dispatch plans and soft closes. CAPS: caps on thinking. RULES: forced ends by
+# the entropy rules, and their probes. MEMORY: eviction tiers and admission. A lease ends one or more of these parts.
 ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
 ALL_BUT_CAPS = ORDER | RULES | MEMORY
 
-# Decisions to take in before a step, and again before its masks: more come only in a flood, while requests wait.
+# Decisions to take in before a step, and again before its masks. More than that wait only in a flood of messages,
+# during which requests must not wait.
 STEP_DECISIONS = 1024
 
-# Why what is decided about thinking is refused on an engine without known markers.
+# Reason for refusing decisions about thinking on an engine whose thinking markers are not known.
 NOT_KNOWN = "the thinking markers are not known"
 
-# The flags that the newest token must have where a probe is placed.
+# Flags that a request's newest token must have before its probe is placed.
 PLACEMENT_FLAGS = {agent_pb2.PLACEMENT_SENTENCE: FLAG_SENTENCE, agent_pb2.PLACEMENT_PARAGRAPH: FLAG_PARAGRAPH}
 
 
 class Directives:
-    """Applies what the control plane sent to the tracked requests, and reports outcomes into the step record."""
+    """Applies decisions to the tracked requests, and reports their outcomes into the step record."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self.plan: DispatchPlan | None = None
-        # Probes to place: (decision id, request, flags its newest token must have, milliseconds it then waits).
+        # Probes to place: (decision id, request, flags that its newest token must have, milliseconds for which the
+        # request is then held).
         self.probes: list[tuple[int, LiveRequest, int, int]] = []
 
     def report(self, decision_id: int, outcome: Outcome, live: LiveRequest | None = None, detail: str = "") -> None:
-        """Record the outcome of a decision; id 0 marks what the agent does on its own account."""
+        """Record the outcome of a decision; an id of 0 means that the agent acted without a decision, and records
+        nothing."""
         if decision_id:
             think = live.state.think_tokens if live is not None else 0
             self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
 
     def lose_markers(self) -> None:
-        """Nobody knows any more where thinking ends: refuse what would end it, endings that have begun too."""
+        """Refuse all decisions that would end thinking, also ends that have begun, because the thinking markers are not
+        known any more."""
         for live in self._tracker.by_id.values():
             if live.ending is not None and (live.cap is None or live.cap.decision_id != live.ending.decision_id):
                 self.report(live.ending.decision_id, Outcome.REFUSED, live, NOT_KNOWN)
@@ -86,7 +90,7 @@ class Directives:
         self.probes = []
 
     def accept(self, message: agent_pb2.Directives) -> None:
-        """Take in one message of the stream."""
+        """Apply the decisions of one message."""
         for force in message.forces:
             self._force(force, message.step)
         for cap in message.caps:
@@ -109,7 +113,8 @@ class Directives:
         self.probes.append((probe.decision_id, live, flags, hold_ms))
 
     def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
-        """The request a decision was meant for: one opened after the decision merely has the same slot."""
+        """Return the request that a decision was made for; None if the slot belongs to a later request by now, or to
+        none."""
         live = self._tracker.by_slot.get(slot)
         if live is None or live.opened_step > step:
             self.report(decision_id, Outcome.REQUEST_GONE)
@@ -117,7 +122,8 @@ class Directives:
         return live
 
     def _thinker(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:
-        """The same for a decision about thinking, which is refused where nobody knows what thinking is."""
+        """Return the request that a decision about thinking was made for; None, and the decision is refused, if the
+        request's phase is not known."""
         live = self._target(slot, decision_id, step)
         if live is None or live.state.phase is not Phase.UNKNOWN:
             return live
@@ -151,14 +157,15 @@ class Directives:
             return
         live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow))
         if not cap.shadow:
-            # The default cap began what this decision would have: it is the one that counts.
+            # If the default cap has begun a forced end, that end counts as this decision's.
             live.credit_forced_end(cap.decision_id)
         if live.state.ends and live.state.phase is not Phase.THINK:
             self._close_cap(live, Outcome.APPLIED if live.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
         self._tracker.watch_limit(live)
 
     def _supersede_cap(self, live: LiveRequest) -> None:
-        """Make place for a newer cap. An ending that has begun is finished, under the decision that began it."""
+        """Supersede the request's cap. A forced end that has begun is completed, and is reported for the decision that
+        began it."""
         if live.ending is not None and live.ending.by_cap and not _begun(live):
             live.drop_forced_end()
         if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
@@ -202,7 +209,7 @@ class Directives:
         self._tracker.reorder = True
 
     def active_plan(self) -> DispatchPlan | None:
-        """The plan to obey in this step, reported once; None when vLLM's own order holds."""
+        """Return the plan to obey in this step, and report its outcome once; None if vLLM's own order applies."""
         plan = self.plan
         if plan is None:
             return None
@@ -213,7 +220,7 @@ class Directives:
 
     @property
     def hold_admission(self) -> bool:
-        """Whether nothing new is to be admitted but preempted answers; holds whatever the order is."""
+        """Whether vLLM may admit preempted answers only; this applies under a plan with vLLM's own order too."""
         return self.plan is not None and self.plan.hold_admission
 
     def _close_cap(self, live: LiveRequest, outcome: Outcome, detail: str = "") -> None:
@@ -222,7 +229,7 @@ class Directives:
             self.report(live.cap.decision_id, outcome, live, detail)
 
     def shadow_cap(self, live: LiveRequest) -> None:
-        """Report a shadowed cap at the moment it would have ended thinking."""
+        """Report a shadowed cap once it would have ended thinking."""
         if (
             live.cap
             and live.cap.shadow
@@ -232,11 +239,13 @@ class Directives:
             self._close_cap(live, Outcome.SHADOWED)
 
     def forced_tokens(self, live: LiveRequest, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
-        """Tokens to force in this step's rows (one row per token the step may yield): {row: token id}.
+        """Return the tokens to force in this step's rows as {row: token id}; a step has one row for each token that it
+        may yield.
 
-        drafts: the draft tokens of the rows, negative where only the workers know one; row r counts only when the first
-        r of them are accepted. Starts an ending when the cap falls into these rows, so that it is exact with draft
-        tokens too; not behind a token that is not known, which may have ended thinking already.
+        drafts: the draft tokens of the rows, negative if only the workers know a draft token; row r counts only if the
+        first r draft tokens are accepted. Begins a forced end if the cap falls into these rows, so that caps are exact
+        with draft tokens too; but not after a draft token that only the workers know, because that token may end
+        thinking itself.
         """
         first = 0
         if live.ending is None:
@@ -254,8 +263,8 @@ class Directives:
         return live.expect_forced_end(first, rows)
 
     def _row_at(self, live: LiveRequest, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
-        """The row that finds the request thinking with `limit` thinking tokens done, and its state there, if these rows
-        get there."""
+        """Return the first row before which the request thinks and has `limit` thinking tokens, and its state there;
+        None if no row is known to get there."""
         state = replace(live.state, tail=list(live.state.tail))
         for row in range(rows):
             if state.phase is Phase.THINK and state.think_tokens >= limit:
@@ -266,7 +275,8 @@ class Directives:
         return None
 
     def after_tokens(self, live: LiveRequest, ended: bool) -> None:
-        """Settle endings and caps once a step's tokens are known."""
+        """Report the outcomes of forced ends and caps that follow from a step's tokens. ended: thinking ended in the
+        step."""
         ending = live.ending
         if ending is not None and ending.position == len(ending.tokens):
             live.complete_forced_end()
@@ -287,7 +297,8 @@ class Directives:
             self._close_cap(live, Outcome.ENDED_NATURALLY)
 
     def _drop_unstarted_cap(self, live: LiveRequest, ending: Ending) -> None:
-        """A cap that fell on a rejected draft row has not been reached yet: look again next step."""
+        """Drop the forced end of a cap whose row was rejected with its draft: the cap has not been reached, so the next
+        step looks again."""
         limit, thinks = live.limit, live.state.phase is Phase.THINK
         if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit):
             return
@@ -296,7 +307,7 @@ class Directives:
             self.report(ending.decision_id, Outcome.SUPERSEDED, live)
 
     def close(self, live: LiveRequest) -> None:
-        """Settle everything that still waits for a request that is gone."""
+        """Report an outcome for every open decision about a request that has ended."""
         if live.ending is not None:
             if live.cap is None or live.cap.decision_id != live.ending.decision_id:
                 self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
@@ -310,8 +321,8 @@ class Directives:
         self.probes = [p for p in self.probes if p[1] is not live]
 
     def drop(self, parts: int, report: bool = True) -> None:
-        """Forget the decisions about these parts; an ending that has begun is finished. report: False where their ids
-        are void too."""
+        """Drop the decisions about these parts of the directives; a forced end that has begun is completed. report:
+        False if the ids of the decisions are void too, so that no outcome is due."""
         self._drop_plan(parts, report)
         for live in self._tracker.by_id.values():
             if parts & ORDER:
@@ -329,7 +340,8 @@ class Directives:
         self._tracker.reorder = True
 
     def freeze(self) -> None:
-        """Forget all decisions, endings that have begun too. Caps are kept for afterwards, with their outcome given."""
+        """Drop all decisions, also forced ends that have begun. Caps are kept for the time after the freeze, but their
+        outcomes are reported now."""
         for live in self._tracker.by_id.values():
             if live.ending is not None:
                 self._drop_ending(live, live.ending, True)
@@ -342,7 +354,7 @@ class Directives:
             self.report(decision_id, Outcome.AGENT_OFF, live)
 
     def _drop_plan(self, parts: int, report: bool) -> None:
-        """Order and admission are in one plan: what is left of it goes on."""
+        """Drop the plan's order or its hold on admission, whichever has ended; the other one stays in force."""
         plan = self.plan
         if plan is None:
             return
@@ -360,14 +372,16 @@ class Directives:
         self._tracker.watch_limit(live)
 
     def _drop_cap(self, live: LiveRequest) -> None:
-        """A cap whose ending goes on has its outcome from that."""
+        """Drop a request's cap. If the cap's forced end has begun, the outcome is reported when that end is
+        complete."""
         if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
             self._close_cap(live, Outcome.AGENT_OFF)
         live.set_cap(None)
         self._tracker.watch_limit(live)
 
     def new_stream(self) -> None:
-        """A new session numbers its decisions afresh: keep caps in force, but no outcome of theirs is due any more."""
+        """Drop the decisions of the old stream, because a new session counts its decisions from 1 again. Caps stay in
+        force, but their outcomes are not reported any more."""
         self.drop(ALL_BUT_CAPS, report=False)
         self._tracker.record.outcomes.clear()
         self._tracker.record.probes.clear()
@@ -380,5 +394,5 @@ def _part(ending: Ending) -> int:
 
 
 def _begun(live: LiveRequest) -> bool:
-    """Whether a token of the ending is in the text, or in a mask that is under way to the workers."""
+    """Return whether a token of the forced end has been generated, or is in a mask on its way to the workers."""
     return live.ending is not None and (live.ending.position > 0 or bool(live.expected))

@@ -1,4 +1,4 @@
-"""The order and the share of steps that an engine obeys, as the control plane decided them. Pure values."""
+"""Holds the order and the shares of a step that the control plane decided for an engine. Pure values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DispatchPlan:
-    """A meridian.v1.DispatchPlan without its ranks, which live requests keep; None is no limit."""
+    """A meridian.v1.DispatchPlan without its ranks, which are kept with the live requests. None means no limit."""
 
     decision_id: int
     think_per_step: int | None

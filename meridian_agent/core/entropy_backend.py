@@ -1,4 +1,4 @@
-"""Tells what measures entropy on an engine's workers, from the kind of device alone."""
+"""Predicts which backend measures entropy on an engine's workers, from the kind of device alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 
 
 def expected_backend(device_type: str) -> tuple[str, str]:
-    """The backend of workers with this kind of device (cpu, cuda, torch or none), as far as can be told without
-    touching one, and why it is not the CUDA kernel or nothing at all."""
+    """Return the backend (cpu, cuda, torch or none) that is expected on this kind of device, without touching the
+    device, and the reason if it is torch or none."""
     if device_type == "cpu":
         return "cpu", ""
     if device_type != "cuda":

@@ -1,9 +1,11 @@
-"""The guard: no exception of the agent's reaches vLLM.
+"""Keeps every exception of the agent from vLLM.
 
-Every hook runs through it. A surprise trips it: what it guards steps aside, the engine goes on as stock, one log line
-and the next Hello say so. After a rest it may come back, a few times in an hour, then only by a restart of the engine.
+Every hook of the agent runs through a guard. An exception trips the guard: the agent switches itself off, the engine
+goes on as stock vLLM, and one log line and the next Hello give the reason. The agent comes back after a rest, but after
+too many faults within an hour only a restart of the engine brings it back.
 
-An exception's text may quote a request: it stays in this process's log. Other machines are told its type and place.
+The text of an exception may quote a request, so it stays in this process's log. Only the exception's type and place
+leave the process.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ F = TypeVar("F", bound="Callable[..., object]")
 
 logger = logging.getLogger("vllm.meridian")
 
-# Characters of a fault; it travels in every Hello.
+# Largest number of characters of a fault, because every Hello carries it.
 MAX_FAULT = 1000
-# Seconds of rest after the first fault of a window, the second and so on; after one more there is no coming back.
+# Seconds of rest after the first fault of a window, after the second, and so on; after one more fault the agent stays
+# off.
 RESTS_S = (10.0, 60.0, 300.0)
 WINDOW_S = 3600.0
 OURS = "meridian_agent."
 
 
 def hook(cause: agent_pb2.FaultCause.ValueType) -> Callable[[F], F]:
-    """Marks a function that a guard runs: where its exceptions come from. What is not marked counts as OTHER."""
+    """Return a decorator that names the cause under which a function's exceptions are counted. Functions without it
+    count as OTHER."""
 
     def marked(function: F) -> F:
         setattr(function, "cause", cause)  # noqa: B010
@@ -48,14 +52,14 @@ def hook(cause: agent_pb2.FaultCause.ValueType) -> Callable[[F], F]:
 
 
 def cause_name(cause: agent_pb2.FaultCause.ValueType) -> str:
-    """As `Hello.faults` and the metric's label have it."""
+    """Return the name of a cause, as in `Hello.faults` and in the metric's label."""
     return agent_pb2.FaultCause.Name(cause).removeprefix("FAULT_CAUSE_").lower()
 
 
 def type_and_place(error: BaseException) -> str:
-    """An exception as another machine may read it: its type and where it was raised, never its text.
+    """Return an exception's type and the place where it was raised, but not its text, which must not leave the process.
 
-    Names the innermost frame, and the agent's innermost one where that is another.
+    The place is the innermost frame, followed by the agent's innermost frame if that is another one.
     """
     at = from_agent = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -72,33 +76,33 @@ def type_and_place(error: BaseException) -> str:
 
 
 class Guard:
-    """Runs hooks until one fails. `on_trip` is then called, and may itself fail without harm.
+    """Runs hooks until one of them fails. Then calls `on_trip`, which may fail without harm.
 
-    off: how the log says what a fault switches off. clock: monotonic seconds.
+    off: text for the log that says what a fault switches off. clock: returns monotonic seconds.
     """
 
     def __init__(
         self, off: str = "agent off, vLLM runs as stock", *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # Why nothing is run now, empty while all is well; the newest there was. Both are told to the control plane.
+        # The current fault, empty while hooks are run; and the newest fault there has been. Hello carries both.
         self.fault = self.last_fault = ""
-        # The newest with the exception's own text, for this process alone.
+        # The newest fault with the exception's text, which stays in this process.
         self.text = ""
-        # How often it came to a fault, by the name of its cause.
+        # Number of faults by the name of their cause.
         self.faults: Counter[str] = Counter()
         self.on_trip: Callable[[], None] | None = None
-        # The engine starts: it has no request that a text could quote, so faults are told in full. What fails now would
-        # fail again, so there is no coming back.
+        # The engine is starting. It has no request that an exception could quote, so Hello carries the text too; and
+        # the agent stays off after a fault, because the same start would fail again.
         self.starting = False
         self._off, self._clock = off, clock
         self._trips: deque[float] = deque(maxlen=len(RESTS_S) + 1)
         self._back_at = math.inf
 
     def run(self, hook: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The hook's result, or None when it failed or an earlier one had.
+        """Run a hook and return its result; None if the hook fails or an earlier one has failed.
 
-        What ends the process, or interrupts it at a user's prompt, is not a fault to keep from vLLM: it is passed on.
-        But it may have left a hook half done, so that steps aside too.
+        Exceptions that end the process, such as KeyboardInterrupt, are raised again. They trip the guard too, because
+        they may have left the hook half done.
         """
         if self.fault:
             return None
@@ -112,10 +116,11 @@ class Guard:
             raise
 
     def trip(self, hook: object, error: BaseException) -> None:
-        """Step aside. The first fault counts, until it is over; never raises, without memory neither."""
+        """Switch off because of a fault. Further faults do not count until this one is over. Never raises, not even if
+        memory has run out."""
         if self.fault:
             return
-        # Nothing is made for this, so that nothing can go wrong with it.
+        # This assignment allocates nothing, so it cannot fail.
         self.fault = self.last_fault = "a fault"
         try:
             cause = cause_name(getattr(hook, "cause", agent_pb2.FAULT_CAUSE_OTHER))
@@ -134,7 +139,7 @@ class Guard:
                 logger.exception("meridian: could not report the fault")
 
     def note(self, cause: str, fault: str = "") -> None:
-        """Count a fault, with what another part's guard tells of it."""
+        """Count a fault. fault: description by another guard; empty for this guard's own fault."""
         self.faults[cause] += 1
         self.last_fault = clean(fault, MAX_FAULT) or self.last_fault
 
@@ -146,22 +151,23 @@ class Guard:
         self._back_at = now + RESTS_S[recent - 1] if returns else math.inf
 
     def outlook(self) -> str:
-        """How long the fault lasts, in words."""
+        """Return how long the agent stays off, as text for the log."""
         if self._back_at == math.inf:
             why = f": {len(RESTS_S) + 1} faults within {WINDOW_S / 60:.0f} minutes" if not self.starting else ""
             return f"until the engine is started again{why}"
         return f"for {self._back_at - self._clock():.0f} s"
 
     def rest_s(self) -> float:
-        """Seconds until it may come back: 0 while all is well or the rest is over, infinite where it stays off."""
+        """Return the seconds until hooks may run again: 0 without a fault or once the rest is over, infinity if the
+        agent stays off."""
         return max(0.0, self._back_at - self._clock()) if self.fault else 0.0
 
     def switch_off(self, reason: str) -> None:
-        """Run nothing any more, whatever comes; not counted as a fault. The reason is told to the control plane."""
+        """Run no hook any more; this does not count as a fault. The next Hello carries the reason."""
         self.fault, self._back_at = clean(reason, MAX_FAULT), math.inf
 
     def come_back(self) -> bool:
-        """Run hooks again if the rest is over; whether they are run."""
+        """Run hooks again if the rest is over; return whether hooks are run."""
         if self.fault and self.rest_s() == 0:
             self.fault, self._back_at = "", math.inf
         return not self.fault

@@ -1,8 +1,10 @@
-"""One live request as the agent sees it, and runs of steps in which the same requests generate one token of text each.
+"""Holds one live request as the agent sees it, and runs of steps in which the same requests generate one token of text
+each.
 
-Nearly all steps are such steps. They are noted as a whole, at a cost that hardly grows with the requests; what they
-mean for each request is worked out when somebody looks at the request, at the latest when one of them comes near its
-cap. Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
+Nearly all steps belong to such a run. A step of a run is only counted, at a cost that hardly grows with the number of
+requests. The counted steps are applied to each request when a caller reads the request's state, at the latest when a
+request comes near its cap. Knows no vLLM type beyond opaque references, no policy and no network. Runs on the
+engine-core thread only.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_FORCED, Phase, PhaseSta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Between plans the phase alone orders requests; the control plane's ranks use the same scale (lower is more urgent).
-# Where phases are not known all requests rank alike, so vLLM's own order holds.
+# Ranks of requests without a decided rank; the control plane's ranks use the same scale (lower is more urgent). If
+# phases are not known, all requests have the same rank, so vLLM's own order applies.
 PHASE_RANK = {
     Phase.OUTPUT: agent_pb2.PHASE_RANK_UNSPECIFIED,
     Phase.UNKNOWN: agent_pb2.PHASE_RANK_PROMPT,
@@ -31,7 +33,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The facts of a request that policy may match on; never text."""
+    """The facts of a request that a policy may match on; they never include prompt or output text."""
 
     request_id: str
     model: str
@@ -55,18 +57,18 @@ class Cap:
 
 @dataclass(slots=True)
 class Ending:
-    """A forced end of thinking under way: which of its tokens come next."""
+    """A forced end of thinking that has been decided, and how many of its tokens have been generated."""
 
     tokens: tuple[int, ...]
     decision_id: int
-    # Begun by a cap, the request's own or one of the control plane's, not by a force.
+    # A cap began the forced end: the request's own cap or the control plane's.
     by_cap: bool = False
-    # Begun by a soft close, which ends with the order.
+    # A soft close began the forced end, so it is dropped with the dispatch order.
     by_order: bool = False
     position: int = 0
 
     def advance(self) -> int:
-        """One more of its tokens was generated; returns row flags once it is complete."""
+        """Count one more generated token; return the row flags of the last token, and 0 for all others."""
         self.position += 1
         if self.position < len(self.tokens):
             return 0
@@ -74,10 +76,11 @@ class Ending:
 
 
 class TextRun:
-    """The run under way, if any; one object for as long as the tracker.
+    """The current run of text steps; the tracker keeps one object for all runs.
 
-    request_ids: in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of each
-    step's record, never changed once made. steps: noted and not worked out yet.
+    request_ids: ids in the order of the runner's rows; empty while there is no run. slots, phases, rows: columns of
+    each step's record; these lists never change once they are made. steps: number of steps that were counted and not
+    yet applied to the requests.
     """
 
     def __init__(self) -> None:
@@ -90,11 +93,11 @@ class TextRun:
         self.steps = 0
         self._tracked: list[LiveRequest] = []
         self._newest: Sequence[int] = ()
-        # Steps that may still be noted before one brings a request to where its cap is looked at.
+        # Number of steps that may still be counted before a request comes so near its cap that the cap must be checked.
         self._left = 0
 
     def begin(self, request_ids: list[str], tracked: list[LiveRequest]) -> None:
-        """Begin with requests that think or answer, or whose phase is not known, none of them being ended."""
+        """Begin a run, unless one of the requests is in its prompt, is being ended, or is near its cap."""
         left = [live.text_steps() for live in tracked]
         if not left or min(left) <= 0:
             return
@@ -104,13 +107,13 @@ class TextRun:
         self.rows = list(range(len(tracked)))
 
     def end(self) -> None:
-        """Something is about to change for one of the requests."""
+        """End the run, because something is about to change for one of its requests."""
         if self.request_ids:
             self.spread()
             self.request_ids, self._tracked = [], []
 
     def note(self, tokens: Sequence[int]) -> bool:
-        """Take in a step's tokens, one of text for each request; False, and nothing taken in, where a cap is near."""
+        """Count a step with one token of text for each request; return False, and count nothing, if a cap is near."""
         if self._left <= 0:
             return False
         self._left -= 1
@@ -119,7 +122,7 @@ class TextRun:
         return True
 
     def spread(self) -> None:
-        """Work out what the noted steps mean for each request."""
+        """Apply the counted steps to each request."""
         steps, self.steps = self.steps, 0
         if not steps:
             return
@@ -137,47 +140,51 @@ class TextRun:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One live request. `ref` is vLLM's own request object, opaque here."""
+    """One live request. `ref` is vLLM's own request object, whose attributes this module does not use."""
 
     slot: int
     info: RequestInfo
-    # As of the last step that was worked out; `state` is as of the last step.
+    # Phase and token counts without the counted steps of a run; `state` includes these steps.
     own_state: PhaseState
     opened_step: int
     ref: Any
-    # Holds until the first cap decision comes.
+    # Cap from the settings; it applies until the first cap is decided for the request.
     default_cap: int | None = None
     cap: Cap | None = None
     ending: Ending | None = None
-    # Ending tokens written into this step's masks, by row.
+    # Tokens of the forced end in this step's masks, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
-    # Thinking was ended by a cap that had no decision of its own yet.
+    # The default cap ended thinking, before a cap was decided for the request.
     capped: bool = False
     rank: int | None = None
-    # Step of the first report that knows the request's phase: a rank decided from an older one is for another phase.
+    # Step of the first report that has the request's current phase; a rank that was decided from an older report is for
+    # the previous phase.
     phase_step: int = 0
     tier: tuple[int, int, bool] | None = None
     preempted: bool = False
     skipped_steps: int = 0
-    # Step the request last joined, for fair rotation of those left out.
+    # Newest step that the request joined, so that requests are left out in fair turns.
     joined_step: int = 0
-    # Sentence and paragraph flags of the newest token, while thinking; as of the last step that was worked out.
+    # Sentence and paragraph flags of the newest token while thinking, without the counted steps of a run.
     own_boundary: int = 0
-    # For steps of several tokens: thinking tokens at the last sentence end no probe was placed at, and its flags.
+    # Number of thinking tokens at the newest sentence end without a probe, and that token's flags; used if a step
+    # brings several tokens.
     passed: tuple[int, int] = (0, 0)
-    # Thinking tokens from which on the coming step may need a forced token.
+    # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
-    # Likeliest token after the end marker in the newest probe, and how many probes in a row it has been.
+    # Likeliest token after the end marker in the newest probe, and the number of probes in a row with this token.
     trial_answer: int = -1
     same_answer: int = 0
-    # Waits for what is decided from its probe: until when, on the monotonic clock, and the report that asked for it.
+    # Time on the monotonic clock until which the request is held for a decision from its probe, and the step of the
+    # report with the probe's result, 0 before that report.
     held_until: float = 0.0
     asked_in: int = 0
-    # Tokens of the ending that the request's own parameters were looked at for, and whether they allow all of them.
+    # Tokens of the newest forced end that was checked against the request's own parameters, and whether the parameters
+    # allow all of them.
     checked: tuple[int, ...] = ()
     allowed: bool = True
-    # KV blocks an answer had when it was preempted, each with its hash then.
+    # KV blocks that an answering request had when it was preempted, each with the hash it had then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
     run: TextRun | None = None
 
@@ -189,7 +196,7 @@ class LiveRequest:
 
     @property
     def boundary(self) -> int:
-        """Sentence and paragraph flags of the newest token, while thinking."""
+        """Sentence and paragraph flags of the newest token while thinking, and 0 otherwise."""
         if self.run is not None and self.run.steps:
             self.run.spread()
         return self.own_boundary
@@ -197,16 +204,17 @@ class LiveRequest:
     # ----------------------------------------------------------------------------------------------- caps and endings
 
     def set_cap(self, cap: Cap | None) -> None:
-        """Put a decided cap in force, or none; the default cap ends with it."""
+        """Put a decided cap in force, or no cap if None; the default cap no longer applies."""
         self.cap, self.default_cap = cap, None
 
     def mark_cap_reported(self) -> None:
-        """The outcome of the cap has been reported."""
+        """Note that the outcome of the cap has been reported."""
         if self.cap is not None:
             self.cap.reported = True
 
     def void_decisions(self) -> None:
-        """Keep the cap and the ending in force, but report no outcome for them any more."""
+        """Keep the cap and the forced end in force, but detach them from their decisions, so that no outcome is
+        reported."""
         if self.cap is not None:
             self.cap.decision_id, self.cap.reported = 0, True
         if self.ending is not None:
@@ -216,47 +224,48 @@ class LiveRequest:
         self.ending = ending
 
     def credit_forced_end(self, decision_id: int) -> None:
-        """Report the ending that the default cap began as that of a decision."""
+        """Count a forced end that the default cap began as the effect of this decision."""
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
             self.ending.decision_id = decision_id
 
     def rewrite_forced_end(self, tokens: tuple[int, ...]) -> None:
-        """Give other tokens to an ending that has not begun."""
+        """Replace the tokens of a forced end of which no token has been generated."""
         if self.ending is not None:
             self.ending.tokens = tokens
 
     def expect_forced_end(self, first_row: int, rows: int) -> dict[int, int]:
-        """Note and return the ending's next tokens for a step of so many rows, by row from `first_row` on."""
+        """Note and return the next tokens of the forced end by row, from `first_row` on, for a step with `rows`
+        rows."""
         ending = self.ending
         left = ending.tokens[ending.position :] if ending is not None else ()
         self.expected = {first_row + i: token for i, token in enumerate(left) if first_row + i < rows}
         return self.expected
 
     def expect_nothing(self) -> None:
-        """The masks of the coming step force no token."""
+        """Note that the masks of the coming step force no token of this request."""
         self.expected = {}
 
     def complete_forced_end(self) -> None:
-        """All tokens of the ending were generated."""
+        """Note that all tokens of the forced end have been generated."""
         by_default = self.cap is None and self.ending is not None and self.ending.decision_id == 0
         self.ending, self.forced, self.capped = None, True, by_default
 
     def drop_forced_end(self) -> None:
-        """Give the ending up; masks under way expect nothing of it."""
+        """Drop the forced end; tokens that were written into masks are not counted for it any more."""
         self.ending, self.expected = None, {}
 
     def note_allowed(self, ending: tuple[int, ...], allowed: bool) -> None:
-        """Note whether the request's own parameters allow all tokens of an ending."""
+        """Note whether the request's own parameters allow all tokens of a forced end."""
         self.checked, self.allowed = ending, allowed
 
     # ------------------------------------------------------------------------------------------ order, share and tiers
 
     def set_rank(self, rank: int | None) -> None:
-        """Rank the request as decided; by its phase if None."""
+        """Set the decided rank; None ranks the request by its phase."""
         self.rank = rank
 
     def enter_phase(self, known_from: int) -> None:
-        """The phase has changed. known_from: step of the first report that knows."""
+        """Drop the rank, because the phase has changed. known_from: step of the first report that has the new phase."""
         self.rank, self.phase_step = None, known_from
 
     def mark_preempted(self) -> None:
@@ -270,30 +279,30 @@ class LiveRequest:
         self.tier = decision_id, tier, shadow
 
     def take_tier(self) -> tuple[int, int, bool] | None:
-        """Take the eviction tier out, as (decision id, tier, shadow); None if none was decided."""
+        """Clear the eviction tier and return it as (decision id, tier, shadow); None if no tier was decided."""
         tier, self.tier = self.tier, None
         return tier
 
     def remember_blocks(self, blocks: list[tuple[Any, Any]]) -> None:
-        """Note the KV blocks of a preempted answer, each with its hash."""
+        """Note the KV blocks of a request that is preempted while it answers, each with its hash."""
         self.kept = blocks
 
     # -------------------------------------------------------------------------------------------------------- probes
 
     def hold_until(self, deadline_s: float) -> None:
-        """Hold the request for a decision, until this time on the monotonic clock; its probe has no result yet."""
+        """Hold the request for a decision from its probe, until this time on the monotonic clock at the latest."""
         self.held_until, self.asked_in = deadline_s, 0
 
     def mark_asked(self, step: int) -> None:
-        """The report of this step has the result of the probe."""
+        """Note that the report of this step has the result of the probe."""
         self.asked_in = step
 
     def forget_sentence_end(self) -> None:
-        """A probe is placed at the newest sentence end."""
+        """Forget the newest sentence end without a probe, because a probe is placed there."""
         self.passed = 0, 0
 
     def count_same_answer(self, answer: int) -> int:
-        """Note a probe's likeliest token; returns how many probes in a row it has been."""
+        """Note the likeliest token of a probe; return the number of probes in a row with this token."""
         self.same_answer = self.same_answer + 1 if answer == self.trial_answer else 1
         self.trial_answer = answer
         return self.same_answer
@@ -301,16 +310,17 @@ class LiveRequest:
     # ------------------------------------------------------------------------------------------------------- tokens
 
     def reread(self, state: PhaseState, default_cap: int | None, known_from: int) -> None:
-        """Go on in another state: the tokens have been read with other markers. known_from: as for `enter_phase`."""
+        """Replace the state, because the request's tokens have been read with other markers. known_from: step of the
+        first report that has the new phase."""
         self.own_state = state
         self.enter_phase(known_from)
-        # The cap that it began with may be one of settings that are long gone.
+        # The default cap that the request began with may be from settings that are no longer in force.
         self.default_cap = default_cap if self.cap is None else None
         self.own_boundary, self.passed = 0, (0, 0)
 
     def since_boundary(self, flags: int, most: int) -> int | None:
-        """Tokens after the newest one that has these flags, None where they are more than `most`: as many as a step may
-        have on top of its first."""
+        """Return the number of tokens after the newest token with these flags; None if there are more than `most`, the
+        tokens that a step may bring beyond its first one."""
         if self.boundary & flags == flags:
             return 0
         at, passed = self.passed
@@ -318,8 +328,8 @@ class LiveRequest:
         return tokens if passed & flags == flags and tokens <= most else None
 
     def text_steps(self) -> int:
-        """Steps of a token of text each that concern nobody: until the one after which a cap is looked at, or one in
-        shadow is reached. 0 where the next may be such a step already."""
+        """Return how many steps with one token of text each may pass before a cap must be checked or a shadowed cap is
+        reached; 0 if that may happen in the next step."""
         state, cap = self.state, self.cap
         if state.phase is Phase.PROMPT or self.ending is not None:
             return 0
@@ -334,14 +344,16 @@ class LiveRequest:
 
     @property
     def limit(self) -> int | None:
-        """Thinking tokens after which an end is forced here, stream or no stream: the smallest cap that is in force."""
+        """Number of thinking tokens after which the agent forces an end, with or without a stream: the smallest cap in
+        force."""
         policy = self.default_cap if self.cap is None else None if self.cap.shadow else self.cap.max_think_tokens
         own = self.info.max_think_tokens
         return policy if own is None else own if policy is None else min(own, policy)
 
 
 def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: int) -> None:
-    """Count the steps that each of these requests is left out of in a row. skipped: those that this step leaves out."""
+    """Count for each request how many steps in a row have left it out. skipped: the requests that this step leaves
+    out."""
     for live in sequences:
         if live in skipped:
             live.skipped_steps += 1
@@ -350,6 +362,6 @@ def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: in
 
 
 def opened_row(live: LiveRequest) -> tuple[Any, ...]:
-    """The fields of RequestOpened, copied so that another thread may read them."""
+    """Return the fields of RequestOpened, copied so that another thread may read them."""
     i, s = live.info, live.state
     return (live.slot, i, int(s.phase), s.think_tokens, s.output_tokens, live.forced, live.preempted)

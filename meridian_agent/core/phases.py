@@ -1,6 +1,6 @@
-"""The phase machine: which tokens open and close thinking, and what phase each token of a request belongs to.
+"""Decides which tokens open and close thinking, and which phase each token of a request belongs to.
 
-Pure: token ids in, phases out. Knows neither vLLM nor text. Used on the engine-core thread.
+Pure: maps token ids to phases. Knows neither vLLM nor text. Runs on the engine-core thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """The values of meridian.v1.Phase. A request is UNKNOWN while nobody knows the engine's thinking markers."""
+    """The values of meridian.v1.Phase. A request is UNKNOWN while the engine's thinking markers are not known."""
 
     UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
     PROMPT = agent_pb2.PHASE_PROMPT
@@ -30,8 +30,9 @@ class TokenEvent(IntEnum):
     END = 2
 
 
-# Every state x event. A text token in PROMPT means the model answers directly; a start marker in OUTPUT is re-entry.
-# Nothing leaves UNKNOWN but reading the request again with other markers.
+# The next phase for every pair of phase and event. A text token in PROMPT means that the model answers without
+# thinking; a start marker in OUTPUT means that the model thinks again. A request leaves UNKNOWN only if its tokens are
+# read again with other markers.
 TRANSITIONS: dict[tuple[Phase, TokenEvent], Phase] = {
     (Phase.UNKNOWN, TokenEvent.TEXT): Phase.UNKNOWN,
     (Phase.UNKNOWN, TokenEvent.START): Phase.UNKNOWN,
@@ -56,21 +57,21 @@ FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
 FLAG_SENTENCE = agent_pb2.TOKEN_FLAG_SENTENCE
 FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
-# Tokens that are looked through at once for one that may end a marker.
+# Number of tokens that are searched at once for the last token of a marker.
 PART_TOKENS = 256
-# Where there is one, finding it takes as long as so many tokens of text for each of the part, and looking at it as long
-# as so many in all.
+# Costs, in tokens of text, if a part has tokens that may end a marker: for each token of the part to find these places,
+# and for each place to compare it with the markers.
 WALK_TOKENS, LOOK_TOKENS = 2, 128
 
 
 @dataclass(slots=True)
 class Work:
-    """The tokens of text that may still be read at once. It ends below 0 by what the last look took."""
+    """The number of tokens of text that may still be read in this step. The last read may bring it below 0."""
 
     left: int
 
 
-# For whoever reads to the end.
+# A number of tokens that no search reaches.
 NO_LIMIT = 1 << 62
 
 
@@ -102,7 +103,7 @@ class Markers:
         if any(not m for m, _ in named) or set(self.starts) & set(self.ends):
             raise ValueError("a thinking marker is empty, or opens and closes at once")
         table: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = {}
-        # Longest first, so that a marker that ends in another one wins.
+        # The longest marker comes first, so that it wins over a shorter marker that is its end.
         for marker, event in sorted(named, key=lambda m: -len(m[0])):
             table[marker[-1]] = (*table.get(marker[-1], ()), (marker, event))
         object.__setattr__(self, "by_last", table)
@@ -121,37 +122,40 @@ class Markers:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The marker that a forced end writes, unless the start that opened the thinking has an end of its own."""
+        """The marker that a forced end writes, unless the start marker of the thinking has an end marker of its own."""
         return self.ends[0]
 
     @property
     def probe(self) -> tuple[int, ...]:
-        """The tokens that an EAT probe appends, with the same exception."""
+        """The tokens that an EAT probe appends, unless the start marker of the thinking has an end marker of its
+        own."""
         return self.end + self.answer_prefix
 
     @property
     def ending(self) -> tuple[int, ...]:
-        """The tokens that a forced end writes, with the same exception: the closing text, which counts as thinking, and
-        the marker."""
+        """The tokens that a forced end writes: the closing text, which counts as thinking, and the end marker, unless
+        the start marker of the thinking has an end marker of its own."""
         return self.closing + self.end
 
     def end_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
-        """The marker that ends thinking which `start` opened; an empty start stands for any."""
+        """Return the marker that ends thinking which `start` opened; an empty `start` stands for any start marker."""
         return next((end for own, end in self.own_ends if own == start), self.end)
 
     def ending_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that a forced end writes into thinking which `start` opened."""
+        """Return the tokens that a forced end writes into thinking which `start` opened."""
         return self.closing + self.end_of(start)
 
     def probe_of(self, start: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that an EAT probe appends to thinking which `start` opened."""
+        """Return the tokens that an EAT probe appends to thinking which `start` opened."""
         return self.end_of(start) + self.answer_prefix
 
     def ending_after(self, tail: Sequence[int], start: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The tokens that a forced end writes after these text tokens, the newest last. start: opened the thinking.
+        """Return the tokens that a forced end writes after the text tokens of `tail`. start: the marker that opened the
+        thinking.
 
-        Where the text begins an end marker, that is the marker's rest: what has the model's own beginning twice reads
-        as neither marker nor text. Where it begins a start marker only, that is completed first, for the same reason.
+        If the text ends in the beginning of an end marker, the result is the rest of that marker, because a beginning
+        followed by a whole marker would read as neither marker nor text. If the text ends in the beginning of a start
+        marker only, the start marker is completed first, for the same reason.
         """
         own = self.end_of(start)
         end = _longest_begun((own,) if self.own_ends else self.ends, tail)
@@ -161,31 +165,33 @@ class Markers:
         return opening[1] + self.ending_of(start)
 
     def start_before(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The start marker that these tokens end with; empty for none."""
+        """Return the start marker that these tokens end with; empty if there is none."""
         event, length = self.match(list(tokens)) if tokens else (TokenEvent.TEXT, 0)
         return tuple(tokens[-length:]) if event is TokenEvent.START else ()
 
     def is_text(self, token: int, phase: Phase) -> bool:
-        """Whether a token surely is text that leaves the phase as it is; False does not mean that it is not."""
+        """Return whether a token is certainly text that does not change the phase; False means that it may still be
+        such text."""
         return self.longest == 1 and token not in self.by_last and phase is not Phase.PROMPT
 
     def match(self, tokens: list[int]) -> tuple[TokenEvent, int]:
-        """The event that the last of these tokens completes, and the marker's length (0 for TEXT)."""
+        """Return the event that the last of these tokens completes, and the marker's length (0 for TEXT)."""
         for marker, event in self.by_last.get(tokens[-1], ()):
             if len(marker) <= len(tokens) and tuple(tokens[-len(marker) :]) == marker:
                 return event, len(marker)
         return TokenEvent.TEXT, 0
 
     def last_event(self, tokens: Sequence[int]) -> tuple[TokenEvent, int]:
-        """The last marker in these tokens, and how many of them follow it; (TEXT, 0) for none."""
+        """Return the kind of the last marker in these tokens, and the number of tokens after it; (TEXT, 0) if there is
+        none."""
         event, at = self.search_back(tokens, len(tokens), Work(NO_LIMIT))
         return (event, len(tokens) - at) if event is not TokenEvent.TEXT else (event, 0)
 
     def search_back(self, tokens: Sequence[int], stop: int, work: Work) -> tuple[TokenEvent, int]:
-        """The last marker that ends in tokens[:stop], and where it does; TEXT and how far it was looked for if there is
-        none, or the work is done.
+        """Return the kind of the last marker in tokens[:stop], and its end. Without a marker, or if `work` runs out
+        first, return TEXT and the place that the search has reached.
 
-        Reads from the end, a part at a time: where a prompt ends in a marker, its length does not matter.
+        The search runs backwards, a part at a time, so the length of a prompt that ends in a marker does not matter.
         """
         while stop > 0 and work.left > 0:
             begin = max(0, stop - min(PART_TOKENS, work.left))
@@ -205,7 +211,8 @@ class Markers:
 
 
 def no_markers(why: str) -> Markers:
-    """The markers of an engine whose markers nobody knows: no token is one. why: for people to read."""
+    """Return the markers of an engine whose thinking markers are not known, so that no token counts as a marker. why:
+    the reason, for people to read."""
     return Markers((), ((-1,),), unknown=why)
 
 
@@ -213,7 +220,8 @@ NO_MARKERS = no_markers("no thinking markers are known")
 
 
 def _begun(marker: tuple[int, ...], tail: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """How many of the marker's first tokens the tail ends with, less than all, and the marker's rest."""
+    """Return how many of the marker's first tokens `tail` ends with, fewer than the whole marker, and the rest of the
+    marker; (0, ()) if `tail` ends with none."""
     most = min(len(marker) - 1, len(tail))
     length = next((n for n in range(most, 0, -1) if tuple(tail[-n:]) == marker[:n]), 0)
     return length, marker[length:] if length else ()
@@ -224,23 +232,25 @@ def _longest_begun(markers: Iterable[tuple[int, ...]], tail: Sequence[int]) -> t
 
 
 def boundary_flag(text: str) -> int:
-    """Row flags of a token by its text: whether it ends a sentence (or a line), or a paragraph."""
+    """Return the row flags of a token by its text: whether the token ends a sentence (or a line), or a paragraph."""
     if "\n\n" in text:
         return FLAG_SENTENCE | FLAG_PARAGRAPH
     return FLAG_SENTENCE if "\n" in text or text.rstrip().endswith((".", "?", "!", ";")) else 0
 
 
-# How many tokens (the template's newlines) may follow an end marker that closes thinking in the generation prompt.
+# Largest number of tokens (the template's newlines) after an end marker that closes thinking in the generation prompt.
 CLOSED_TAIL_TOKENS = 3
 
 
 def initial_phase(markers: Markers, prompt: list[int], supports_think_disable: bool) -> Phase:
-    """The phase a prompt leaves a request in: open (THINK), closed by the template (OUTPUT) or undecided (PROMPT)."""
+    """Return the phase in which a prompt leaves a request: open (THINK), closed by the template (OUTPUT) or undecided
+    (PROMPT)."""
     return after_prompt(*markers.last_event(prompt), supports_think_disable)
 
 
 def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) -> Phase:
-    """The same from the prompt's last marker and how many tokens follow it."""
+    """Return the phase in which a prompt leaves a request, from the prompt's last marker and the number of tokens after
+    it."""
     if event is TokenEvent.START:
         return Phase.THINK
     if event is TokenEvent.END and after <= CLOSED_TAIL_TOKENS and supports_think_disable:
@@ -250,21 +260,22 @@ def after_prompt(event: TokenEvent, after: int, supports_think_disable: bool) ->
 
 @dataclass(slots=True)
 class PhaseState:
-    """One request's phase and token counts. Markers are counted as neither thinking nor output."""
+    """The phase and the token counts of one request. Markers count as neither thinking nor output."""
 
     phase: Phase
     think_tokens: int = 0
     output_tokens: int = 0
     ends: int = 0
-    # Newest tokens of prompt and generation, enough to hold the longest marker.
+    # Newest tokens of prompt and output, as many as the longest marker has.
     tail: list[int] = field(default_factory=list)
-    # Text tokens since the last marker: only these can turn out to belong to the next one.
+    # Number of text tokens since the last marker; only these tokens can turn out to be the beginning of the next
+    # marker.
     text_run: int = 0
-    # The start marker that opened the newest thinking; empty before any.
+    # The start marker that opened the newest thinking; empty before the first.
     start: tuple[int, ...] = ()
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
-        """Advance by one token; returns the phase that token belongs to and its row flags."""
+        """Advance by one token; return the phase that the token belongs to, and its row flags."""
         if markers.longest == 1:
             found = markers.by_last.get(token)
             if found is None:
@@ -277,10 +288,10 @@ class PhaseState:
         return self._text() if event is TokenEvent.TEXT else self._marker(event, tuple(self.tail[-length:]))
 
     def feed_some(self, tokens: Sequence[int], at: int, markers: Markers, work: Work) -> int:
-        """As `feed` for each of tokens[at:], where nobody asks for rows, until the work is done. Returns where
-        it ended.
+        """Advance by tokens[at:], without phases and flags of each token, until `work` runs out; return the place that
+        was reached.
 
-        Text is counted at once; what may end a marker is looked at by itself.
+        Text is counted a part at a time; only tokens that may end a marker are handled one by one.
         """
         while at < len(tokens) and work.left > 0:
             part, done = tokens[at : at + PART_TOKENS], 0
@@ -299,7 +310,7 @@ class PhaseState:
         return at
 
     def _feed_text(self, tokens: Sequence[int], markers: Markers) -> None:
-        """As `feed` for tokens that end no marker."""
+        """Advance by tokens that end no marker."""
         if not tokens:
             return
         self.text_run += len(tokens)
@@ -312,12 +323,12 @@ class PhaseState:
             self.tail = [*self.tail, *tokens][-markers.longest :]
 
     def ending(self, markers: Markers) -> tuple[int, ...]:
-        """The tokens that a forced end writes now."""
+        """Return the tokens that a forced end would write now."""
         own = min(self.text_run, len(self.tail))
         return markers.ending_after(self.tail[len(self.tail) - own :], self.start)
 
     def may_be_in_marker(self, markers: Markers) -> bool:
-        """Whether the newest tokens begin a marker of several."""
+        """Return whether the newest tokens are the beginning of a marker of several tokens."""
         return self.ending(markers) != markers.ending_of(self.start)
 
     def _text(self) -> tuple[Phase, int]:
@@ -342,7 +353,8 @@ class PhaseState:
         return (before if event is TokenEvent.END and before is not Phase.PROMPT else self.phase), flags
 
     def _take_back(self, before: Phase, length: int) -> int:
-        """Uncount the marker's earlier tokens, which were counted as text when they came; returns row flags."""
+        """Uncount the marker's earlier tokens, which were counted as text when they were generated; return row
+        flags."""
         length, self.text_run = min(length, self.text_run), 0
         if before is Phase.THINK:
             self.think_tokens -= length
@@ -352,14 +364,16 @@ class PhaseState:
 
 
 def begin(markers: Markers, prompt: list[int], supports_think_disable: bool) -> PhaseState:
-    """The state a prompt leaves a request in; the first generated tokens may complete a marker the prompt began."""
+    """Return the state in which a prompt leaves a request; the first generated tokens may complete a marker that the
+    prompt began."""
     return begin_after(markers, prompt, *markers.last_event(prompt), supports_think_disable)
 
 
 def begin_after(
     markers: Markers, prompt: list[int], event: TokenEvent, after: int, supports_think_disable: bool
 ) -> PhaseState:
-    """The same where the prompt's last marker, and how many tokens follow it, are known."""
+    """Return the state in which a prompt leaves a request, from the prompt's last marker and the number of tokens after
+    it."""
     kept = markers.longest - 1
     phase = after_prompt(event, after, supports_think_disable) if markers.known else Phase.UNKNOWN
     stop = len(prompt) - after

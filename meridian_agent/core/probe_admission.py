@@ -1,7 +1,9 @@
-"""EAT probes: which may be placed now, and what became of those that were. Engine-core thread.
+"""Decides which EAT probes may be placed now, and keeps what each placed probe has cost. Runs on the engine-core
+thread.
 
-A probe is an internal request over a thinking request's tokens plus the end marker. It shares the request's KV blocks,
-the last one by copy-on-write, so it computes the newest token, whose KV is not there yet, and what it appends.
+A probe is an internal request over a thinking request's tokens plus the end marker. A probe shares the request's KV
+blocks, the last one by copy-on-write. So it computes only the request's newest token, which has no KV yet, and the
+tokens that it appends.
 """
 
 from __future__ import annotations
@@ -15,34 +17,36 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
 
 PREFIX = "meridian-probe-"
-# Probe tokens of one step, as a share of the step's token budget.
+# Probes of one step take at most 1 / STEP_SHARE of the step's token budget.
 STEP_SHARE = 8
-# Running places that admission leaves to probes while they are asked for, as a share of all; fewer than 2 are none.
+# While probes are asked for, admission leaves 1 / PLACE_SHARE of the running places to them, or none if that is fewer
+# than 2.
 PLACE_SHARE = 32
-# vLLM copies and looks up all tokens of a probe, in the step in which it is placed.
+# Largest number of tokens of a probed request, because vLLM copies and looks up all of them in the step that places the
+# probe.
 LONGEST_TOKENS = 65_536
-# Steps for which places are kept after a probe was asked for.
+# Number of steps for which running places stay reserved after a probe was asked for.
 PLACE_STEPS = 256
 
 
 @dataclass(slots=True)
 class Placed:
-    """A probe that is in the engine, and what it has cost so far."""
+    """A probe in the engine, and the tokens that it has cost so far."""
 
     decision_id: int
     parent: LiveRequest
     think_tokens: int
-    # Tokens whose KV the parent has.
+    # Number of tokens whose KV the parent request has computed.
     shared_tokens: int
     cost_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room that the coming step has to spare.
+    """The room that the coming step can spare for probes.
 
-    sequences: running places left. blocks: free KV blocks, without those for the probes placed in it. tokens: the
-    step's token budget. probe_tokens: what these probes take of it.
+    sequences: free running places. blocks: free KV blocks, without the blocks for probes that were placed in the same
+    step. tokens: the step's token budget. probe_tokens: tokens that the probes of the step take from the budget.
     """
 
     sequences: int
@@ -53,20 +57,22 @@ class Room:
 
 
 def reserve(places: int) -> int:
-    """Running places to keep for probes, which never take the last one."""
+    """Return the number of running places to reserve for probes; a single place is not reserved, since probes never
+    take the last one."""
     kept = places // PLACE_SHARE
     return kept if kept > 1 else 0
 
 
 def free_blocks(cost_tokens: int, block_size: int) -> int:
-    """Blocks that must be free for a probe: one is left for every block it takes."""
+    """Return the number of KV blocks that must be free for a probe, so that one stays free for every block that the
+    probe takes."""
     return 2 * (cost_tokens // block_size + 2)
 
 
 def refusal(live: LiveRequest, room: Room, block_size: int, cost_tokens: int) -> str:
-    """Why a probe of this request cannot be placed now; empty when it can.
+    """Return why a probe of this request cannot be placed now; empty if it can.
 
-    It never takes the last running place, and leaves at least one free block for every block it takes.
+    A probe never takes the last running place, and leaves at least one free block for every block that it takes.
     """
     request = live.ref
     obstacles = (

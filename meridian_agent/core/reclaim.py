@@ -19,17 +19,18 @@ class Tier(IntEnum):
     UNREACHABLE = agent_pb2.EVICTION_TIER_UNREACHABLE
 
 
-# A newer control plane may send other tiers.
+# The tiers that this agent knows; a newer control plane may send others.
 TIERS = frozenset(map(int, Tier))
 
 
 def unreachable_blocks(
     block_ids: list[int], reachable_tokens: int, block_size: int, reference_count: Callable[[int], int]
 ) -> set[int]:
-    """Blocks not wholly inside the first `reachable_tokens` tokens, without those another request shares.
+    """Return the blocks that are not wholly inside the first `reachable_tokens` tokens, without blocks that another
+    request shares.
 
-    block_ids: the request's blocks in order. The next turn repeats the prompt and then differs, so every block from
-    the first one that holds a generated token on has a hash no later prompt can reach.
+    block_ids: the request's blocks in order. The next turn of a conversation repeats the prompt and then differs. So no
+    later prompt can have the hash of the first block with a generated token, or of any block after it.
     """
     kept = reachable_tokens // block_size
     return {b for b in block_ids[kept:] if reference_count(b) == 1}

@@ -1,6 +1,6 @@
-"""Collects the facts of a request that policy may match on, with what the request says of itself in `vllm_xargs`.
+"""Collects the facts of a request that a policy may match on, with the request's own values in `vllm_xargs`.
 
-Clients write that, so nothing in it may do harm. Pure but for a line in the log.
+Clients write these values, so no value may do harm. Pure but for a line in the log.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 MAX_TEXT = 128
-# Request ids are the client's too (X-Request-Id).
+# Largest number of characters of a request id, which a client may choose too (X-Request-Id).
 MAX_ID = 256
 MAX_TOKENS = 2**31 - 1
 
 
 class Overrides(NamedTuple):
-    """min_think_tokens, max_think_tokens: the request's own floor and cap, None for none. complaint: what was ignored,
-    with its value."""
+    """The values that a request sets for itself. min_think_tokens, max_think_tokens: the request's own floor and cap,
+    None if it has none. complaint: the ignored fields and their values."""
 
     tenant: str
     slo_class: str
@@ -35,8 +35,8 @@ class Overrides(NamedTuple):
 
 
 def info_of(request: Any, model: str) -> RequestInfo:
-    """The facts of a request that the agent reports. model: the engine's, for requests without a LoRA adapter of their
-    own."""
+    """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
+    adapter."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
     if own.complaint:
         logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
@@ -55,7 +55,8 @@ def info_of(request: Any, model: str) -> RequestInfo:
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:
-    """The request's own words. What is unusable is ignored and named, never raised."""
+    """Read the values that a request sets for itself. A value that cannot be used is ignored and named in `complaint`;
+    nothing is raised."""
     extra = extra_args or {}
     complaints: list[str] = []
     tenant, slo_class, effort = (clean(extra.get(f"meridian_{name}", "")) for name in ("tenant", "slo_class", "effort"))
@@ -74,7 +75,8 @@ def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> in
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
-    """Valid UTF-8 text of at most `limit` characters; a number that Python does not print gives none."""
+    """Return a value as valid UTF-8 text of at most `limit` characters; empty for a number that is too long for Python
+    to print."""
     try:
         text = str(value)
     except ValueError:

@@ -1,7 +1,8 @@
-"""Refuses settings that no control plane of this project would send. Pure; what needs a tokenizer is in `vllm_adapter`.
+"""Refuses settings that no control plane of this project would send. Pure; checks that need a tokenizer are in
+`vllm_adapter`.
 
-A control plane of another version, or another program at its address, may say anything. What would keep an agent busy
-with itself or let something grow is refused, as are all settings that cannot be honoured.
+A control plane of another version, or another program at its address, may send anything. The agent refuses settings
+that would keep it busy, settings that would let its memory grow, and settings that it cannot obey.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
-# A stream would be given up before its first answer can be there.
+# Shortest lease; with a shorter one the agent would end each stream before the first answer can arrive.
 MIN_LEASE_MS = 100
-# Records of so many steps wait to be merged.
+# Largest report interval, because the records of that many steps wait to be merged.
 MAX_INTERVAL_STEPS = 1000
 MAX_TEXT, MAX_MARKER_TOKENS = 2000, 64
 SIZES = (
@@ -23,7 +24,7 @@ SIZES = (
 
 
 def check(settings: agent_pb2.Settings) -> None:
-    """Raises ValueError with the field and its value."""
+    """Check all fields. Raises ValueError with the name of a field and its value."""
     if settings.lease_ms < MIN_LEASE_MS:
         raise ValueError(f"lease_ms must be at least {MIN_LEASE_MS}; got {settings.lease_ms}")
     for name in ("scheduler_lease_ms", "entropy_lease_ms", "kv_memory_lease_ms"):

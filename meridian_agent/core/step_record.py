@@ -1,4 +1,5 @@
-"""The record of one engine step. The engine-core thread fills it; the link's thread reads it once it is handed over."""
+"""Holds the record of one engine step. The engine-core thread fills a record; the link's threads read it after the
+engine has queued it."""
 
 from __future__ import annotations
 
@@ -15,59 +16,64 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepRecord:
-    """Everything that one engine step did: plain lists, turned into a StepReport on the link's thread."""
+    """Everything that happened in one engine step, as plain lists that gRPC's thread turns into a StepReport."""
 
     step: int = 0
-    # On the link's clock.
+    # End of the step, in seconds on the link's clock.
     ended_s: float = 0.0
     step_time_ms: float = 0.0
     kv_used: float = 0.0
     running: int = 0
     waiting: int = 0
     prefill_tokens: int = 0
-    # meridian.v1.AgentState
+    # The agent's state, a meridian.v1.AgentState.
     state: int = 0
     opened: list[tuple[Any, ...]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
-    # In a step of a run: the tokens, instead of flags, and the sentence and paragraph flags by token id.
+    # If the step belongs to a run of text steps: its tokens, from which the flags are computed later, and the sentence
+    # and paragraph flags by token id.
     text: Sequence[int] = ()
     boundaries: bytes = b""
-    # Signals of the step's rows, as the worker told them, and the row each token was drawn from.
+    # Signals of the step's rows as the worker sent them, and the row that each token was sampled from.
     told: SignalBytes | None = None
     rows: list[int] = field(default_factory=list)
-    # (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row, answer would be empty)
+    # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
+    # answer would be empty).
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)
-    # (decision id, outcome, thinking tokens, detail)
+    # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
     outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
     counters: tuple[Any, ...] = ()
-    # A request has begun or ended to think in it or is held for what is decided from it, or no other step follows.
+    # The record must be sent at once: a request has changed its phase in this step or is held for a decision from it,
+    # or no other step follows.
     urgent: bool = False
 
     @property
     def presses(self) -> bool:
-        """Whether it does not wait for others of its interval: who joins the next steps may follow from it."""
+        """Whether the record is sent without waiting for others, because a decision about the next steps may follow
+        from it."""
         return self.urgent or bool(self.opened or self.preempted or self.resumed)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing happened in the step to any request or decision."""
+        """Whether the step changed no request and no decision."""
         lists = (self.opened, self.slots, self.probes, self.preempted, self.resumed, self.closed, self.outcomes)
         return not any(lists)
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
-        """One generated token."""
+        """Add the row of one generated token."""
         self.slots.append(slot)
         self.phases.append(phase)
         self.flags.append(flags)
         self.rows.append(row)
 
     def row_flags(self) -> list[int]:
-        """Flags of each row; in a step of a run, where sentences and paragraphs of thinking end."""
+        """Return the flags of each row; in a run of text steps these are only the ends of sentences and paragraphs of
+        thinking."""
         if not self.text:
             return self.flags
         known, flags = len(self.boundaries), self.boundaries

@@ -1,6 +1,6 @@
-"""The live requests of one engine as the agent sees them, and the record of each engine step.
+"""Tracks the live requests of one engine, and fills the record of each engine step.
 
-Owns slots, phases, counts and the pending decisions of each request; steps of nothing but text it leaves to `Run`.
+The module owns slots, phases and counts; `TextRun` counts steps in which every request generates one token of text.
 Knows no vLLM type beyond opaque references, no policy and no network. Runs on the engine-core thread only.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Tracker:
-    """Live requests by id and by slot, and the record being filled."""
+    """The live requests by id and by slot, and the record of the current step."""
 
     def __init__(self, markers: Markers) -> None:
         self.markers = markers
@@ -27,8 +27,8 @@ class Tracker:
         self.default_cap: int | None = None
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
-        # Requests that may need a forced token in the coming step, and those that wait after a preemption: as keys, in
-        # the order in which they came, for a set is in that of their addresses.
+        # Requests that may need a forced token in the coming step, and preempted requests that wait. Both are the keys
+        # of a dict, which keeps their order of arrival; the order of a set would depend on memory addresses.
         self.due: dict[LiveRequest, None] = {}
         self.preempted: dict[LiveRequest, None] = {}
         self.record = StepRecord()
@@ -37,9 +37,10 @@ class Tracker:
         self._answering_ids: frozenset[str] | None = frozenset()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
-        # Tokens of a step that may come on top of the first one: a cap must be looked at this much earlier.
+        # Tokens that a request may generate beyond the next one before its cap is checked again, so caps are checked
+        # this much earlier.
         self.lookahead = 0
-        # The requests of the last step that was no part of a run: a run begins when two such steps have the same
+        # Request ids of the newest step outside of a run; a run begins once two such steps in a row have the same
         # requests.
         self._last_ids: list[str] = []
         self._free: list[int] = []
@@ -51,9 +52,10 @@ class Tracker:
         return self.enter(info, begin(self.markers, prompt, self.supports_think_disable), step, ref)
 
     def enter(self, info: RequestInfo, state: PhaseState, step: int, ref: Any, preempted: bool = False) -> LiveRequest:
-        """Start tracking a request in the state it is in."""
+        """Start tracking a request in a given state."""
         slot = heapq.heappop(self._free) if self._free else self._take_slot()
-        # Under asynchronous scheduling the engine's step alone does not tell this record from the one before.
+        # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
+        # previous one.
         step = max(step, self._last_step + 1)
         live = LiveRequest(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
         if preempted:
@@ -66,7 +68,7 @@ class Tracker:
         return live
 
     def reread(self, live: LiveRequest, state: PhaseState) -> None:
-        """Go on with a tracked request in another state: its tokens have been read with other markers."""
+        """Replace the state of a tracked request, because its tokens have been read with other markers."""
         self.run.end()
         self._count(live.own_state.phase, -1)
         live.reread(state, self.default_cap, self._last_step + 1)
@@ -75,13 +77,13 @@ class Tracker:
         self.watch_limit(live)
 
     def preempt(self, live: LiveRequest) -> None:
-        """A request has gone back to the queue."""
+        """Note that a request was preempted and is back in the queue."""
         live.mark_preempted()
         self.preempted[live] = None
         self.record.preempted.append(live.slot)
 
     def resume(self, live: LiveRequest) -> None:
-        """A preempted request generates again."""
+        """Note that a preempted request generates tokens again."""
         live.mark_resumed()
         self.preempted.pop(live, None)
         self.record.resumed.append(live.slot)
@@ -92,7 +94,7 @@ class Tracker:
 
     @property
     def answering_ids(self) -> frozenset[str]:
-        """Requests that answer; the same object until one begins or ends."""
+        """Ids of the requests that answer; the same object until a request begins or ends its answer."""
         if self._answering_ids is None:
             answering = (r for r, live in self.by_id.items() if live.own_state.phase is Phase.OUTPUT)
             self._answering_ids = frozenset(answering)
@@ -106,7 +108,7 @@ class Tracker:
             self.answering += by
 
     def watch_limit(self, live: LiveRequest) -> None:
-        """Put a thinking request among those looked at before the mask is built once its cap is near."""
+        """Add a thinking request to `due` if it is near its cap or being ended, and remove it otherwise."""
         self.run.end()
         limit = live.limit
         live.watch_from = NEVER if limit is None else limit - self.lookahead
@@ -125,10 +127,10 @@ class Tracker:
         self.run.boundaries = flags
 
     def note(self, request_ids: list[str], sampled: Sequence[Sequence[int]]) -> bool:
-        """Account a step as a whole; False, and nothing accounted, if it takes a look at each of its requests.
+        """Count a step as a part of a run; return False, and count nothing, if each of its requests must be looked at.
 
-        request_ids: of the runner's rows. sampled: the tokens of each. To be asked only when no request of the step has
-        ended in it.
+        request_ids: ids in the order of the runner's rows. sampled: the new tokens of each request. Called only if no
+        request ended in the step.
         """
         run, record, markers = self.run, self.record, self.markers
         if not request_ids or run.request_ids != request_ids or self.due or self.preempted or markers.longest > 1:
@@ -144,9 +146,10 @@ class Tracker:
         return True
 
     def noted_singly(self, request_ids: list[str]) -> None:
-        """The step's requests have been accounted one by one: the next steps may be a run."""
+        """Note that the step's requests were handled one by one; begin a run if the previous step had the same
+        requests."""
         if request_ids != self._last_ids:
-            # The runner's own list may be changed by it.
+            # This is a copy, because the runner may change its own list.
             self._last_ids = list(request_ids)
         elif self.markers.longest == 1 and not (self.due or self.preempted):
             tracked = [live for request_id in request_ids if (live := self.by_id.get(request_id))]
@@ -154,7 +157,7 @@ class Tracker:
                 self.run.begin(self._last_ids, tracked)
 
     def feed(self, live: LiveRequest, tokens: Sequence[int], first_row: int) -> bool:
-        """Account a step's new tokens; returns whether thinking ended in them."""
+        """Count a request's new tokens; return whether thinking ended in them."""
         self.run.end()
         if len(tokens) == 1 and live.ending is None and self.markers.is_text(tokens[0], live.state.phase):
             return self._feed_text(live, tokens[0], first_row)
@@ -166,7 +169,7 @@ class Tracker:
                 flags |= live.ending.advance()
             here = self.boundaries[token] if phase is Phase.THINK and token < len(self.boundaries) else 0
             if here or flags:
-                # Nothing before a marker is looked back at.
+                # A sentence end before a marker no longer counts.
                 live.passed = (0, 0) if flags else (state.think_tokens, here)
             live.own_boundary = here
             record.add_row(live.slot, phase, flags | here, first_row + offset)
@@ -181,7 +184,8 @@ class Tracker:
         return ended
 
     def _feed_text(self, live: LiveRequest, token: int, row: int) -> bool:
-        """The common case, one token of text in a phase that goes on; the same as `feed` without its cost."""
+        """Count one token of text that does not change the phase; this common case gives the same result as `feed` at a
+        lower cost."""
         state = live.state
         state.text_run += 1
         if state.phase is Phase.THINK:
@@ -196,7 +200,7 @@ class Tracker:
         return False
 
     def close(self, live: LiveRequest, reason: int) -> None:
-        """Forget a request; its slot is free again once the record that says so is taken."""
+        """Forget a request; its slot becomes free once the record that reports its end is taken."""
         self.run.end()
         self._last_ids = []
         del self.by_id[live.info.request_id]
@@ -207,9 +211,9 @@ class Tracker:
         self.record.closed.append((live.slot, reason))
 
     def take_record(self) -> StepRecord:
-        """The finished record, its step above that of the one before; a new one is begun.
+        """Return the finished record, with a step number above the previous record's, and begin a new record.
 
-        A slot closed in a record is never opened in the same one: its columns would not say which came first.
+        A slot is never closed and opened in the same record, because the record's columns do not say which came first.
         """
         record, self.record = self.record, StepRecord()
         record.step = self._last_step = max(record.step, self._last_step + 1)
