@@ -82,9 +82,9 @@ class Markers:
     closing: text that a forced end writes before the marker, so that the model reads why it stops.
     answer_prefix: text that a probe appends after the marker.
     own_ends: (start, end) pairs for starts that only one of the ends closes.
-    unknown: why no marker of this engine is known; empty where they are.
-    Raises ValueError when a sequence is empty, the same sequence opens and closes, the closing text holds one, or
-    `own_ends` names one that is in neither `starts` nor `ends`.
+    unknown: why the markers of this engine are not known; empty if they are known.
+    Raises ValueError if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
+    marker, or if `own_ends` names a sequence that is in neither `starts` nor `ends`.
     """
 
     starts: tuple[tuple[int, ...], ...]

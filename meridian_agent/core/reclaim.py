@@ -1,5 +1,5 @@
 """Defines eviction tiers, and finds the KV blocks of a finished request that cannot be hit again. Pure arithmetic over
-block ids; engine-core thread."""
+block ids; runs on the engine-core thread."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Tracker:
         """Note that the step's requests were handled one by one; begin a run if the previous step had the same
         requests."""
         if request_ids != self._last_ids:
-            # This is a copy, because the runner may change its own list.
+            # The ids are copied, because the runner may change its own list.
             self._last_ids = list(request_ids)
         elif self.markers.longest == 1 and not (self.due or self.preempted):
             tracked = [live for request_id in request_ids if (live := self.by_id.get(request_id))]

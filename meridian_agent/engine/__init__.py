@@ -1,1 +1,2 @@
-"""The engine-core role: what happens at each hook of vLLM's scheduler. Asks vLLM through `vllm_adapter` only."""
+"""Runs the agent in the engine core: does the agent's work at each hook of vLLM's scheduler. Calls vLLM through
+`vllm_adapter` only."""

@@ -1,6 +1,7 @@
 """Tells the control plane that an engine runs without the agent, and why.
 
-The stream carries that one fact: nothing is honoured and nothing reported. Engine core only; never raises.
+The stream carries only this fact: the engine obeys no settings and reports no steps. Runs in the engine core only;
+never raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger("vllm.meridian")
 
 
 def say_absent(reason: str, connect: Callable[..., Link] = Link) -> None:
-    """Keep a stream open whose Hello has this fault, for as long as the engine runs."""
+    """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault."""
     logger.error("meridian: no agent in this engine, vLLM runs as stock; %s", reason)
     try:
         identity = identity_of_engine()

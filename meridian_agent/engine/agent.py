@@ -1,8 +1,8 @@
-"""The engine-core role: what happens at each hook of the scheduler, and in which order.
+"""Does the agent's work at each hook of the scheduler, in a fixed order.
 
-Glue between vLLM's scheduler (passed in, never imported) and the parts that each hold one thing: tracker, directives,
-queues, probing, masks, blocks, accounts. Every method here runs on the engine-core thread and under the guard; none
-waits, none does I/O.
+Connects vLLM's scheduler (passed in, never imported) with the parts that each own one thing, such as the tracker, the
+queue order and the token masks. Every method runs on the engine-core thread and under the guard; no method waits or
+does I/O.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Between updates further apart than this the engine was idle.
+# The engine counts as idle between two updates that are further apart than this many seconds.
 MAX_STEP_S = 1.0
-# Between two reports of steps in which nothing was computed, while nothing else changes.
+# Seconds between two reports of steps that computed nothing, while nothing else changes.
 EMPTY_REPORT_S = 0.1
 
 
 class Agent:
-    """One engine's agent; it belongs to the engine-core thread."""
+    """The agent of one engine; only the engine-core thread uses it."""
 
     def __init__(self, scheduler: Any, markers: Markers, link: Link, facts: EngineFacts) -> None:
         self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
@@ -56,7 +56,8 @@ class Agent:
         self.block_size = scheduler.block_size
         self.tracker = tracker = Tracker(markers)
         tracker.boundaries = facts.boundaries
-        # Tokens of a step on top of its first; under asynchronous scheduling, those of the step before it, too.
+        # A step may bring draft tokens beyond its first token; under asynchronous scheduling the previous step counts
+        # too.
         drafts = scheduler.num_spec_tokens
         tracker.lookahead = drafts + (1 + drafts if self.is_async else 0)
         self.directives = directives = Directives(tracker)
@@ -67,31 +68,31 @@ class Agent:
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
-        # Cap of new requests; what is out of force, as parts of directives; whether all of it is.
+        # Cap of new requests; parts of the directives whose lease has run out; whether the engine is frozen.
         self.default_cap: int | None = None
         self._lapsed = 0
         self.frozen = False
-        # The settings that are obeyed, as the link holds them.
+        # The settings and markers that this agent obeys, as the lease held them.
         self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
         self.preempted_think = self.output_critical = 0
-        # Seconds spent in these methods, and in stock schedule plus update_from_output.
+        # Seconds spent in the agent's hooks, and in vLLM's own schedule and update_from_output.
         self.agent_seconds = self.scheduler_seconds = 0.0
         self._began = 0.0
-        # Requests that were there before this agent, and new ones whose prompts take long to read.
+        # Requests from before this agent, and new requests whose prompts take several steps to read.
         self._adoption: CatchUp | None = None
-        # Why the worker measures nothing, once it said so.
+        # The worker's reason for measuring nothing; empty while it measures.
         self.no_entropy = ""
-        # The backend on the worker, and why it is not the CUDA kernel: the expected one, until the worker says so.
+        # The worker's entropy backend, at first the expected one, and why it is not the CUDA kernel.
         self.backend = facts.expected_backend
-        # Prompt tokens of the steps under way, oldest first; when the newest step was accounted.
+        # Prompt tokens of scheduled steps without output so far, oldest first; and the time of the newest update.
         self._prefills: deque[int] = deque(maxlen=8)
         self._updated = 0.0
-        # When the newest record was sent, and what it said of the engine as a whole.
+        # Time at which the newest record was sent, and its values for the engine as a whole.
         self._sent = -math.inf
         self._said: tuple[Any, ...] = ()
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
-        """Obey settings from now on."""
+        """Obey these settings from now on."""
         was_known, self.tracker.markers = self.tracker.markers.known, markers
         self.tracker.supports_think_disable = settings.supports_think_disable
         has_cap = settings.HasField("max_think_tokens")
@@ -102,7 +103,8 @@ class Agent:
             self._read_anew()
 
     def _read_anew(self) -> None:
-        """Read the live requests again, over the coming steps: markers are known now, or are known no longer."""
+        """Read the live requests again, over the coming steps, because the markers have become known or are no longer
+        known."""
         if not self.tracker.markers.known:
             self.directives.lose_markers()
             for live in self.tracker.by_id.values():
@@ -114,11 +116,11 @@ class Agent:
         self.link.outbox.resync()
 
     def take_arrived(self, scheduler: Any) -> None:
-        """Put in force what the link brought, drop what holds no longer, then say so."""
+        """Put arrived settings and freezes in force and confirm them; drop decisions whose lease has run out."""
         if (held := self.lease.held) is not None and held is not self._obeyed:
-            # Said for an idle engine, before whatever has arrived since then.
+            # Settings that were confirmed while the engine was idle come before settings that have arrived since.
             self.put_in_force(*held)
-        # Not what is held by the end of this: the link's thread may hold newer ones meanwhile.
+        # The lease is not read again, because the link's thread may put newer settings into it meanwhile.
         self._obeyed = held
         taken = self.mailbox.take() if self.mailbox.arrived else ()
         for one in taken:
@@ -126,7 +128,8 @@ class Agent:
                 self.put_in_force(one.settings, one.markers)
         lapsed, frozen = self.link.lapsed(), self.lease.frozen()
         if not (frozen or self.frozen) and any(one.status.freeze_status.frozen for one in taken):
-            # Over before a step saw it: for the control plane all that was decided is void until it is told anew.
+            # A freeze began and ended between two steps. The control plane has discarded its decisions, so the agent
+            # does too.
             self._suspend(scheduler, lapsed, True)
         if taken or lapsed != self._lapsed or frozen != self.frozen:
             self._suspend(scheduler, lapsed, frozen)
@@ -136,10 +139,10 @@ class Agent:
                 self._obeyed = self.lease.held
 
     def _suspend(self, scheduler: Any, lapsed: int, frozen: bool) -> None:
-        """Drop what a freeze or a lease that is over puts out of force.
+        """Drop the decisions that a freeze or the end of a lease puts out of force.
 
-        A freeze puts out everything, a request's own cap included: it is there to rule out that anything of ours has a
-        part in what is seen.
+        A freeze puts everything out of force, also a request's own cap, so that the agent can have no part in a
+        problem.
         """
         if ended := lapsed & ~self._lapsed:
             self.directives.drop(ended)
@@ -160,13 +163,13 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_OPENED)
     def opened(self, scheduler: Any, request: Any) -> None:
-        """A request was added to the engine. Nothing is tracked that does not generate text."""
+        """Track a request that was added to the engine, if it generates text."""
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
         info = request_info.info_of(request, self.facts.model)
         if self.lease.idle:
-            # No step is under way: what has arrived holds for its first request already.
+            # No step is under way, so settings that have arrived apply to this request already.
             self.mailbox.begin()
             self.take_arrived(scheduler)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
@@ -177,7 +180,7 @@ class Agent:
         self._adoption.add(request)
 
     def adopt(self, requests: Iterable[Any], steps_under_way: int) -> None:
-        """Take up the requests of an engine that runs already, over the coming steps."""
+        """Begin to track the requests of an engine that is already running, over the coming steps."""
         self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
         self._prefills.extend([0] * steps_under_way)
 
@@ -195,14 +198,14 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any]) -> None:
-        """Requests were ended from outside (client gone)."""
+        """Forget requests that were ended from outside, such as after a client's disconnect."""
         for request in requests:
             if live := self.tracker.by_id.get(getattr(request, "request_id", request)):
                 self.accounts.close(live, FINISH_REASON["abort"])
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Any) -> None:
-        """A request is about to go back to the queue."""
+        """Give a request its own priority back, because it is about to be preempted."""
         self.queues.preempting(request)
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
@@ -221,7 +224,7 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_FREEING)
     def freeing(self, scheduler: Any, request: Any) -> None:
-        """A request's blocks are about to go back to the pool."""
+        """Unhash or note the KV blocks of a request before they go back to the pool."""
         if request.request_id in self.probing.placed:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
         elif (live := self.tracker.by_id.get(request.request_id)) is not None:
@@ -230,10 +233,7 @@ class Agent:
     # ------------------------------------------------------------------------------------------------------ each step
 
     def before_schedule(self, scheduler: Any) -> list[Limit]:
-        """Take in decisions, order the queues, leave sequences out, place probes.
-
-        Returns the scheduler's own limits that are to be lower in this step.
-        """
+        """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         self._began = time.perf_counter()
         self.take_arrived(scheduler)
         self._take_inbox()
@@ -255,14 +255,14 @@ class Agent:
         return self.queues.limits(scheduler, plan, hold, reserved, placed)
 
     def _take_inbox(self, limit: float = STEP_DECISIONS) -> None:
-        """Take in what was decided, up to the message in which so many decisions are reached."""
+        """Apply the decisions in the inbox, up to the message with which at least `limit` decisions are reached."""
         inbox, taken = self.link.inbox, 0
-        # A decision from before the lease was over is not taken in any more; the mark of a new stream is.
+        # After the end of a lease decisions stay in the inbox; only the mark of a new stream is taken out.
         while inbox.messages and taken < limit and (not self._lapsed or inbox.new_stream_waits()):
             try:
                 message, size = inbox.take()
             except IndexError:
-                # A new stream has cleared it this moment.
+                # The link's thread has just cleared the inbox for a new stream.
                 return
             taken += size
             if message is None:
@@ -279,14 +279,16 @@ class Agent:
         self._take_inbox(math.inf)
 
     def after_schedule(self, scheduler: Any, output: Any) -> None:
-        """Tell the workers what to measure, and under asynchronous scheduling settle tokens before a force."""
+        """Tell the workers what to measure; under asynchronous scheduling, let vLLM wait for tokens that a forced end
+        depends on."""
         if self.observe_entropy and output.num_scheduled_tokens and self.tracker.markers.known:
             setattr(output, REQUEST, self._asking.request(self.tracker.markers.end[0], self.tracker.answering_ids))
         scheduled, drafted = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        # Tokens beyond one per sequence and its drafts are prompt. A diffusion model's step is drafts alone.
+        # Tokens beyond one per sequence and its drafts are prompt tokens. A diffusion model's step has draft tokens
+        # only.
         prefill = output.total_num_scheduled_tokens - len(scheduled)
         self._prefills.append(prefill - sum(min(len(d), scheduled[r] - 1) for r, d in drafted.items()))
-        # vLLM waits for the step before this one, and breaks where there is none.
+        # With this flag vLLM waits for the previous step, and fails if there is none.
         due = self.tracker.due
         if due and not (self.frozen or self._settled()) and self.masks.waits_for_tokens(scheduled):
             output.pending_structured_output_tokens = True
@@ -294,14 +296,14 @@ class Agent:
             self.probing.scheduled(scheduler, scheduled)
 
     def _settled(self) -> bool:
-        """Whether all tokens before the step that was scheduled last are accounted."""
+        """Return whether the output of all steps before the one that was scheduled last has been processed."""
         return not self.is_async or len(self._prefills) <= 1
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def bitmask(self, scheduler: Any, output: Any, base: Any) -> Any:
-        """The step's token masks, with the ends of thinking that are forced in it.
+        """Return the step's token masks, with the forced ends of this step.
 
-        output: the SchedulerOutput of the step. base: what vLLM itself masks, or None.
+        output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
         self.link.outbox.wake()
         self._take_inbox()
@@ -313,7 +315,7 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(self, scheduler: Any, runner_output: Any, outputs: dict[int, Any]) -> None:
-        """Account the step's tokens, settle decisions, send the record."""
+        """Process the step's tokens, report outcomes and queue the step's record."""
         told = getattr(runner_output, RESULT, None)
         if isinstance(told, str):
             self._hear_worker(told)
@@ -341,8 +343,9 @@ class Agent:
             self.link.outbox.wake()
 
     def _says_nothing(self, record: StepRecord, is_live: bool) -> bool:
-        """Whether the record of a step in which nothing was computed need not be sent. vLLM makes some hundred of them
-        a second while finished requests' KV waits to be read by another engine, or KV to arrive from one."""
+        """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
+        steps a second while another engine is to read the KV of finished requests, or while KV is to arrive from
+        another engine."""
         said = (record.state, record.kv_used, record.running, record.waiting)
         now = time.monotonic()
         known = said == self._said and record.is_empty and self.link.outbox.follows
@@ -352,27 +355,27 @@ class Agent:
         return False
 
     def _hear_worker(self, reason: str) -> None:
-        """The worker says why it measures nothing, or that it can again: the next Hello promises what it can."""
+        """Note why the worker cannot measure, empty if it can; if that has changed, begin a stream with a new Hello."""
         if bool(reason) == bool(self.no_entropy):
             return
         self.no_entropy = reason
         if reason:
-            logger.warning("meridian: no entropy from this engine: %s", reason)
+            logger.warning("meridian: this engine measures no entropy: %s", reason)
             self.facts.on_fault(cause_name(agent_pb2.FAULT_CAUSE_OBSERVER), reason)
         else:
-            logger.info("meridian: entropy from this engine again")
+            logger.info("meridian: this engine measures entropy again")
         self.link.restart()
 
     def _hear_backend(self, backend: tuple[str, str]) -> None:
-        """The worker says what measures there: the next Hello tells it, at once where the last one had it wrong."""
+        """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
         known, self.backend = self.backend, backend
         if backend[0] != known[0]:
             logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
             self.link.restart()
 
     def _step_time_ms(self) -> float:
-        """Time since the step's schedule began; under asynchronous scheduling, where the next step's began before this
-        one's update, time since the last update."""
+        """Return the milliseconds since the step's schedule began; under asynchronous scheduling since the last update,
+        because the next step is scheduled before this update."""
         now = time.perf_counter()
         began = self._began
         if self.is_async and now - self._updated < MAX_STEP_S:

@@ -17,10 +17,10 @@ class EngineFacts:
     """The facts of one engine.
 
     boundaries: sentence and paragraph flags by token id. shares_blocks: probes may begin on a block that is partly
-    filled. tool_call: the token that begins a tool call, where the chat template keeps thinking until the tool has
-    answered. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend: what should
-    measure entropy on the workers, and why the CUDA kernel does not. no_probes: why the agent refuses probes; empty
-    where it accepts them.
+    filled. tool_call: the token that begins a tool call, if the chat template keeps thinking until the tool has
+    answered; None otherwise. on_fault: takes the cause and the text of a fault outside of the hooks. expected_backend:
+    the expected entropy backend of the workers, and why it is not the CUDA kernel. no_probes: why the agent refuses
+    probes; empty if it accepts them.
     """
 
     model: str
@@ -33,9 +33,10 @@ class EngineFacts:
 
 
 def capabilities(scheduler: Any, strips_think: bool, entropy: bool, no_probes: str) -> agent_pb2.Capabilities:
-    """The capabilities of this engine.
+    """Return the capabilities of this engine.
 
-    entropy: whether its worker measures any. no_probes: why probes cannot be hidden from its KV connector.
+    entropy: whether the worker measures entropy. no_probes: why probes cannot be hidden from the KV connector; empty if
+    they can.
     """
     caching = bool(scheduler.kv_cache_manager.enable_caching)
     one_group = len(scheduler.kv_cache_config.kv_cache_groups) == 1

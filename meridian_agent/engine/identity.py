@@ -16,13 +16,13 @@ def targets() -> list[str]:
 
 
 def rank_of(parallel_config: Any) -> int:
-    """The engine's number among engines that were started as one; of a dense model's, vLLM has that as an index
-    only."""
+    """Return the engine's number among the data-parallel engines; for a dense model vLLM sets the index only, not the
+    rank."""
     return int(getattr(parallel_config, "data_parallel_index", 0) or getattr(parallel_config, "data_parallel_rank", 0))
 
 
 def identity_of_engine(data_parallel_rank: int = 0) -> dict[str, Any]:
-    """Fields of Hello that say which engine this is; every start is another incarnation."""
+    """Return the fields of Hello that identify this engine; every start of the engine is a new incarnation."""
     name = os.environ.get("MERIDIAN_ENGINE_ID", platform.node())
     pairs = (p.partition("=") for p in os.environ.get("MERIDIAN_LABELS", "").split(",") if "=" in p)
     return {

@@ -1,7 +1,7 @@
-"""KV blocks of requests that end or are preempted: what is reused first, and what last.
+"""Decides in which order vLLM reuses the KV blocks of requests that end or are preempted.
 
-Owns tiers' effect on vLLM's block pool, and the count of blocks reclaimed. Which blocks no later prompt can hit is
-`reclaim`'s arithmetic. Engine-core thread, as vLLM frees or preempts.
+The module applies eviction tiers to vLLM's block pool and counts reclaimed blocks; `reclaim` computes which blocks no
+later prompt can hit. Runs on the engine-core thread, while vLLM frees or preempts a request.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
 
 
-# Output tokens up to which the freed blocks of a request are looked through; more would hold up the step.
+# The agent searches the freed blocks of a request with at most this many output tokens, because a longer search would
+# delay the step.
 LONGEST_TOKENS = 65_536
 
 
 class KvBlocks:
-    """One engine's blocks. tool_call: token that begins a tool call, where the next turn repeats its thinking."""
+    """The KV blocks of one engine. tool_call: token that begins a tool call, if the turn after a tool call repeats the
+    thinking; None otherwise."""
 
     def __init__(self, directives: Directives, tool_call: int | None) -> None:
         self._directives, self._tool_call = directives, tool_call
         self.reclaimed = 0
 
     def learn(self, tool_call: int | None) -> None:
-        """The template has been read again, with markers that were not known before."""
+        """Replace the tool-call token, because the chat template was read again with markers that were not known
+        before."""
         self._tool_call = tool_call
 
     def freeing(self, scheduler: Any, request: Any, live: LiveRequest) -> None:
-        """A request's blocks are about to go back to the pool: unhash those that no later prompt can hit."""
+        """Unhash the blocks of a finished request that no later prompt can hit, if its tier says so; note the blocks of
+        a preempted answer."""
         if not request.is_finished():
             if live.state.phase is Phase.OUTPUT:
                 _remember(scheduler, request, live)
@@ -62,7 +66,8 @@ class KvBlocks:
         return Outcome.APPLIED, f"{count} blocks"
 
     def evict(self, scheduler: Any, request: Any, reachable_tokens: int) -> int:
-        """Unhash the blocks past so many tokens that nobody shares, of each KV cache group; returns how many."""
+        """Unhash, in each KV cache group, the request's unshared blocks after this many tokens; return the number of
+        blocks."""
         manager = scheduler.kv_cache_manager
         pool = manager.block_pool.blocks
         blocks = set[int]()
@@ -75,7 +80,8 @@ class KvBlocks:
 
 
 def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None:
-    """Thinking's blocks went behind those of preempted answers in the order of reuse: put these last again."""
+    """Put the blocks of preempted answers last in the order of reuse again, because the blocks of a preempted thinking
+    request have just gone behind them."""
     pool = scheduler.kv_cache_manager.block_pool
     for live in preempted:
         kept = [block for block, known in live.kept if block.block_hash == known and block.ref_cnt == 0]
@@ -83,16 +89,18 @@ def reuse_answers_last(scheduler: Any, preempted: Iterable[LiveRequest]) -> None
 
 
 def _free_anew(pool: Any, blocks: list[Any]) -> None:
-    """Put free blocks last in the order of reuse, the first of them last of all.
+    """Put free blocks last in the order of reuse, with the first of these blocks at the very end.
 
-    An exception between the two calls would leave blocks that are nobody's and never free again. One that is raised as
-    a line begins cannot come there: they are one expression, and `touch` returns None.
+    An exception between the two calls would leave blocks that no request owns and that are never free again. The two
+    calls are one expression, so that an exception raised at the beginning of a line cannot come between them; `touch`
+    returns None.
     """
     pool.touch(blocks) or pool.free_blocks(blocks[::-1])
 
 
 def _remember(scheduler: Any, request: Any, live: LiveRequest) -> None:
-    """The blocks that a preempted answer leaves behind, to find them again as long as they are its own."""
+    """Note the blocks of a preempted answer with their hashes; a block belongs to the answer for as long as its hash is
+    the same."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     blocks = groups[0] if len(groups) == 1 else ()
     live.remember_blocks([(block, block.block_hash) for block in blocks if block.block_hash is not None])

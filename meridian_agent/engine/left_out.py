@@ -1,4 +1,5 @@
-"""Chooses the running requests that a step leaves out, and tells vLLM. Knows no vLLM type; engine-core thread."""
+"""Chooses the running requests that a step leaves out, and tells vLLM. Knows no vLLM type; runs on the engine-core
+thread."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def left_out(sequences: list[LiveRequest], per_step: int | None, max_skip_steps: int) -> list[LiveRequest]:
-    """The sequences of one phase to leave out of the coming step.
+    """Return the sequences of one phase to leave out of the coming step.
 
-    At most `per_step` join, those first that have waited longest; one that has been left out `max_skip_steps` times in
-    a row joins whatever the limit says, so none starves.
+    At most `per_step` sequences join, the longest-waiting first. A sequence that was left out `max_skip_steps` times in
+    a row joins in spite of the limit, so no sequence starves.
     """
     if per_step is None or len(sequences) <= per_step:
         return []
@@ -21,5 +22,5 @@ def left_out(sequences: list[LiveRequest], per_step: int | None, max_skip_steps:
 
 
 def skip_step(scheduler: Any, live: LiveRequest) -> None:
-    """Leave a running request out of the coming step; what vLLM itself put off longer stays so."""
+    """Leave a running request out of the coming step; a longer delay that vLLM itself has set stays."""
     live.ref.next_decode_eligible_step = max(live.ref.next_decode_eligible_step, scheduler.current_step + 2)

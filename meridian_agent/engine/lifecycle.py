@@ -1,7 +1,8 @@
-"""One engine's agents, one after the other: the first is built at start, another when a fault has been rested from.
+"""Builds the agents of one engine, one after another: the first at the engine's start, a new one after each rest from a
+fault.
 
-What they share is here: the link, who the engine is, what was read of its tokenizer and template. Engine-core thread,
-but for `hello` and `prepare`, which the link calls on its own.
+The module owns what these agents share: the link, the engine's identity, and the facts from its tokenizer and chat
+template. Runs on the engine-core thread, except `hello` and `prepare`, which the link calls on its own threads.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class Lifecycle:
 
     def __init__(self, scheduler: Any, guard: Guard) -> None:
         self._scheduler, self._guard = scheduler, guard
-        # The newest, also while it is off; None where none could be built.
+        # The newest agent, also while it is off; None if no agent could be built.
         self.agent: Agent | None = None
         model = scheduler.vllm_config.model_config.served_model_name
         self._model = str(model[0] if isinstance(model, (list, tuple)) else model)
         self._identity = identity_of_engine(rank_of(scheduler.vllm_config.parallel_config))
         self._state = StateFile(state_folder(), self._identity["engine_id"], self._model)
         self._template = tokenizer.Template()
-        # The newest Hello's words about the markers.
+        # Why the markers are not known, as the newest Hello says; empty if they are known.
         self._told_unknown = ""
-        # Why no probe can be hidden from the KV connector.
+        # Why probes cannot be hidden from the KV connector; empty if they can.
         self._no_probes = ""
         self.link = Link(
             targets(),
@@ -60,7 +61,8 @@ class Lifecycle:
         )
 
     def start(self) -> Agent:
-        """The first agent. It begins with the settings of the last start, until a control plane says otherwise."""
+        """Build and return the first agent, which begins with the settings that are kept on disk, until a control plane
+        sends others."""
         config = self._scheduler.vllm_config
         self._markers = reasoning_markers.resolve(config, agent_pb2.Settings())
         self._template = tokenizer.template_of(tokenizer.tokenizer_of(config), self._markers)
@@ -97,7 +99,7 @@ class Lifecycle:
             check(settings)
             found = self.prepare(settings)
         except ValueError as error:
-            logger.warning("meridian: %s is ignored: %s", self._state.path, error)
+            logger.warning("meridian: the settings in %s are ignored: %s", self._state.path, error)
             return
         agent.put_in_force(settings, found)
         self.link.lease.hold(settings, found)
@@ -105,9 +107,10 @@ class Lifecycle:
 
     @hook(agent_pb2.FAULT_CAUSE_AGAIN)
     def again(self, steps_under_way: int) -> Agent:
-        """Another agent, with the settings that were in force last; it takes up the engine's requests bit by bit.
+        """Build and return another agent, with the settings that were in force last; it begins to track the engine's
+        requests over the coming steps.
 
-        Nothing here reads a tokenizer or a file: that was done at the start.
+        No tokenizer and no file is read here, because the engine is serving requests; both were read at the start.
         """
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         if self.link.lease.held is not None:
@@ -118,7 +121,7 @@ class Lifecycle:
             agent.backend = self.agent.backend
         self.link.come_back()
         self.agent = agent
-        logger.warning("meridian: agent on again; the fault was: %s", self._guard.last_fault)
+        logger.warning("meridian: the agent is on again; the last fault was: %s", self._guard.last_fault)
         return agent
 
     def _shared_with(self, request_id: str) -> tuple[str, int] | None:
@@ -129,15 +132,14 @@ class Lifecycle:
         return self.agent.no_entropy if self.agent is not None else "the agent could not be built"
 
     def _backend(self) -> tuple[str, str]:
-        """The backend that measures entropy on this engine, as `expected_backend` has it, and why it is nothing
-        faster."""
+        """Return the entropy backend of this engine (cpu, cuda, torch or none), and why it is not a faster one."""
         if self.agent is None or self._no_entropy:
             return "none", self._no_entropy
         return self.agent.backend
 
     def _took(self, settings: agent_pb2.Settings) -> None:
-        """Settings have come into force. Where the markers have come to be known, or are known no longer, a new Hello
-        says so. On either thread."""
+        """Keep settings that have come into force; if the markers have become known or are no longer known, begin a new
+        stream whose Hello says so. Called on both threads."""
         self._state.keep(settings)
         if self.unknown_markers != self._told_unknown:
             self._told_unknown = self.unknown_markers
@@ -146,21 +148,21 @@ class Lifecycle:
 
     @property
     def unknown_markers(self) -> str:
-        """Why nothing counts as thinking on this engine; empty where its markers are known."""
+        """Why no token counts as thinking on this engine; empty if its markers are known."""
         held = self.link.lease.held
         return str((held[1] if held is not None else self._markers).unknown)
 
     def _log_markers(self) -> None:
         if self.unknown_markers:
-            logger.warning("meridian: nothing counts as thinking, the markers are not known: %s", self.unknown_markers)
+            logger.warning("meridian: no token counts as thinking, the markers are not known: %s", self.unknown_markers)
         else:
             logger.info("meridian: the thinking markers are known")
 
     # ------------------------------------------------------------------------------------------- on the link's thread
 
     def hello(self) -> agent_pb2.Hello:
-        """The first message of a stream. An idle engine whose rest is over counts as on: it comes back with whatever it
-        does next."""
+        """Return the first message of a stream. An agent whose rest is over counts as on, because it comes back at the
+        engine's next step."""
         config, lease, guard = self._scheduler.vllm_config, self.link.lease, self._guard
         self._told_unknown = self.unknown_markers
         rest_s = guard.rest_s()
@@ -189,8 +191,8 @@ class Lifecycle:
         return hello
 
     def prepare(self, settings: agent_pb2.Settings) -> Markers:
-        """The thinking markers that settings come to, known or not. Raises ValueError for settings that name what this
-        engine cannot have."""
+        """Return the thinking markers under these settings, known or not. Raises ValueError if this engine cannot obey
+        the settings."""
         if self._guard.rest_s():
             raise ValueError(f"the agent is off: {self._guard.fault}")
         found = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
@@ -199,7 +201,7 @@ class Lifecycle:
         return found
 
     def _read_template(self, found: Markers) -> None:
-        """Finds out what the template does with thinking, once the markers of thinking are known."""
+        """Find out what the chat template does with thinking, once the thinking markers are known."""
         self._template = tokenizer.template_of(tokenizer.tokenizer_of(self._scheduler.vllm_config), found)
         if self.agent is not None:
             self._facts = replace(self._facts, tool_call=self._template.tool_call)

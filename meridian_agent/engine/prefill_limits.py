@@ -1,8 +1,10 @@
-"""Prompts that are computed in pieces, and how much of a step each may take so that EAT probes find room in it.
+"""Limits how many tokens of a step each prompt that is computed in pieces may take, so that EAT probes find room in the
+step.
 
-vLLM gives a step's tokens to what runs before it admits anything, and such a prompt takes all that is left. For a step
-with probes its pieces are limited by vLLM's own threshold for long prompts, so that the step has as many tokens as ever
-and a prompt comes late by those of the probes. Keeps nothing; engine-core thread, before vLLM schedules.
+vLLM gives a step's tokens to running requests before it admits others, and a prompt in pieces takes all tokens that are
+left. In a step with probes the agent limits the pieces by vLLM's own threshold for long prompts. So the step has as
+many tokens as ever, and the prompts lose only the tokens that the probes take. Keeps no state; runs on the engine-core
+thread, before vLLM schedules.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from meridian_agent.vllm_adapter import scheduler_api
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# The result of `scheduler_api.wanted_tokens`: tokens of the others, and of each piece.
+# The result of `scheduler_api.wanted_tokens`: tokens of all requests but the prompts in pieces, and tokens of each
+# piece.
 Wanted: TypeAlias = tuple[int, list[int]]
 
 
 def piece_limit(pieces: Sequence[int], spare: int) -> int | None:
-    """The most that each piece may have for all of them to take `spare` tokens; None where they take no more.
+    """Return the largest number of tokens for each piece with which all pieces together take `spare` tokens; None if
+    they take no more than that anyway.
 
-    pieces: tokens that each would take by itself.
+    pieces: tokens that each piece would take without a limit.
     """
     if sum(pieces) <= spare:
         return None
@@ -34,8 +38,8 @@ def piece_limit(pieces: Sequence[int], spare: int) -> int | None:
 
 
 def leave_room(scheduler: Any, wanted: Wanted, probes: Sequence[int], may_cut: bool) -> bool:
-    """Whether probes of so many tokens each find room in the coming step, from prompts in pieces if need be. may_cut:
-    prompts may be cut anywhere."""
+    """Return whether probes of these sizes find room in the coming step, with smaller pieces of prompts if needed.
+    may_cut: prompts may be cut anywhere."""
     budget, (others, pieces) = int(scheduler.max_num_scheduled_tokens), wanted
     if not pieces:
         return others + sum(probes) <= budget
@@ -46,7 +50,8 @@ def leave_room(scheduler: Any, wanted: Wanted, probes: Sequence[int], may_cut: b
 
 
 def limit_for(scheduler: Any, wanted: Wanted, budget: int, probes: Sequence[int]) -> int | None:
-    """Tokens that each prompt in pieces may take of a step of `budget` tokens; None for what vLLM gives it."""
+    """Return the tokens that each prompt in pieces may take of a step of `budget` tokens; None if no limit is
+    needed."""
     others, pieces = wanted
     if not pieces:
         return None
@@ -55,5 +60,6 @@ def limit_for(scheduler: Any, wanted: Wanted, budget: int, probes: Sequence[int]
 
 
 def least(scheduler: Any, probes: Sequence[int]) -> int:
-    """The smallest limit that cuts only prompts: vLLM applies it to probes and to tokens with their drafts, too."""
+    """Return the smallest limit that cuts only prompts, because vLLM applies its threshold also to probes and to a
+    token with its draft tokens."""
     return int(max(1 + scheduler.num_spec_tokens, *probes))

@@ -1,7 +1,8 @@
-"""EAT probes in the engine: placing them, collecting what they measured, holding the requests that wait for it.
+"""Runs EAT probes in the engine: places probes, collects their results, and holds the requests that wait for a decision
+from a result.
 
-Owns the probes under way and the requests held for them. Which probe fits is in `probes`, what is asked for comes from
-`directives`. Engine-core thread.
+The module owns the probes under way and the requests that are held for them. `probe_admission` decides which probe
+fits, and `directives` has the probes that the control plane asks for. Runs on the engine-core thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class ProbeRunner:
     """The probes of one engine.
 
-    shares_blocks: they may begin on a block that is filled in part. never: why each is refused, if so.
+    shares_blocks: probes may begin on a block that is partly filled. never: why every probe is refused; empty if probes
+    are possible.
     """
 
     def __init__(
@@ -36,27 +38,27 @@ class ProbeRunner:
         self._tracker, self._directives, self._never = tracker, directives, never
         self._block_size, self._shares_blocks = block_size, shares_blocks
         self.placed: dict[str, probe_admission.Placed] = {}
-        # Thinking requests that wait for what is decided from their probes, in the order in which they came.
+        # Thinking requests that wait for a decision from their probe, in order of arrival.
         self.held: dict[LiveRequest, None] = {}
         self.tokens = 0
         self._number = 0
         self._keep_places_until = 0
 
     def place(self, scheduler: Any, observes: bool) -> list[int]:
-        """Put the probes whose place has come at the head of the queue; returns the tokens of each. observes: entropy
-        is measured."""
+        """Put the probes whose place in the text has come at the head of the waiting queue; return the tokens that each
+        one costs. observes: the workers measure entropy."""
         asked, self._directives.probes = self._directives.probes, []
         self._keep_places_until = scheduler.current_step + probe_admission.PLACE_STEPS
         placed, markers = list[int](), self._tracker.markers
         wanted: prefill_limits.Wanted | None = None
         for decision_id, live, flags, hold_ms in asked:
-            # In a step of several tokens, the end of a sentence need not be the last token.
+            # If a step brings several tokens, the end of a sentence need not be the last of them.
             past = live.since_boundary(flags, scheduler.num_spec_tokens)
             misplaced = past is None or live.state.may_be_in_marker(markers)
             if live.state.phase is Phase.THINK and live.ending is None and misplaced:
                 self._directives.probes.append((decision_id, live, flags, hold_ms))
                 continue
-            # Where blocks cannot be shared in part, the tokens since the last full one are computed again.
+            # If probes cannot share a partly filled block, they compute the tokens since the last full block again.
             known = len(live.ref.all_token_ids) - (past or 0)
             again = 1 if self._shares_blocks else known % self._block_size
             cost = len(markers.probe_of(live.state.start)) + again
@@ -88,7 +90,8 @@ class ProbeRunner:
         scheduler.waiting.prepend_request(probe)
 
     def _room(self, scheduler: Any, beside: list[int]) -> probe_admission.Room:
-        """The room that is left beside the probes of this step, of so many tokens each."""
+        """Return the room that is left beside the probes of this step. beside: tokens that each of these probes
+        costs."""
         limit = min(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)), scheduler.max_num_running_reqs)
         waiting = sum(not placed.cost_tokens for placed in self.placed.values())
         kept = sum(probe_admission.free_blocks(cost, self._block_size) for cost in beside)
@@ -101,24 +104,25 @@ class ProbeRunner:
         )
 
     def reserved(self, scheduler: Any) -> int:
-        """Running places to leave free in the coming step."""
+        """Return the number of running places to leave free in the coming step."""
         if scheduler.current_step >= self._keep_places_until:
             return 0
         return probe_admission.reserve(int(getattr(scheduler, scheduler_api.admission_limit_name(scheduler))))
 
     def shared_with(self, request_id: str) -> tuple[str, int] | None:
-        """The request whose blocks a probe shares, and how many tokens of it."""
+        """Return the request whose blocks a probe shares, and the number of shared tokens; None if it shares none."""
         placed = self.placed.get(request_id)
         if placed is None or placed.parent.ref.num_computed_tokens < placed.shared_tokens:
             return None
         return placed.parent.info.request_id, placed.shared_tokens
 
     def hold(self, scheduler: Any, answered_step: int) -> None:
-        """Leave those out of the coming step whose probe is under way, or not answered yet and not for too long."""
+        """Leave held requests out of the coming step, until the report with the probe's result is answered or the hold
+        is over."""
         now = time.monotonic()
         for live in list(self.held):
             answered = live.asked_in and live.asked_in <= answered_step
-            # A clock that was set back would have it wait for as long.
+            # If the clock were set back, the request would wait for as long; so a wait above the maximum ends too.
             waits = 0 <= live.held_until - now <= MAX_HOLD_MS / 1e3
             if answered or not waits or live.state.phase is not Phase.THINK or live.preempted:
                 self.held.pop(live, None)
@@ -126,7 +130,8 @@ class ProbeRunner:
                 skip_step(scheduler, live)
 
     def scheduled(self, scheduler: Any, tokens: dict[str, int]) -> None:
-        """The step has so many tokens of each request. A probe that is not in it has come too late."""
+        """Note the probes that the step computes, and withdraw placed probes that vLLM left out of it. tokens: the
+        step's tokens by request id."""
         for request_id, placed in list(self.placed.items()):
             if request_id in tokens:
                 placed.cost_tokens += tokens[request_id]
@@ -134,13 +139,13 @@ class ProbeRunner:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
     def collect(self, group: Any, signals: StepSignals | None, index: dict[str, int]) -> None:
-        """Take probe results out of what goes to the clients."""
+        """Collect the results of probes, and remove the probes from the output for the clients."""
         for out in group.outputs:
             placed = self.placed.pop(out.request_id, None)
             if placed is None:
                 continue
             row = index.get(out.request_id)
-            # vLLM may end a request with an error, without a token.
+            # vLLM may end a probe with an error and without a token.
             if signals is None or row is None or not out.new_token_ids:
                 self._directives.report(placed.decision_id, Outcome.REFUSED, detail="not measured")
                 continue
@@ -151,7 +156,8 @@ class ProbeRunner:
         self.tokens += placed.cost_tokens
         live = placed.parent
         if self._tracker.by_slot.get(live.slot) is not live:
-            # It ended in the step before, as asynchronous scheduling may find out late: the slot can be another's.
+            # The request ended in the previous step, which asynchronous scheduling may find out late; another request
+            # may have its slot by now.
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, live)
             return
         same_answers = live.count_same_answer(answer)
@@ -161,27 +167,28 @@ class ProbeRunner:
         self._directives.report(placed.decision_id, Outcome.APPLIED)
 
     def sent(self, record: StepRecord) -> None:
-        """The record is about to be sent: those held wait for the answer to the one that has their result."""
+        """Note which held requests have their probe's result in this record, because they wait for the answer to its
+        report."""
         for live in self.held:
             if not live.asked_in and any(probe[1] == live.slot for probe in record.probes):
                 live.mark_asked(record.step)
                 record.urgent = True
 
     def new_stream(self) -> None:
-        """Nobody waits any more for what is under way."""
+        """Release held requests, and detach the probes under way from the decisions of the old stream."""
         self.held.clear()
         for placed in self.placed.values():
             placed.decision_id = 0
 
     def end(self, scheduler: Any) -> None:
-        """Withdraw all, and let those held go on."""
+        """Withdraw all probes and release all held requests."""
         self.held.clear()
         self._keep_places_until = 0
         for request_id in list(self.placed):
             self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
 
     def _withdraw(self, scheduler: Any, request_id: str, outcome: Outcome, detail: str) -> None:
-        """Take a probe back out of the engine."""
+        """Take a probe out of the engine and report the outcome of its decision."""
         placed = self.placed[request_id]
         stock_restore.take_out(scheduler, request_id)
         del self.placed[request_id]

@@ -1,7 +1,8 @@
-"""A dispatch plan on vLLM's queues: who runs first, who is left out, how much of a step is for others.
+"""Applies a dispatch plan to vLLM's queues: which requests run first, which are left out, and how many tokens prompts
+may take.
 
-Owns the order it has made and the memory of it; who is urgent is the control plane's decision. Knows probes only by
-their number. Engine-core thread, before vLLM schedules.
+The module owns the order that it has made, so that it can undo the order; the control plane decides the ranks. Knows
+only how many probes there are. Runs on the engine-core thread, before vLLM schedules.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from meridian_agent.core.dispatch_plan import DispatchPlan
     from meridian_agent.core.tracker import Tracker
 
-# Under vLLM's priority policy a rank is this fraction of a priority.
+# Under vLLM's priority policy the agent adds rank / RANK_SCALE to a request's priority.
 MAX_RANK, RANK_SCALE = agent_pb2.PHASE_RANK_MAX, agent_pb2.PHASE_RANK_MAX + 1
 
 
 class Limit(NamedTuple):
-    """A limit of vLLM's own for one step. owner: the object whose attribute it is."""
+    """The value of one of vLLM's own limits for one step. owner: the object that has the limit as an attribute."""
 
     owner: Any
     name: str
@@ -36,23 +37,24 @@ class Limit(NamedTuple):
 
 
 class QueueOrder:
-    """One engine's queues, and what plans have done to them."""
+    """The queues of one engine, and the traces that plans have left in them."""
 
     def __init__(self, tracker: Tracker, scheduler: Any) -> None:
         self._tracker = tracker
         self._is_fcfs = scheduler_api.fcfs(scheduler)
         self._can_chunk = bool(scheduler.scheduler_config.enable_chunked_prefill)
         self._can_redraw = scheduler_api.can_redraw(scheduler)
-        # The running list, priorities or the queue are not as vLLM alone would have them.
+        # Whether the running list, the priorities or the waiting queue differ from stock vLLM's.
         self.ordered = False
         self.think_skips = 0
-        # By its id: the request itself would be kept until another one is sorted in.
+        # Id of the last request in the running list after the newest sort; an id, because the request itself would stay
+        # in memory.
         self._tail = ""
-        # When the running list was last sorted, prompts in pieces were at its end.
+        # Whether a prompt in pieces was last in the running list after the newest sort.
         self._prompts_last = False
 
     def obey(self, scheduler: Any, plan: DispatchPlan) -> None:
-        """Order the queues and leave out those for whom the step has no share."""
+        """Order the queues, and leave out the sequences for which the plan's shares have no place."""
         self._order(scheduler)
         if plan.think_per_step is not None and self._tracker.answering:
             self._leave_out(scheduler, Phase.THINK, plan.think_per_step, plan.max_skip_steps)
@@ -60,28 +62,29 @@ class QueueOrder:
             self._leave_out(scheduler, Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps)
 
     def undo(self, scheduler: Any) -> None:
-        """Take back what an order has left behind."""
+        """Undo the order that plans have made."""
         self._tail = ""
         if self.ordered:
             stock_restore.order(scheduler)
             self.ordered = False
 
     def preempting(self, request: Any) -> None:
-        """A request is about to go back to the queue: only its own priority counts there."""
+        """Give a request its own priority back, because only that counts in the waiting queue."""
         if not self._is_fcfs:
             request.priority = math.floor(request.priority)
 
     def _order(self, scheduler: Any) -> None:
-        """Running: most urgent first, for vLLM preempts from the end, and prompts last. Waiting: preempted answers
-        before all else.
+        """Sort the running list by rank, prompts last, because vLLM preempts from the end; put preempted answers first
+        in the waiting queue.
 
-        Under vLLM's priority policy the victim is the request of the highest priority number, and the queue is a heap:
-        there a rank is a fraction on top of the request's own priority, so that it decides between equals only.
+        Under vLLM's priority policy the victim is the request with the highest priority number, and the waiting queue
+        is a heap. So the agent adds a rank as a fraction to the request's own priority, and the rank decides between
+        equal priorities only.
         """
         tracker, running = self._tracker, scheduler.running
         self.ordered = True
-        # vLLM appends what it admits: a tail that is not the one we left means there is something to sort in.
-        # A prompt that is done moves up from there, which neither its first token nor the tail need tell.
+        # vLLM appends admitted requests, so a new last request means that the list must be sorted. A prompt that is
+        # complete moves up from the end, and neither its first token nor the last request need show that.
         if running and (tracker.reorder or self._prompts_last or running[-1].request_id != self._tail):
             self._sort(running)
         if not (tracker.preempted and self._is_fcfs):
@@ -99,7 +102,8 @@ class QueueOrder:
         def rank(request: Any) -> int:
             live = by_id.get(request.request_id)
             own = live.effective_rank if live is not None else PHASE_RANK[Phase.PROMPT]
-            # The step's tokens are given out in this order: a long prompt would leave none to those after it.
+            # vLLM gives out the step's tokens in this order, so a long prompt would leave none for the requests behind
+            # it.
             return own + MAX_RANK if request.is_prefill_chunk else own
 
         running.sort(key=rank)
@@ -111,8 +115,8 @@ class QueueOrder:
                     request.priority = math.floor(request.priority) + min(live.effective_rank, MAX_RANK) / RANK_SCALE
 
     def preempted_answers(self) -> list[Any]:
-        """The preempted requests that wait. A request that runs again is told of as resumed only with its next token,
-        which may take steps."""
+        """Return the preempted answers that wait. A request that runs again leaves `tracker.preempted` only with its
+        next token, which may take several steps."""
         found = [live.ref for live in self._tracker.preempted if live.state.phase is Phase.OUTPUT]
         return [request for request in found if request_api.waits_preempted(request)]
 
@@ -133,10 +137,10 @@ class QueueOrder:
     def limits(
         self, scheduler: Any, plan: DispatchPlan | None, hold: bool, reserved: int, probes: Sequence[int]
     ) -> list[Limit]:
-        """The scheduler's limits that this step lowers.
+        """Return the scheduler's limits that this step lowers.
 
-        hold: admission is on hold. reserved: running places to leave free. probes: tokens of those that are first in
-        the queue now.
+        hold: admission is on hold. reserved: running places to leave free. probes: tokens of each probe that is now
+        first in the waiting queue.
         """
         limits = []
         if (running := self._admission_limit(scheduler, hold, reserved, len(probes))) is not None:
@@ -153,8 +157,8 @@ class QueueOrder:
         return limits
 
     def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
-        """Running requests to allow, None for vLLM's own limit. While admission is on hold, nothing but probes and
-        preempted answers comes in."""
+        """Return the number of running requests to allow, None for vLLM's own limit. While admission is on hold, vLLM
+        may admit only probes and preempted answers."""
         hold = hold and self._tracker.answering > 0
         if not (hold or reserved):
             return None
@@ -166,16 +170,16 @@ class QueueOrder:
         return limit if limit < stock else None
 
     def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:
-        """Tokens to allow in the step, so that prompts take no more of it than the plan says while answers stream.
-        probing: those of probes."""
+        """Return the number of tokens to allow in the step, so that prompts take no more of it than the plan says while
+        answers stream; None for vLLM's own limit. probing: tokens of probes."""
         if plan is None or plan.prefill_tokens_per_step is None or not (self._tracker.answering and self._can_chunk):
             return None
-        # A prompt cut in pieces would end an engine that cannot draw a seeded token twice.
+        # A prompt that is cut in pieces would crash an engine that cannot sample a seeded token twice.
         if not self._can_redraw and any(
             request_api.awaits_seeded_token(live.ref) for live in self._tracker.by_id.values()
         ):
             return None
         decodes = len(scheduler.running) * (1 + scheduler.num_spec_tokens)
-        # Without a single token a preempted request would never come back.
+        # With no token at all for prompts a preempted request would never come back.
         tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None

@@ -1,8 +1,8 @@
-"""The mixin that puts the agent in front of whatever scheduler class vLLM chose. Each hook is stock behaviour plus one
-guarded call; while the agent is off they are stock behaviour alone.
+"""Puts the agent in front of the scheduler class that vLLM chose. Each hook calls vLLM's own method and makes one
+guarded call to the agent; while the agent is off, each hook calls vLLM's own method only.
 
-What is not under the guard here only calls. A fault that a hook meets while vLLM's own call is under way is settled
-once that has returned.
+Code outside of the guard only makes calls. If the agent fails while one of vLLM's own methods runs, the mixin settles
+the fault after that method has returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def governed(chosen: type) -> type:
-    """The scheduler class vLLM chose, with the agent in front of it; already governed classes come back as they are."""
+    """Return a subclass of the scheduler class that vLLM chose, with the agent in front; a class that has the agent
+    already is returned as it is."""
     if issubclass(chosen, GovernedScheduler):
         return chosen
     return type(f"Governed{chosen.__name__}", (GovernedScheduler, chosen), {"__module__": __name__})
@@ -36,18 +37,19 @@ def governed(chosen: type) -> type:
 class GovernedScheduler:
     """Mixin over a vLLM scheduler class (see `governed`)."""
 
-    # None while it is off.
+    # The agent; None while it is off.
     _agent: Agent | None = None
     _lifecycle: Lifecycle | None = None
     _guard: Guard
-    # Steps that were scheduled and not accounted yet.
+    # Number of scheduled steps whose output is still to come.
     _under_way = 0
-    # A fault has left things of ours in the engine.
+    # Whether a fault has left changes of the agent in the engine, and whether the queues were ordered by a plan at that
+    # time.
     _to_restore = _ordered = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The scheduler's own limits that are lowered in this step, as they were.
+        # The original values of the scheduler's limits that are lowered in this step.
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
         self._agent = self._guard.run(self._begin)
@@ -55,7 +57,8 @@ class GovernedScheduler:
             say_absent(self._guard.fault)
 
     def _begin(self) -> Agent:
-        # A fault here would come again, and reading a tokenizer would stall a step.
+        # A fault at the start would happen again, and building the agent later would stall a step while it reads a
+        # tokenizer.
         self._guard.starting = True
         self._lifecycle = Lifecycle(self, self._guard)
         agent = self._lifecycle.start()
@@ -63,7 +66,7 @@ class GovernedScheduler:
         return agent
 
     def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run a hook of the agent's under the guard, and book its time."""
+        """Run a hook of the agent under the guard, and add the time that it takes to `agent_seconds`."""
         began = time.perf_counter()
         result = self._guard.run(call, *args)
         if self._agent is not None:
@@ -131,7 +134,7 @@ class GovernedScheduler:
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         if self._lifecycle is not None:
-            # Also while the agent is off.
+            # The stream is ended while the agent is off, too.
             Guard("the stream ends with the process").run(self._lifecycle.link.stop)
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
@@ -155,12 +158,12 @@ class GovernedScheduler:
             setattr(owner, name, limit)
         self._stock_limits = []
 
-    # ---------------------------------------------------------------------------------------------- when one has failed
+    # ------------------------------------------------------------------------------------------ after a hook has failed
 
     def _settle_fault(self, outputs: Any = ()) -> None:
-        """Go on as stock vLLM; once the rest is over, with another agent. Never raises.
+        """Restore stock vLLM after a fault; begin with another agent once the rest is over. Never raises.
 
-        outputs: what is about to go to the clients.
+        outputs: the outputs that vLLM is about to send to the clients.
         """
         if self._agent is not None:
             self._ordered, self._agent, self._to_restore = self._agent.queues.ordered, None, True

@@ -1,7 +1,8 @@
-"""A step's outputs on the books: tokens to the tracker, settled decisions, requests that end, probes taken out.
+"""Processes a step's outputs: hands tokens to the tracker, reports outcomes, closes requests that end, and takes probes
+out.
 
-Most steps bring each request one token of text and nothing else: these are noted as a whole. Engine-core thread, after
-vLLM has accounted the step.
+Most steps bring each request one token of text and nothing else, and are counted as a whole. Runs on the engine-core
+thread, after vLLM has processed the step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.probe_runner import ProbeRunner
 
-# vLLM's finish reasons, by name, as meridian.v1.FinishReason.
-# vLLM's word for why a request ended, and meridian.v1's.
+# The meridian.v1.FinishReason for each finish reason of vLLM.
 FINISH_REASON = {
     "stop": agent_pb2.FINISH_REASON_STOP,
     "length": agent_pb2.FINISH_REASON_LENGTH,
@@ -31,23 +31,24 @@ FINISH_REASON = {
 
 
 class StepAccounting:
-    """The books of one engine's steps."""
+    """The accounting of one engine's steps."""
 
     def __init__(self, tracker: Tracker, directives: Directives, probing: ProbeRunner) -> None:
         self._tracker, self._directives, self._probing = tracker, directives, probing
 
     def take(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None, ended: bool) -> None:
-        """Account a step. runner_output: vLLM's ModelRunnerOutput. outputs: what is about to go to the clients. told:
-        signals of its rows. ended: a request may have ended in it."""
+        """Process a step. runner_output: vLLM's ModelRunnerOutput. outputs: the outputs that vLLM is about to send to
+        the clients. told: signals of the step's rows. ended: a request may have ended in the step."""
         if ended or not self._all_text(runner_output, outputs, told):
             self._singly(runner_output, outputs, None if told is None else StepSignals.decode(told))
 
     def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None) -> bool:
-        """Account a step that brought each of its requests one token of text and nothing else."""
+        """Process a step as a whole if it brought each of its requests one token of text and nothing else; return False
+        otherwise."""
         if self._probing.placed or isinstance(told, tuple):
             return False
         ids = runner_output.req_ids
-        # vLLM tells nothing of requests that were ended meanwhile.
+        # vLLM has no output for requests that were aborted during the step.
         counted = sum(len(group.outputs) for group in outputs.values())
         return counted == len(ids) and self._tracker.note(ids, runner_output.sampled_token_ids)
 
@@ -63,7 +64,8 @@ class StepAccounting:
 
     def _one(self, live: LiveRequest, out: Any, index: dict[str, int], signals: StepSignals | None) -> None:
         if out.new_token_ids:
-            # Under asynchronous scheduling the token of the step before the preemption is still to come.
+            # Under asynchronous scheduling, the token of the step before the preemption may arrive after the
+            # preemption.
             if live.preempted and not request_api.waits_preempted(live.ref):
                 self._tracker.resume(live)
             at = index.get(out.request_id, 0)
@@ -75,7 +77,7 @@ class StepAccounting:
             self.close(live, FINISH_REASON.get(str(out.finish_reason), 0))
 
     def close(self, live: LiveRequest, reason: int) -> None:
-        """A request has ended: settle what still waits for it, and forget it."""
+        """Report the outcomes of a request's open decisions and forget the request, because it has ended."""
         self._probing.held.pop(live, None)
         self._directives.close(live)
         self._tracker.close(live, reason)

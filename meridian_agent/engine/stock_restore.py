@@ -1,6 +1,7 @@
-"""Puts a scheduler back as vLLM alone would have it, wherever one of the agent's hooks was interrupted.
+"""Restores a scheduler to the state that stock vLLM would have, wherever a hook of the agent was interrupted.
 
-Reads the scheduler only, never the agent, whose state may be half written. Engine-core thread, between vLLM's calls.
+Reads the scheduler only, never the agent, whose state may be half written. Runs on the engine-core thread, between
+calls of vLLM's own methods.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# The queues that wait, by the names they have in one vLLM or another.
+# Names of the scheduler's waiting queues in the supported versions of vLLM.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
 
 def as_stock(scheduler: Any, ordered: bool, limits: Callable[[], None], outputs: Iterable[Any] = ()) -> bool:
-    """Undo all that a hook may have left behind; each part, whatever becomes of the others. Whether all went well.
+    """Undo all changes that a hook may have left behind; a part that fails does not stop the others. Return whether all
+    parts succeeded.
 
-    ordered: whether an order was in force. limits: gives the scheduler its own limits back. outputs: what is about to
-    go to the clients.
+    ordered: whether a plan had ordered the queues. limits: gives the scheduler its own limits back. outputs: the
+    outputs that vLLM is about to send to the clients.
     """
     done = True
     undo: list[Callable[[], None]] = [limits, partial(take_out_probes, scheduler), partial(hide_probes, outputs)]
@@ -36,26 +38,26 @@ def as_stock(scheduler: Any, ordered: bool, limits: Callable[[], None], outputs:
         try:
             part()
         except Exception:
-            logger.exception("meridian: the agent left something behind")
+            logger.exception("meridian: could not undo a change of the agent in the scheduler")
             done = False
     return done
 
 
 def take_out_probes(scheduler: Any) -> None:
-    """No request of ours stays in the engine."""
+    """Take all probes out of the engine."""
     for request_id in [r for r in scheduler.requests if r.startswith(PREFIX)]:
         take_out(scheduler, request_id)
 
 
 def take_out(scheduler: Any, request_id: str) -> None:
-    """Take a probe out of the engine; no client is told that one ended."""
+    """Take a probe out of the engine, without telling a client that a request ended."""
     scheduler.finish_requests(request_id, request_api.aborted_status())
     for told in (getattr(scheduler, "finished_req_ids_dict", None) or {}).values():
         told.discard(request_id)
 
 
 def bring_back(scheduler: Any) -> None:
-    """Requests that were between two places of a queue."""
+    """Put requests back into the waiting queue that a hook had taken out and not put back."""
     queues = [getattr(scheduler, name, ()) for name in QUEUES]
     known = {request.request_id for queue in (scheduler.running, *queues) for request in queue}
     lost = [r for r in scheduler.requests.values() if r.request_id not in known and request_api.waits(r)]
@@ -64,7 +66,7 @@ def bring_back(scheduler: Any) -> None:
 
 
 def order(scheduler: Any) -> None:
-    """Requests have their own priorities, and run in the order of arrival."""
+    """Give requests their own priorities back, and sort the running list by arrival."""
     for request in scheduler.running:
         request.priority = math.floor(request.priority)
     ranked = [r for r in scheduler.waiting if r.priority != math.floor(r.priority)]
@@ -72,13 +74,13 @@ def order(scheduler: Any) -> None:
         scheduler.waiting.remove_request(request)
         request.priority = math.floor(request.priority)
         scheduler.waiting.add_request(request)
-    # Not by the time of arrival: a wall clock may have jumped.
+    # The order comes from `scheduler.requests`, because the arrival times are from a wall clock that may have jumped.
     place = {request_id: at for at, request_id in enumerate(scheduler.requests)}
     scheduler.running.sort(key=lambda request: place.get(request.request_id, -1))
 
 
 def hide_probes(groups: Iterable[Any]) -> None:
-    """Keep probes out of what goes to the clients. groups: vLLM's EngineCoreOutputs."""
+    """Remove probes from the output for the clients. groups: vLLM's EngineCoreOutputs."""
     for group in groups:
         group.outputs = [o for o in group.outputs if not o.request_id.startswith(PREFIX)]
         if group.finished_requests:

@@ -1,7 +1,8 @@
-"""Forced ends of thinking as token masks: whose end is due in a step, and the rows that leave it no other token.
+"""Turns forced ends of thinking into token masks: finds the requests whose end is due in a step, and makes mask rows
+that allow only the forced token.
 
-Keeps nothing from step to step: endings are those of `directives`, and vLLM's own masks stay as they are. Engine-core
-thread, between a step's forward pass and its sampling.
+Keeps no state from step to step: `directives` has the forced ends, and vLLM's own masks stay as they are. Runs on the
+engine-core thread, between a step's forward pass and its sampling.
 """
 
 from __future__ import annotations
@@ -20,28 +21,30 @@ if TYPE_CHECKING:
 
 
 class TokenMasks:
-    """The masks of one engine. words: length of a row, 32 tokens in each."""
+    """The token masks of one engine. words: length of a mask row in words of 32 tokens."""
 
     def __init__(self, tracker: Tracker, directives: Directives, words: int) -> None:
         self._tracker, self._directives, self._words = tracker, directives, words
 
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
-        """Whether somebody's end can be due in a step that has these requests, once the step before is accounted."""
+        """Return whether a scheduled request may need a forced token once the previous step's output has been
+        processed."""
         near = (live for live in self._tracker.due if live.info.request_id in scheduled and _end_is_near(live))
         return any(self._may_end(live, _under_way(live)) and not self._is_under_way(live) for live in near)
 
     def drop_unknown_drafts(self) -> None:
-        """Near a cap a step makes no drafts that only the workers know: one may hold the model's own end marker."""
+        """Remove draft tokens that only the workers know from requests near their cap, because such a draft token may
+        be the model's own end marker."""
         for live in self._tracker.due:
             if live.limit is not None and any(token < 0 for token in live.ref.spec_token_ids):
-                # Another list, for vLLM's own serves many requests.
+                # The request gets a new list, because vLLM shares its list between many requests.
                 live.ref.spec_token_ids = []
 
     def with_ends(self, output: Any, base: Any) -> Any:
-        """The step's token masks with a forced token for every request whose thinking ends now.
+        """Return the step's token masks with a forced token for every request whose thinking ends now.
 
-        output: the SchedulerOutput of the step; all tokens before it are accounted. base: what vLLM itself masks, or
-        None.
+        output: the SchedulerOutput of the step; the output of all steps before it has been processed. base: vLLM's own
+        masks, or None.
         """
         forced: dict[str, dict[int, int]] = {}
         for live in [*self._tracker.due, *self._drafted_to_think(output)]:
@@ -57,21 +60,23 @@ class TokenMasks:
         return self._merge(output, base, forced) if forced else base
 
     def _may_end(self, live: LiveRequest, unknown: int = 0) -> bool:
-        """Whether the request's own parameters allow what a forced end writes: the only token of a mask must be one.
-        unknown: tokens that the request may have made besides those that are accounted."""
+        """Return whether the request's own parameters allow the tokens of a forced end, because the only token of a
+        mask must be allowed. unknown: number of tokens that the request may have generated in steps whose output is
+        still to come."""
         ending = self._tracker.markers.ending_of(live.state.start)
         if live.checked != ending:
             live.note_allowed(ending, not request_api.never_allows(live.ref, ending))
         return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
 
     def _is_under_way(self, live: LiveRequest) -> bool:
-        """Whether the step before this one surely writes the last token of a forced end."""
+        """Return whether the previous step certainly writes the last token of a forced end."""
         if live.ending is None or self._tracker.lookahead > 1:
             return False
         return live.ending.position + len(live.expected) == len(live.ending.tokens)
 
     def _drafted_to_think(self, output: Any) -> list[LiveRequest]:
-        """Requests that do not think now and may do so within their drafts: a cap may fall there."""
+        """Return the requests that do not think now but may begin to think within their draft tokens, where a cap may
+        be reached."""
         found = []
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             live = self._tracker.by_id.get(request_id)
@@ -82,7 +87,8 @@ class TokenMasks:
         return found
 
     def _merge(self, output: Any, base: Any, forced: dict[str, dict[int, int]]) -> Any:
-        """`base` with rows for the forced requests: each has one row and one more for each of its draft tokens."""
+        """Return `base` with rows for the forced requests; a request has one row and another row for each of its draft
+        tokens."""
         own = list(base.structured_output_request_ids) if base is not None else []
         words = base.grammar_bitmask.shape[1] if base is not None else self._words
         parts: list[Any] = [base.grammar_bitmask] if base is not None else []
@@ -101,21 +107,21 @@ class TokenMasks:
 
 
 def _under_way(live: LiveRequest) -> int:
-    """Tokens that may come before the last one of the step that was just scheduled and are not accounted: those of the
-    step before it, and the drafts of both."""
+    """Return how many tokens may still come before the last token of the step that was just scheduled: the previous
+    step's tokens, and the draft tokens of both steps."""
     return max(0, int(live.ref.num_output_placeholders) - 1)
 
 
 def _end_is_near(live: LiveRequest) -> bool:
-    """Whether the step that was just scheduled may be the one to end a due request's thinking in, however many tokens
-    the step before it brings."""
+    """Return whether a due request's thinking may have to end in the step that was just scheduled, however many tokens
+    the previous step brings."""
     most = live.state.think_tokens + _under_way(live)
     return live.ending is not None or (live.limit is not None and most >= live.limit)
 
 
 def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:
-    """Whether vLLM's own masks of a request allow the tokens that are to be forced in its rows: vLLM ends a request
-    with an error on a token that its grammar does not know."""
+    """Return whether vLLM's own masks of a request allow the tokens to force in its rows, because vLLM ends a request
+    with an error on a token that its grammar rejects."""
     own = base.structured_output_request_ids if base is not None else ()
     if request_id not in own:
         return True

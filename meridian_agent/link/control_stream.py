@@ -169,7 +169,7 @@ class Link:
 
     def _round(self) -> float:
         """Run one stream to one of the targets; return the seconds to wait before the next stream."""
-        # The previous stream may have ended without this, if a fault interrupted it.
+        # A fault may have ended the previous stream before its end was noted.
         self.mailbox.lose_stream()
         self.lease.say_state()
         heard = False
@@ -257,7 +257,7 @@ class Link:
         kind = response.WhichOneof("message")
         elsewhere = max(len(self.mailbox.arrived), self.outbox.surplus)
         if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
-            self._give_up("messages or decisions wait to be taken in")
+            self._give_up("messages or decisions wait for the engine")
         elif kind == "directives":
             self.lease.heard()
             self.outbox.answered(response.directives.step)
@@ -278,7 +278,7 @@ class Link:
     def _give_up(self, why: str) -> None:
         """End a stream on which too much waits: a new stream is better than a decision that gets lost without an
         outcome."""
-        logger.error("meridian: too many %s; connecting anew", why)
+        logger.error("meridian: too many %s; opening a new stream", why)
         self._gave_up = True
         self.restart()
 

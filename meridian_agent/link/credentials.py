@@ -57,5 +57,5 @@ class AgentCredentials:
         token = Path(self.token_file).read_text(encoding="ascii").strip()
         if not token.isprintable():
             # gRPC would refuse the token with an error that quotes it.
-            raise ValueError("MERIDIAN_TOKEN_FILE holds no token: it has control characters")
+            raise ValueError("the token in MERIDIAN_TOKEN_FILE has control characters")
         return (("authorization", f"Bearer {token}"),)

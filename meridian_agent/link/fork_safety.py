@@ -1,8 +1,9 @@
 """Keeps forks of the engine's process short and safe: gRPC stops its own threads around each fork, and the forking
 thread waits for them.
 
-gRPC's core does so by default, its Python part if GRPC_ENABLE_FORK_SUPPORT is set. The module keeps the wait short, and
-prevents an endless wait in the engine and in a child process; the stream continues over a fork.
+gRPC's core stops its threads by default, gRPC's Python part does so if GRPC_ENABLE_FORK_SUPPORT is set. The module
+keeps the wait short, and prevents an endless wait in the engine and in a child process; the stream continues over a
+fork.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ T = TypeVar("T")
 # Seconds to wait for the message that is being sent, and seconds that the call which wakes gRPC's receiving thread may
 # last.
 SENT_S, NUDGE_S = 0.02, 0.002
-# The method does not matter, because the call ends before a server answers it.
+# gRPC method of the call that wakes the receiving thread; any method serves, because the call ends before a server
+# answers.
 NUDGE = "/grpc.health.v1.Health/Check"
 
 

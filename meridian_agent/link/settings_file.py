@@ -55,7 +55,7 @@ class StateFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError, json_format.ParseError) as error:
-            logger.warning("meridian: %s is ignored: %s", self.path, " ".join(str(error).split()))
+            logger.warning("meridian: the settings in %s are ignored: %s", self.path, " ".join(str(error).split()))
             return None
         if settings.scheduler_lease_ms:
             settings.ClearField("max_think_tokens")
@@ -63,10 +63,10 @@ class StateFile:
 
     def _settings_of(self, kept: Any) -> Any:
         if not isinstance(kept, dict) or not isinstance(kept.get("settings"), dict):
-            raise ValueError("not a file of settings")
+            raise ValueError("the file has no settings")
         for name, expected in self._owner.items():
             if kept.get(name) != expected:
-                raise ValueError(f"its {name} is {kept.get(name)!r}, not {expected!r}")
+                raise ValueError(f"{name} is {kept.get(name)!r}, not {expected!r}")
         return kept["settings"]
 
     def keep(self, settings: agent_pb2.Settings) -> None:
@@ -92,7 +92,7 @@ class StateFile:
             self._complained = False
         except Exception as error:
             if not self._complained:
-                logger.warning("meridian: settings are not kept for a restart: %s: %s", self.path, error)
+                logger.warning("meridian: cannot keep the settings for a restart in %s: %s", self.path, error)
             self._complained = True
 
     def _write(self, settings: agent_pb2.Settings) -> None:

@@ -155,7 +155,7 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
         await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
         assert engine.streams == 1, "messages of the old stream are dropped with the stream"
-    assert any("connecting anew" in r.message for r in caplog.records)
+    assert any("opening a new stream" in r.message for r in caplog.records)
 
 
 def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:

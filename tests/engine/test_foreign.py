@@ -154,6 +154,6 @@ def test_a_flood_of_decisions(  # noqa: PLR0917
         logger.removeHandler(caplog.handler)
     assert max(messages) <= INBOX_MESSAGES + 1
     assert FLOOD < max(decisions) <= INBOX_DECISIONS
-    assert "connecting anew" in caplog.text
+    assert "opening a new stream" in caplog.text
     capped_again(llm, agent, control)
     assert rss_mb() - before < MAX_GROWTH_MB

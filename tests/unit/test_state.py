@@ -84,13 +84,13 @@ def content(**changes: Any) -> str:
         ("{", "Expecting property name"),
         ("[" * 100_000, "recursion"),
         ("\xff", "decode"),
-        ("7", "not a file of settings"),
-        (content(format=0), "its format is 0, not 1"),
-        (content(engine_id="other"), "its engine_id is 'other', not 'e'"),
-        (content(model="other"), "its model is 'other', not 'm'"),
+        ("7", "the file has no settings"),
+        (content(format=0), "format is 0, not 1"),
+        (content(engine_id="other"), "engine_id is 'other', not 'e'"),
+        (content(model="other"), "model is 'other', not 'm'"),
         (content(settings={"revision": "seven"}), "Failed to parse revision"),
         (content(settings={"from_the_future": 1}), "no field named"),
-        (content(settings=None), "not a file of settings"),
+        (content(settings=None), "the file has no settings"),
         (" " * (state.MAX_BYTES + 1), "larger than 1048576 bytes"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
         (tmp_path / "file").unlink()
         file.keep(agent_pb2.Settings(revision=99))
         wait_for(lambda: (found := file.load()) and found.revision == 99, 5, "the file")
-    said = [r.getMessage() for r in caplog.records if "not kept" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "cannot keep" in r.getMessage()]
     assert len(said) == 1
 
 
