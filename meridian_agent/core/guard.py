@@ -41,8 +41,8 @@ OURS = "meridian_agent."
 
 
 def hook(cause: agent_pb2.FaultCause.ValueType) -> Callable[[F], F]:
-    """Return a decorator that names the cause under which a function's exceptions are counted. Functions without it
-    count as OTHER."""
+    """Return a decorator that names the cause under which a function's exceptions are counted. Functions without this
+    decorator count as OTHER."""
 
     def marked(function: F) -> F:
         setattr(function, "cause", cause)  # noqa: B010
@@ -84,15 +84,15 @@ class Guard:
     def __init__(
         self, off: str = "agent off, vLLM runs as stock", *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # The current fault, empty while hooks are run; and the newest fault there has been. Hello carries both.
+        # The current fault, empty while hooks are run, and the newest fault so far; Hello carries both faults.
         self.fault = self.last_fault = ""
         # The newest fault with the exception's text, which stays in this process.
         self.text = ""
         # Number of faults by the name of their cause.
         self.faults: Counter[str] = Counter()
         self.on_trip: Callable[[], None] | None = None
-        # The engine is starting. It has no request that an exception could quote, so Hello carries the text too; and
-        # the agent stays off after a fault, because the same start would fail again.
+        # The engine is starting. A starting engine has no request that an exception could quote, so Hello carries the
+        # exception's text too; and the agent stays off after a fault, because the same start would fail again.
         self.starting = False
         self._off, self._clock = off, clock
         self._trips: deque[float] = deque(maxlen=len(RESTS_S) + 1)
@@ -101,8 +101,8 @@ class Guard:
     def run(self, hook: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Run a hook and return its result; None if the hook fails or an earlier one has failed.
 
-        Exceptions that end the process, such as KeyboardInterrupt, are raised again. They trip the guard too, because
-        they may have left the hook half done.
+        Exceptions that end the process, such as KeyboardInterrupt, are raised again. Such exceptions trip the guard
+        too, because the hook may be half done.
         """
         if self.fault:
             return None

@@ -224,7 +224,7 @@ class LiveRequest:
         self.ending = ending
 
     def credit_forced_end(self, decision_id: int) -> None:
-        """Count a forced end that the default cap began as the effect of this decision."""
+        """Attribute a forced end that the default cap began to this decision."""
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
             self.ending.decision_id = decision_id
 

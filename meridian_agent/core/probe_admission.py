@@ -2,8 +2,8 @@
 thread.
 
 A probe is an internal request over a thinking request's tokens plus the end marker. A probe shares the request's KV
-blocks, the last one by copy-on-write. So it computes only the request's newest token, which has no KV yet, and the
-tokens that it appends.
+blocks, the last one by copy-on-write. So a probe computes only the request's newest token, which has no KV yet, and the
+tokens after that.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ REQUEST = "meridian_wanted"
 # measures nothing, which is empty once it measures again.
 RESULT = "meridian_signals"
 # Name of an attribute of ModelRunnerOutput (worker to engine core) with the worker's backend (cpu, cuda or torch) and
-# the reason if it is torch. Only the first output after a list of request ids has it.
+# the reason if it is torch. Only the first output after a new list of request ids has this attribute.
 BACKEND = "meridian_backend"
 
 # The id of the end marker's first token, the version of the list of request ids to leave out, and the list itself, or

@@ -27,8 +27,8 @@ class Tracker:
         self.default_cap: int | None = None
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
-        # Requests that may need a forced token in the coming step, and preempted requests that wait. Both are the keys
-        # of a dict, which keeps their order of arrival; the order of a set would depend on memory addresses.
+        # Requests that may need a forced token in the coming step, and preempted requests that wait. The requests are
+        # the keys of a dict, which keeps the order of arrival; the order of a set would depend on memory addresses.
         self.due: dict[LiveRequest, None] = {}
         self.preempted: dict[LiveRequest, None] = {}
         self.record = StepRecord()

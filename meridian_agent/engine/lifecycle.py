@@ -139,7 +139,7 @@ class Lifecycle:
 
     def _took(self, settings: agent_pb2.Settings) -> None:
         """Keep settings that have come into force; if the markers have become known or are no longer known, begin a new
-        stream whose Hello says so. Called on both threads."""
+        stream whose Hello says so. Called on the engine's thread and on the link's."""
         self._state.keep(settings)
         if self.unknown_markers != self._told_unknown:
             self._told_unknown = self.unknown_markers

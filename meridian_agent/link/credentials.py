@@ -47,8 +47,8 @@ class AgentCredentials:
         """Return the metadata that carries the token, for one call. Raises OSError or ValueError if the token cannot be
         sent.
 
-        gRPC's own call credentials are not used: gRPC's core would ask Python for them on one of its threads, and a
-        fork would wait up to a minute for that thread while it holds the lock that the thread needs.
+        gRPC's own call credentials are not used: gRPC's core would ask Python for the credentials on one of its
+        threads, and a fork, which holds the lock that this thread needs, would wait for the thread up to a minute.
         """
         if not self.token_file:
             return ()

@@ -69,9 +69,8 @@ class Forks:
         them."""
         self._channel = channel
         _keep_core()
-        # In a child process gRPC ends the calls of all channels that it knows. For this it takes locks that the link's
-        # thread may have held at the fork, and the child would wait for ever, as would every process that waits for the
-        # child.
+        # In a child process gRPC ends the calls of all channels that it knows, and takes locks that the link's thread
+        # may have held at the fork; the child would wait for ever, as would every process that waits for the child.
         _of_grpc("fork_unregister_channel")(channel)
         if ENABLED and not self._registered:
             # Python cannot unregister a fork handler, so the handler must not keep the link alive.

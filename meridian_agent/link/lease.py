@@ -1,7 +1,7 @@
 """Knows what is in force on an engine and since when its control plane has been silent: settings, leases, a freeze, and
 the state that follows from them.
 
-The module owns these facts. The engine's thread and the link's thread both read them, and each fact changes in one
+The module owns these facts; the engine's thread and the link's thread both read the facts, so each fact changes in one
 assignment. Knows no stream and does no I/O; the clock is passed in.
 """
 
@@ -45,7 +45,7 @@ class Lease:
         self._leases: list[tuple[float, int]] = [(self.lease_s, ALL_BUT_CAPS)]
         self._shortest_s = self.lease_s
         self.merge_s = min(MERGE_WAIT_S, MERGE_LEASE_SHARE * self._shortest_s)
-        # Clock time until which the engine runs as stock vLLM; infinite if its environment freezes it.
+        # Clock time until which the engine runs as stock vLLM; infinite if MERIDIAN_FREEZE is set.
         self._frozen_until = 0.0
         self._said = agent_pb2.AGENT_STATE_UNSPECIFIED
         # Clock time since which no stream has answered, and since which a report on this stream waits for its first
@@ -134,7 +134,7 @@ class Lease:
 
     @property
     def frozen_here(self) -> bool:
-        """Whether the engine's own environment freezes it, which has no end."""
+        """Whether the engine's own environment (MERIDIAN_FREEZE) has frozen the engine for good."""
         return self._frozen_until == math.inf
 
     def freeze_for(self, seconds: float) -> None:

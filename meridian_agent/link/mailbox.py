@@ -82,8 +82,9 @@ class Mailbox:
     def confirm(self, arrived: Arrived) -> None:
         """Confirm settings or a freeze on their stream.
 
-        A busy engine calls this once the settings or the freeze are in force. For an idle engine the link's thread
-        calls it at once, because the engine reads the newest settings from the lease before it does anything else.
+        A busy engine calls `confirm` once the settings or the freeze are in force. For an idle engine the link's thread
+        calls `confirm` at once, because the engine reads the newest settings from the lease before it does anything
+        else.
         """
         if arrived.settings is not None:
             self._lease.hold(arrived.settings, arrived.markers)

@@ -51,8 +51,9 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
 
 
 def mergeable(records: Sequence[StepRecord], following: StepRecord) -> bool:
-    """Return whether a record may share a report with the records before it. It may not if it opens a slot that one of
-    them closed, or preempts a slot that one of them resumed: a report does not say which came first."""
+    """Return whether a record may share a report with the records before it. A record may not if it opens a slot that
+    an earlier record closed, or preempts a slot that an earlier record resumed: a report does not say which came
+    first."""
     if following.opened:
         closed = {slot for record in records for slot, _ in record.closed}
         if any(row[0] in closed for row in following.opened):

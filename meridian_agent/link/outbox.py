@@ -47,8 +47,8 @@ class Outbox:
 
     def __init__(self, lease: Lease, inbox: Inbox, restart: Callable[[], None], give_up: Callable[[str], None]) -> None:
         self._lease, self._inbox, self._restart, self._give_up = lease, inbox, restart, give_up
-        # The ring of the current stream. Each stream has its own, so that the sender of an old stream cannot take
-        # records of the next; None ends the sender.
+        # The ring of the current stream. Each stream has its own ring, so that the sender of an old stream cannot take
+        # records of the next stream; None ends the sender.
         self.ring: RecordRing = RecordQueue()
         # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread.
         self.snapshot_due = False
