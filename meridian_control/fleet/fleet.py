@@ -1,6 +1,6 @@
 """All engines: their sessions, the policy they should have, and what FleetService shows of them.
 
-Owns the set of sessions and their outgoing queues. Runs on the server's event loop.
+Owns the set of connections. Runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -17,6 +16,7 @@ from meridian_control import __version__
 from meridian_control.common.errors import MeridianError, NotFound, StoreUnavailable
 from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
+from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.recording import (
     Recording,
@@ -34,7 +34,7 @@ from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine
     from datetime import datetime
 
     from meridian_control.policy.model import Policy
@@ -48,35 +48,6 @@ logger = logging.getLogger(__name__)
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
 # Between two attempts to read from the store.
 RETRY_S = 1.0
-# Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
-QUEUE_MESSAGES = 1024
-
-
-@dataclass(eq=False, slots=True)
-class Connection:
-    """A session and what waits to be sent to its agent; None closes the stream."""
-
-    session: Session
-    outgoing: asyncio.Queue[agent_pb2.ConnectResponse | None] = field(
-        default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
-    )
-    overflowed: bool = False
-    # Why this side ends the stream, once it does.
-    closing: str = ""
-    # Brings back the last good revision, where the newest was refused.
-    restoring: asyncio.Task[None] | None = None
-
-    def close(self, reason: str) -> None:
-        """End the stream, after what waits."""
-        self.closing = reason
-        self.put([None])
-
-    def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
-        for response in responses:
-            try:
-                self.outgoing.put_nowait(response)
-            except asyncio.QueueFull:
-                self.overflowed = True
 
 
 class Fleet:

@@ -1,11 +1,9 @@
-"""grpc.aio adapters: each turns RPCs into calls of the fleet and back. One event loop runs everything here."""
+"""The gRPC server: every service behind one gate, and health. Runs on the event loop of the control plane."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1._async import HealthServicer  # type: ignore[import-untyped]
@@ -26,40 +24,30 @@ from meridian.v1 import (
 )
 
 from meridian_control.access.audit_log import AuditLog
-from meridian_control.access.client_faults import CONNECTIONS, ClientFaults
-from meridian_control.access.interceptor import Gate, host_of
+from meridian_control.access.client_faults import ClientFaults
+from meridian_control.access.interceptor import Gate
 from meridian_control.access.rate_limits import CallLimits, Limiter
-from meridian_control.access.roles import Access, caller
-from meridian_control.cluster import decision_queries
-from meridian_control.common.errors import InvalidRequest, MeridianError
-from meridian_control.common.paging import page
+from meridian_control.access.roles import Access
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.server import grpc_server
+from meridian_control.server.agent_service import AgentService
 from meridian_control.server.audit_service import AuditService
+from meridian_control.server.fleet_service import FleetService
 from meridian_control.server.freeze_service import FreezeService
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.server.rollout_service import RolloutService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     import grpc
 
     from meridian_control.cluster.cluster_fleet import WholeFleet
-    from meridian_control.fleet.fleet import Connection, Fleet
     from meridian_control.policy.store import PolicyStore
 
-    Context = grpc.aio.ServicerContext[Any, Any]
-
-logger = logging.getLogger(__name__)
-
-Shown = TypeVar("Shown")
-Paged: TypeAlias = fleet_pb2.ListEnginesRequest | fleet_pb2.ListRequestsRequest
-
-WATCH_MS, MIN_WATCH_MS = 1000, 50
 SERVER_OPTIONS = [
     # Agents ping every 30 s without calls; a stricter server drops them with ENHANCE_YOUR_CALM.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -76,8 +64,6 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.so_reuseport", 0),
 ]
-# A stream must begin within this time.
-HELLO_S = 10.0
 SERVICES = (
     agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name,
@@ -86,130 +72,6 @@ SERVICES = (
     freeze_pb2.DESCRIPTOR.services_by_name["FreezeService"].full_name,
     rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
 )
-
-
-class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """One call of Connect per engine."""
-
-    def __init__(self, fleet: Fleet, faults: ClientFaults) -> None:
-        self._fleet, self._faults = fleet, faults
-
-    async def Connect(  # noqa: N802
-        self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
-    ) -> AsyncIterator[agent_pb2.ConnectResponse]:
-        try:
-            first = await _first(request_iterator)
-            if first is None or first.WhichOneof("message") != "hello":
-                raise InvalidRequest("message", "must begin with hello")
-            caller.get().check_engine(first.hello.engine_id)
-            connection = self._fleet.join(first.hello)
-        except MeridianError as error:
-            self._fleet.count_end(error.code)
-            raise
-        reader = asyncio.create_task(self._read(connection, request_iterator))
-        # Engine ids are the caller's to choose: there may be no end of them.
-        told = self._faults.may_log(host_of(context.peer()), "connections", CONNECTIONS)
-        if told:
-            logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
-        reason = "agent_closed"
-        try:
-            while (response := await connection.outgoing.get()) is not None:
-                yield response
-            if reader.done() and (failed := reader.exception()) is not None:
-                reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
-                raise failed
-            reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
-        except (asyncio.CancelledError, GeneratorExit):
-            reason = "disconnected"
-            raise
-        finally:
-            reader.cancel()
-            self._fleet.leave(connection, reason)
-            if told:
-                logger.info("engine %s left: %s", first.hello.engine_id, reason)
-
-    async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
-        try:
-            async for request in requests:
-                self._fleet.receive(connection, request)
-                if connection.overflowed:
-                    return
-        except Exception as error:
-            error.add_note(f"engine {connection.session.hello.engine_id}")
-            raise
-        finally:
-            await connection.outgoing.put(None)
-
-
-async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:
-    """Raises for a caller that says nothing: it must not keep an engine's place."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(HELLO_S):
-            return await anext(aiter(requests), None)
-    return None
-
-
-class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self, whole: WholeFleet, stopped: asyncio.Event) -> None:
-        self._whole, self._stopped = whole, stopped
-
-    async def ListEngines(  # noqa: N802
-        self, request: fleet_pb2.ListEnginesRequest, context: Context
-    ) -> fleet_pb2.ListEnginesResponse:
-        engines, unreachable = await self._whole.engines(request.local_only)
-        shown, token = self._page(engines, request)
-        return fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
-
-    async def ListRequests(  # noqa: N802
-        self, request: fleet_pb2.ListRequestsRequest, context: Context
-    ) -> fleet_pb2.ListRequestsResponse:
-        found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
-        shown, token = self._page(found, request)
-        return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
-
-    @staticmethod
-    def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
-        """The part that was asked for, and the next page's token; all of it where a replica asks."""
-        if request.local_only:
-            return found, ""
-        begin, end, token = page(len(found), request.page_size, request.page_token)
-        return found[begin:end], token
-
-    async def WatchFleet(  # noqa: N802
-        self, request: fleet_pb2.WatchFleetRequest, context: Context
-    ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
-        if request.interval_ms < 0:
-            raise InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}")
-        interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
-        clock = asyncio.get_running_loop().time
-        while not self._stopped.is_set() and not context.cancelled():
-            yield await (self._whole.state(local_only=True) if request.local_only else self._whole.watched())
-            # At times that are the same for all: they share a look.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)
-
-    async def ExplainRequest(  # noqa: N802
-        self, request: fleet_pb2.ExplainRequestRequest, context: Context
-    ) -> fleet_pb2.ExplainRequestResponse:
-        return await decision_queries.explain(self._whole, request)
-
-    async def ListDecisions(  # noqa: N802
-        self, request: fleet_pb2.ListDecisionsRequest, context: Context
-    ) -> fleet_pb2.ListDecisionsResponse:
-        return await decision_queries.decisions(self._whole, request)
-
-    async def RecordTrace(  # noqa: N802
-        self, request: fleet_pb2.RecordTraceRequest, context: Context
-    ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:
-        logger.info("recording begins: %s", request.engine_id or "all engines")
-        try:
-            async with self._whole.recording(request.engine_id, request.local_only) as recording:
-                # Headers first: a client knows from them that the recording has begun.
-                await context.send_initial_metadata(())
-                async for record in recording.records():
-                    yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
-        finally:
-            logger.info("recording ended: %s", request.engine_id or "all engines")
 
 
 class ControlServer:

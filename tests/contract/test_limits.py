@@ -152,7 +152,7 @@ async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> N
 
 
 async def test_who_says_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meridian_control.server.server.HELLO_S", 0.05)
+    monkeypatch.setattr("meridian_control.server.agent_service.HELLO_S", 0.05)
     async with securing(tmp_path) as secured, secured.channel("agent") as channel:
         call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 from meridian_agent.core.step_record import StepRecord
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.decisions.request_table import MAX_SLOTS
-from meridian_control.fleet.fleet import QUEUE_MESSAGES
+from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.policy.store import StoredRevision
 from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end, utc_now
 from tests.fakes.agent import hello

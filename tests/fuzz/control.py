@@ -26,7 +26,7 @@ from tests.sim.policies import draw
 if TYPE_CHECKING:
     import random
 
-    from meridian_control.fleet.fleet import Connection
+    from meridian_control.fleet.connection import Connection
 
     Case = list[fleet_pb2.TraceRecord]
 

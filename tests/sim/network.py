@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.fleet.fleet import Connection
+    from meridian_control.fleet.connection import Connection
     from meridian_control.policy.store import StoredRevision
     from meridian_control.session.freeze_state import Freeze
     from tests.sim.clock import Timeline

@@ -23,7 +23,7 @@ from meridian_agent.link import inbox as inbox_module
 from meridian_agent.link import outbox as outbox_module
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
-from meridian_control.fleet import fleet as fleet_module
+from meridian_control.fleet import connection as connection_module
 from meridian_control.session.freeze_state import Freeze, Match
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LIMITS: tuple[tuple[Any, str, int], ...] = (
     (inbox_module, "INBOX_MESSAGES", 24),
     (outbox_module, "MERGE_RECORDS", 4),
-    (fleet_module, "QUEUE_MESSAGES", 16),
+    (connection_module, "QUEUE_MESSAGES", 16),
     (dispatch, "WARM_STEPS", 4),
 )
 NOTHING = {"enabled": False}

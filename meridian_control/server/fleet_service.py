@@ -1,0 +1,93 @@
+"""FleetService over the fleet of all replicas. Runs on the event loop of the gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.cluster import decision_queries
+from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.paging import page
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import grpc
+
+    from meridian_control.cluster.cluster_fleet import WholeFleet
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+Shown = TypeVar("Shown")
+Paged: TypeAlias = fleet_pb2.ListEnginesRequest | fleet_pb2.ListRequestsRequest
+
+WATCH_MS, MIN_WATCH_MS = 1000, 50
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    def __init__(self, whole: WholeFleet, stopped: asyncio.Event) -> None:
+        self._whole, self._stopped = whole, stopped
+
+    async def ListEngines(  # noqa: N802
+        self, request: fleet_pb2.ListEnginesRequest, context: Context
+    ) -> fleet_pb2.ListEnginesResponse:
+        engines, unreachable = await self._whole.engines(request.local_only)
+        shown, token = self._page(engines, request)
+        return fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
+
+    async def ListRequests(  # noqa: N802
+        self, request: fleet_pb2.ListRequestsRequest, context: Context
+    ) -> fleet_pb2.ListRequestsResponse:
+        found, unreachable = await self._whole.requests(request.engine_id, request.local_only)
+        shown, token = self._page(found, request)
+        return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
+
+    @staticmethod
+    def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
+        """The part that was asked for, and the next page's token; all of it where a replica asks."""
+        if request.local_only:
+            return found, ""
+        begin, end, token = page(len(found), request.page_size, request.page_token)
+        return found[begin:end], token
+
+    async def WatchFleet(  # noqa: N802
+        self, request: fleet_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
+        if request.interval_ms < 0:
+            raise InvalidRequest("interval_ms", f"must be at least 0; got {request.interval_ms}")
+        interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
+        clock = asyncio.get_running_loop().time
+        while not self._stopped.is_set() and not context.cancelled():
+            yield await (self._whole.state(local_only=True) if request.local_only else self._whole.watched())
+            # At times that are the same for all: they share a look.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)
+
+    async def ExplainRequest(  # noqa: N802
+        self, request: fleet_pb2.ExplainRequestRequest, context: Context
+    ) -> fleet_pb2.ExplainRequestResponse:
+        return await decision_queries.explain(self._whole, request)
+
+    async def ListDecisions(  # noqa: N802
+        self, request: fleet_pb2.ListDecisionsRequest, context: Context
+    ) -> fleet_pb2.ListDecisionsResponse:
+        return await decision_queries.decisions(self._whole, request)
+
+    async def RecordTrace(  # noqa: N802
+        self, request: fleet_pb2.RecordTraceRequest, context: Context
+    ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:
+        logger.info("recording begins: %s", request.engine_id or "all engines")
+        try:
+            async with self._whole.recording(request.engine_id, request.local_only) as recording:
+                # Headers first: a client knows from them that the recording has begun.
+                await context.send_initial_metadata(())
+                async for record in recording.records():
+                    yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
+        finally:
+            logger.info("recording ended: %s", request.engine_id or "all engines")
