@@ -29,7 +29,7 @@ from meridian_control.fleet.recording import (
 from meridian_control.fleet.status_messages import engine_view, request_views
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
-from meridian_control.rollout.transitions import Rollout, revision_of
+from meridian_control.rollout.transitions import revision_of
 from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
+    from meridian_control.rollout.state import Rollout
     from meridian_control.session.freeze_state import Freeze
     from meridian_control.session.shadow_comparison import Comparison
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
     from meridian_control.policy.store import StoredRevision
+    from meridian_control.rollout.state import Rollout
     from meridian_control.rollout.store import Fence, RolloutStore
-    from meridian_control.rollout.transitions import Rollout
 
 logger = logging.getLogger(__name__)
 

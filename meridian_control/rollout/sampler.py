@@ -13,14 +13,14 @@ import numpy as np
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import TIME_BOUNDS_S
-from meridian_control.rollout.transitions import Measured, Sample
+from meridian_control.rollout.state import Measured, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from meridian_control.rollout.transitions import Rollout
+    from meridian_control.rollout.state import Rollout
 
 Engine: TypeAlias = fleet_pb2.Engine
 Key = tuple[str, str]

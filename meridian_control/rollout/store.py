@@ -14,7 +14,8 @@ from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import InvalidRequest, NotFound, StoreUnavailable
 from meridian_control.policy.store import MAX_REQUEST_ID_CHARS, insert_revision, new_revision
-from meridian_control.rollout.transitions import TAKEN_BACK, By, Rollout, begin
+from meridian_control.rollout.state import TAKEN_BACK, By, Rollout
+from meridian_control.rollout.transitions import begin
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

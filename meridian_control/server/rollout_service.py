@@ -16,7 +16,7 @@ from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import from_proto, from_proto_as
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
-from meridian_control.rollout.transitions import By, Rollout
+from meridian_control.rollout.state import By, Rollout
 from meridian_control.server.policy_service import check_texts
 
 if TYPE_CHECKING:

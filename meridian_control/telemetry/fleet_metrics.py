@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
-from meridian_control.rollout.transitions import State
+from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.histogram import Histogram
     from meridian_control.fleet.fleet import Fleet
-    from meridian_control.rollout.transitions import GuardrailReading, Rollout
+    from meridian_control.rollout.state import GuardrailReading, Rollout
     from meridian_control.session.session import Session
 
     Labels: TypeAlias = tuple[str, ...]

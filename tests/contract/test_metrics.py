@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from meridian_control.rollout.transitions import GuardrailReading
+from meridian_control.rollout.state import GuardrailReading
 from meridian_control.telemetry.catalogue import CATALOGUE
 from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.rollouts import ALL, CANARY, starting

@@ -16,8 +16,8 @@ from meridian_control.common.errors import StoreUnavailable
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import STORE_S, Rollouts
 from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.rollout.transitions import By
 from meridian_control.session.freeze_state import Match
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
 from tests.contract.streams import Control, controlling, utc_now

@@ -14,19 +14,10 @@ from meridian_control.common.errors import PolicyError, RolloutEnded
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.policy.formats import from_proto_as, parse_toml_as
 from meridian_control.rollout import transitions as rules
+from meridian_control.rollout.guardrails import p99
 from meridian_control.rollout.plan import Plan, position
-from meridian_control.rollout.transitions import (
-    By,
-    GuardrailReading,
-    Measured,
-    Rollout,
-    Sample,
-    State,
-    begin,
-    p99,
-    revision_of,
-    tick,
-)
+from meridian_control.rollout.state import NOTHING, TAKEN_BACK, By, GuardrailReading, Measured, Rollout, Sample, State
+from meridian_control.rollout.transitions import begin, revision_of, tick
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 BY = By(NOW, "ann", "why")
@@ -49,7 +40,7 @@ def buckets(seconds: float, count: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def seen(candidate: Measured = rules.NOTHING, stable: Measured = rules.NOTHING, **fields: Any) -> Sample:
+def seen(candidate: Measured = NOTHING, stable: Measured = NOTHING, **fields: Any) -> Sample:
     return Sample(candidate, stable, **{"candidate_engines": 1, "other_engines": 1, **fields})
 
 
@@ -184,7 +175,7 @@ def act(rollout: Rollout, action: str) -> Rollout:
         rollout = tick(rollout, seen(nacks=1), 1.0, NOW)
     else:
         rollout = getattr(rules, action)(rollout, BY)
-    if rollout.state in rules.TAKEN_BACK:
+    if rollout.state in TAKEN_BACK:
         rollout = rollout.model_copy(update={"rollback_revision": BACK})
     return rollout
 
@@ -267,7 +258,7 @@ def test_a_halted_rollout_waits_and_is_measured_anew_once_resumed() -> None:
     assert tick(rollout, itl((0.05, 100)), 1e6, NOW) == rollout
     assert rules.pause(rollout, BY) == rollout
     resumed = rules.resume(rollout, BY)
-    assert (resumed.state, resumed.baked_s, resumed.candidate) == (State.RUNNING, 0.0, rules.NOTHING)
+    assert (resumed.state, resumed.baked_s, resumed.candidate) == (State.RUNNING, 0.0, NOTHING)
     assert tick(resumed, itl((0.02, 100)), 60.0, NOW).state is State.COMPLETED
 
 
@@ -421,5 +412,5 @@ def test_nothing_is_judged_by_too_little(name: str, limit: float, bad: Sample, g
 def test_each_step_is_measured_by_itself() -> None:
     rollout = started({"percent": 50.0, "bake_s": 1.0}, {"percent": 60.0}, guardrails=LIMITS)
     rollout = tick(rollout, itl((0.02, 10_000)), 1.0, NOW)
-    assert (rollout.step, rollout.candidate) == (2, rules.NOTHING)
+    assert (rollout.step, rollout.candidate) == (2, NOTHING)
     assert tick(rollout, itl((0.05, 10)), 1.0, NOW).violation is not None

@@ -12,7 +12,8 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common.histogram import time_histogram
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.sampler import Sampler
-from meridian_control.rollout.transitions import By, Sample, begin
+from meridian_control.rollout.state import By, Sample
+from meridian_control.rollout.transitions import begin
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 ROLLOUT = begin(1, Plan.model_validate({"step": [{"percent": 50}]}), (1, 2), By(NOW))

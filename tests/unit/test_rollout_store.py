@@ -15,8 +15,8 @@ from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.state import By, Rollout, State
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.rollout.transitions import By, Rollout, State
 from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:

@@ -1,0 +1,101 @@
+"""Compares what was measured on a rollout's engines with the limits of its guardrails.
+
+Knows nothing of what follows from a violated limit. Pure functions.
+"""
+
+from collections.abc import Callable, Iterator
+
+from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.rollout.plan import Guardrails
+from meridian_control.rollout.state import Counts, GuardrailReading, Measured, Rollout, Sample
+
+P99 = 0.99
+
+
+def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
+    """Every guardrail that has a limit.
+
+    One that compares takes the other engines' observations of earlier steps in, where those of this step are too few.
+    A step without an engine of its own, and a comparison without others, wait for nothing.
+    """
+    limits, mine, theirs = rollout.plan.guardrails, rollout.candidate, rollout.stable
+    earlier = rollout.reference + theirs
+    present = sample.candidate_engines > 0, sample.other_engines > 0
+    for name, observed in _OBSERVED.items():
+        latency = name.endswith("_p99")
+        value, count = observed(mine)
+        other, others = observed(theirs)
+        if others < max(1, limits.min_observations):
+            other, others = observed(earlier)
+        yield from _absolute(f"{name}_ms" if latency else name, limits, value, count, present[0])
+        compared = None
+        if value is not None and other is not None:
+            compared = value / other if latency else value - other
+        suffix = "ratio" if latency else "increase"
+        yield from _compared(f"{name}_{suffix}", limits, compared, (count, others), present)
+    for name, engines in (("nacks", sample.nacks), ("degraded_engines", sample.degraded)):
+        if (limit := getattr(limits, name)) is not None:
+            yield GuardrailReading(
+                guardrail=name, value=engines, limit=limit, observations=engines, violated=engines > limit
+            )
+
+
+def p99(counts: Counts) -> float | None:
+    """Seconds, interpolated within a bucket of TIME_BOUNDS_S; None for no observations."""
+    rank, below = P99 * sum(counts), 0
+    if not rank:
+        return None
+    bounds = (0.0, *TIME_BOUNDS_S)
+    for index, count in enumerate(counts[:-1]):
+        if below + count >= rank:
+            return bounds[index] + (bounds[index + 1] - bounds[index]) * (rank - below) / count
+        below += count
+    return bounds[-1]
+
+
+def _absolute(
+    name: str, limits: Guardrails, value: float | None, count: int, watched: bool
+) -> Iterator[GuardrailReading]:
+    if (limit := getattr(limits, name)) is not None:
+        known = value is not None and count >= limits.min_observations
+        yield GuardrailReading(
+            guardrail=name,
+            value=value,
+            limit=limit,
+            observations=count,
+            violated=known and value is not None and value > limit,
+            waiting=watched and count < limits.min_observations,
+        )
+
+
+def _compared(
+    name: str, limits: Guardrails, value: float | None, counts: tuple[int, int], present: tuple[bool, bool]
+) -> Iterator[GuardrailReading]:
+    (count, other), (watched, comparable) = counts, present
+    for reading in _absolute(name, limits, value, count, watched):
+        short = other < limits.min_observations
+        yield reading.model_copy(
+            update={
+                "stable_observations": other,
+                "violated": reading.violated and not short,
+                "waiting": (reading.waiting or (short and watched)) and (comparable or not short),
+            }
+        )
+
+
+def _latency(counts: Counts) -> tuple[float | None, int]:
+    value = p99(counts)
+    return None if value is None else value * 1e3, sum(counts)
+
+
+def _rate(part: int, whole: int) -> tuple[float | None, int]:
+    return part / whole if whole else None, whole
+
+
+# The value under a guardrail's name, and the number of its observations; latencies in milliseconds.
+_OBSERVED: dict[str, Callable[[Measured], tuple[float | None, int]]] = {
+    "output_itl_p99": lambda m: _latency(m.output_itl),
+    "ttot_p99": lambda m: _latency(m.ttot),
+    "reentry_rate": lambda m: _rate(m.reentries, m.answers),
+    "empty_answer_rate": lambda m: _rate(m.empty, m.answers),
+}
