@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decision_log.records import Life, LifeEvent, LoggedDecision, Signals
 from meridian_control.decision_log.request_ids import sampled
-from meridian_control.decisions.request_table import NO_CAP
+from meridian_control.decisions.table_columns import NO_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

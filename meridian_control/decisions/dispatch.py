@@ -140,14 +140,13 @@ def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms:
 
 def changed_ranks(
     policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float
-) -> tuple[NDArray[np.intp], list[int]]:
-    """Slots whose rank differs from what the agent was told, and their new ranks; updates the table."""
+) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    """Slots whose rank differs from what the agent was told, and their new ranks, [changed]."""
     if policy.strategy == "stock":
-        return np.zeros(0, np.intp), []
+        return np.zeros(0, np.intp), np.zeros(0, np.int64)
     rank = ranks(policy, table, budget, now_ms)
     slots = np.flatnonzero(table.live & (rank != table.rank))
-    table.rank[slots] = rank[slots]
-    return slots, rank[slots].tolist()
+    return slots, rank[slots]
 
 
 def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: StepCost, in_force: Share) -> Share:

@@ -17,25 +17,15 @@ if TYPE_CHECKING:
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:
-    """Requests whose finished blocks no later prompt can hit: they think, and the template strips thinking.
-
-    Updates the table.
-    """
+    """Requests whose finished blocks no later prompt can hit: they think, and the template strips thinking."""
     if not (capabilities.reclaim and capabilities.template_strips_think):
         return np.zeros(0, np.intp)
-    slots = np.flatnonzero(table.live & (table.phase == THINK) & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE))
-    table.tier[slots] = agent_pb2.EVICTION_TIER_UNREACHABLE
-    return slots
+    return np.flatnonzero(table.live & (table.phase == THINK) & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE))
 
 
-def reusable_again(policy: KvMemoryPolicy, table: RequestTable) -> NDArray[np.intp]:
-    """Requests whose tier a changed policy takes back. Updates the table; under an enabled policy all are told anew."""
-    if policy.enabled:
-        table.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
-        return np.zeros(0, np.intp)
-    slots = np.flatnonzero(table.live & (table.tier == agent_pb2.EVICTION_TIER_UNREACHABLE))
-    table.tier[slots] = agent_pb2.EVICTION_TIER_REUSABLE
-    return slots
+def reusable_again(table: RequestTable) -> NDArray[np.intp]:
+    """Requests whose tier is taken back once the policy's section is disabled."""
+    return np.flatnonzero(table.live & (table.tier == agent_pb2.EVICTION_TIER_UNREACHABLE))
 
 
 def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) -> bool:

@@ -112,6 +112,10 @@ class History:
             self.sampled[slot] = step
             self._unsampled[slot] = tuple(getattr(table, name)[slot] for name in Unsampled._fields)
 
+    def note_probe_outcome(self, slot: int, step: int) -> None:
+        """Note the step in which the outcome of a slot's probe came."""
+        self.probed[slot] = step
+
     # --------------------------------------------------------------------------------------------------------- places
 
     def span(self, slot: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

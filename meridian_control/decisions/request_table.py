@@ -5,12 +5,21 @@ Owns counts, phases and raw signals; the rules read it, the session writes it. P
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds
+from meridian_control.decisions.table_columns import (
+    ANSWER_TOKEN,
+    COLUMNS,
+    NO_TOKEN,
+    OTHER_TOKEN,
+    THINK_END,
+    UNTOLD,
+    Columns,
+)
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
     FLAG_END,
@@ -42,113 +51,17 @@ NO_ENDS = SentenceEnds(*(np.zeros(shape, np.int64) for shape in (0, (0, RANK_HIS
 # Slots are dense by contract; one beyond this is a broken or hostile agent.
 MAX_SLOTS = 1 << 16
 
-# A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
-NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
-
 # Largest count of tokens, and longest text, of a request that is opened.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
 
-# Values of the cap that the agent was told: nothing yet, or that the request has no cap.
-UNTOLD, NO_CAP = -1, -2
 
-# name: (dtype, value of a row that is opened)
-COLUMNS: dict[str, tuple[Any, Any]] = {
-    "live": (bool, True),
-    "phase": (np.uint8, 0),
-    # The number of the session's policy that holds for the request.
-    "group": (np.int64, 0),
-    # The request's own floor.
-    "own_min_think_tokens": (np.int64, 0),
-    "prompt_tokens": (np.int64, 0),
-    "think_tokens": (np.int64, 0),
-    "output_tokens": (np.int64, 0),
-    "preempted": (bool, False),
-    # When its newest token was reported, or it was opened: milliseconds on the session's clock.
-    "token_ms": (np.float64, 0.0),
-    "newest_token": (np.uint8, NO_TOKEN),
-    # Newest token's signals.
-    "entropy_nats": (np.float32, np.nan),
-    "end_rank": (np.uint32, 0),
-    "end_logprob_nats": (np.float32, np.nan),
-    # Token entropies of the thinking so far, for RPDI.
-    "entropy_sum": (np.float64, 0.0),
-    "entropy_window_sum": (np.float64, 0.0),
-    "entropy_count": (np.int64, 0),
-    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known with it; how many
-    # are known.
-    "at_boundary": (bool, False),
-    "boundary_now": (bool, False),
-    "boundary_count": (np.int64, 0),
-    # EAT samples and their exponential moving mean and variance.
-    "eat_nats": (np.float64, np.nan),
-    "eat_ema_nats": (np.float64, np.nan),
-    "eat_ema_variance": (np.float64, 0.0),
-    "eat_count": (np.int64, 0),
-    "next_probe_tokens": (np.int64, 0),
-    "probe_open": (bool, False),
-    # The newest probe found that the answer would be empty; the cap was probed for that; the cap was extended for it.
-    "empty_answer": (bool, False),
-    "cap_probed": (bool, False),
-    "extended": (bool, False),
-    # Closed in the report that is being taken in.
-    "closing": (bool, False),
-    # Decisions: what the agent was last told.
-    "rank": (np.int64, UNTOLD),
-    "tier": (np.uint8, 0),
-    "max_think_tokens": (np.int64, UNTOLD),
-    "cap_shadow": (bool, False),
-    # Thinking has ended at least once; the newest end was forced.
-    "ended": (bool, False),
-    "forced": (bool, False),
-    # The rule that decided to end this request's thinking, as a ForceReason.
-    "end_decided": (np.uint8, 0),
-    # The rules in shadow that did, a bit for each ForceReason.
-    "shadow_decided": (np.uint8, 0),
-}
+class RequestTable(Columns):
+    """Columns over slots; `table.phase[slot]`. Capacity doubles as slots appear and is never given back.
 
-
-class RequestTable:
-    """Columns over slots; `table.phase[slot]`. Capacity doubles as slots appear and is never given back."""
-
-    live: NDArray[np.bool_]
-    phase: NDArray[np.uint8]
-    group: NDArray[np.int64]
-    own_min_think_tokens: NDArray[np.int64]
-    prompt_tokens: NDArray[np.int64]
-    think_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
-    preempted: NDArray[np.bool_]
-    token_ms: NDArray[np.float64]
-    newest_token: NDArray[np.uint8]
-    entropy_nats: NDArray[np.float32]
-    end_rank: NDArray[np.uint32]
-    end_logprob_nats: NDArray[np.float32]
-    entropy_sum: NDArray[np.float64]
-    entropy_window_sum: NDArray[np.float64]
-    entropy_count: NDArray[np.int64]
-    at_boundary: NDArray[np.bool_]
-    boundary_now: NDArray[np.bool_]
-    boundary_count: NDArray[np.int64]
-    eat_nats: NDArray[np.float64]
-    eat_ema_nats: NDArray[np.float64]
-    eat_ema_variance: NDArray[np.float64]
-    eat_count: NDArray[np.int64]
-    next_probe_tokens: NDArray[np.int64]
-    probe_open: NDArray[np.bool_]
-    empty_answer: NDArray[np.bool_]
-    cap_probed: NDArray[np.bool_]
-    extended: NDArray[np.bool_]
-    closing: NDArray[np.bool_]
-    rank: NDArray[np.int64]
-    tier: NDArray[np.uint8]
-    max_think_tokens: NDArray[np.int64]
-    cap_shadow: NDArray[np.bool_]
-    ended: NDArray[np.bool_]
-    forced: NDArray[np.bool_]
-    end_decided: NDArray[np.uint8]
-    shadow_decided: NDArray[np.uint8]
+    All modules may read columns. Only the methods of this class write them.
+    """
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
@@ -160,6 +73,18 @@ class RequestTable:
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._resize(capacity)
+
+    @classmethod
+    def without_windows(cls, window_tokens: int, capacity: int) -> Self:
+        """A table for a replay that fills the columns itself: its entropy windows have a width and hold nothing."""
+        table = cls(1, capacity)
+        table.window = np.broadcast_to(np.zeros((), np.float32), (capacity, window_tokens))
+        return table
+
+    def fill(self, count: int, **columns: Any) -> None:
+        """Write columns of the first `count` slots at once, each from an array [count] or from one value for all."""
+        for name, values in columns.items():
+            getattr(self, name)[:count] = values
 
     def _resize(self, capacity: int) -> None:
         old = len(self.info)
@@ -225,6 +150,12 @@ class RequestTable:
     def slots(self) -> NDArray[np.intp]:
         """Live slots, ascending."""
         return np.flatnonzero(self.live)
+
+    def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
+        for slot in self.slots():
+            info = self.info[slot]
+            assert info is not None
+            yield int(slot), info
 
     def set_window(self, tokens: int) -> None:
         """Change the length of the local entropy window; the windows begin anew."""
@@ -334,11 +265,92 @@ class RequestTable:
         self.window[slot, at] = entropy
         return Entropies(measured, entropy, change)
 
-    def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
-        for slot in self.slots():
-            info = self.info[slot]
-            assert info is not None
-            yield int(slot), info
+    # ---------------------------------------------------------------------------------- facts that the session notes
+
+    def set_preempted(self, slot: int, preempted: bool) -> None:
+        self.preempted[slot] = preempted
+
+    def mark_closing(self, slot: int) -> None:
+        """Note that the report that is being taken in closes the request."""
+        self.closing[slot] = True
+
+    def set_group(self, slot: int, group: int) -> None:
+        """Note the number of the session's policy that holds for a request."""
+        self.group[slot] = group
+
+    def set_groups(self, groups: NDArray[np.int64] | int) -> None:
+        """Note the numbers of the session's policies that hold for all requests, [slots] or one for all."""
+        self.group[:] = groups
+
+    def note_think_end(self, slot: int, forced: bool) -> None:
+        """Note that a request's thinking has ended, and whether the end was forced."""
+        self.ended[slot], self.forced[slot] = True, forced
+
+    def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:
+        """Note a sample of EAT, and the moving mean and variance that include it."""
+        self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
+        self.eat_count[slot] += 1
+
+    def note_empty_answer(self, slot: int, empty: bool) -> None:
+        """Note whether the newest probe found that the answer would be empty."""
+        self.empty_answer[slot] = empty
+
+    # ------------------------------------------------------------------------------------ decisions that were made
+
+    def set_ranks(self, slots: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
+        """Note the ranks that the agent is told for these slots, [changed]."""
+        self.rank[slots] = ranks
+
+    def forget_ranks(self) -> None:
+        """Forget which ranks the agent was told, so that all are told again."""
+        self.rank[:] = UNTOLD
+
+    def set_tier(self, slots: NDArray[np.intp], tier: agent_pb2.EvictionTier.ValueType) -> None:
+        """Note the eviction tier that the agent is told for these slots."""
+        self.tier[slots] = tier
+
+    def forget_tiers(self) -> None:
+        """Forget which tiers the agent was told, so that all are told again."""
+        self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
+
+    def note_cap(self, slot: int, cap: int, shadow: bool) -> None:
+        """Note the cap that the agent is told for a request; NO_CAP if it has none."""
+        self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
+
+    def extend_caps(self, requests: NDArray[np.bool_]) -> None:
+        """Note that the caps of these requests, [slots], were extended because their answers would be empty."""
+        self.extended[requests] = True
+
+    def note_end(self, slot: int, reason: agent_pb2.ForceReason.ValueType, shadow: bool) -> None:
+        """Note the rule that decided to end a request's thinking, or that would have if it were not in shadow."""
+        if shadow:
+            self.shadow_decided[slot] |= 1 << reason
+        else:
+            self.end_decided[slot] = reason
+
+    def restore_end(self, slot: int, reason: int) -> None:
+        """Note an end that the engine still carries out, unless another one was noted since."""
+        self.end_decided[slot] = self.end_decided[slot] or reason
+
+    def forget_ends(self) -> None:
+        """Forget which ends were decided, in shadow too."""
+        self.end_decided[:] = self.shadow_decided[:] = 0
+
+    def schedule_probe(self, slot: int, think_tokens: int) -> None:
+        """Note the number of thinking tokens at which the next measurement of EAT is due."""
+        self.next_probe_tokens[slot] = think_tokens
+
+    def open_probe(self, slot: int) -> None:
+        """Note that a request has a probe without an outcome."""
+        self.probe_open[slot] = True
+
+    def close_probe(self, slot: int) -> None:
+        """Note the outcome of a request's probe: the request may be probed again."""
+        self.probe_open[slot] = False
+
+    def note_cap_probe(self, slot: int) -> None:
+        """Note that a probe near the cap finds out whether the answer would be empty."""
+        self.cap_probed[slot] = True
 
 
 def _no_history() -> History:

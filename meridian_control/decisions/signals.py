@@ -24,15 +24,11 @@ def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: f
     """
     if not math.isfinite(eat_nats):
         return
-    table.eat_nats[slot] = eat_nats
-    if table.eat_count[slot] == 0:
-        table.eat_ema_nats[slot], table.eat_ema_variance[slot] = eat_nats, 0.0
-    else:
+    mean, variance = eat_nats, 0.0
+    if table.eat_count[slot]:
         mean = ema_alpha * eat_nats + (1 - ema_alpha) * table.eat_ema_nats[slot]
-        deviation = ema_alpha * (eat_nats - mean) ** 2
-        table.eat_ema_nats[slot] = mean
-        table.eat_ema_variance[slot] = deviation + (1 - ema_alpha) * table.eat_ema_variance[slot]
-    table.eat_count[slot] += 1
+        variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * table.eat_ema_variance[slot]
+    table.note_eat(slot, eat_nats, mean, variance)
 
 
 def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:

@@ -143,15 +143,11 @@ class Replay:
 
     def _boundary_table(self) -> RequestTable:
         episodes, count = self.episodes, len(self.episodes.owner)
-        table = RequestTable(1, capacity=max(1, count))
-        here = slice(0, count)
-        table.live[here], table.phase[here], table.boundary_now[here] = True, THINK, True
-        table.think_tokens[here] = episodes.decided_tokens
-        table.boundary_ranks[here], table.boundary_count[here] = episodes.ranks, episodes.rank_count
-        table.entropy_count[here], table.entropy_sum[here] = episodes.entropy_count, episodes.entropy_sum
-        table.entropy_window_sum[here] = episodes.window_sum(self.window_tokens)
-        # Rules read only the width of this array.
-        table.window = np.broadcast_to(np.zeros((), np.float32), (max(1, count), self.window_tokens))
+        table = RequestTable.without_windows(self.window_tokens, max(1, count))
+        table.fill(count, live=True, phase=THINK, boundary_now=True, think_tokens=episodes.decided_tokens)
+        table.fill(count, boundary_ranks=episodes.ranks, boundary_count=episodes.rank_count)
+        table.fill(count, entropy_count=episodes.entropy_count, entropy_sum=episodes.entropy_sum)
+        table.fill(count, entropy_window_sum=episodes.window_sum(self.window_tokens))
         return table
 
     @property
@@ -205,9 +201,8 @@ class Replay:
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
         places, right = episodes.decided_tokens + self._late, self.right
         if "EAT" in SIGNALS[rule.family]:
-            table.eat_count[:count], table.eat_ema_nats[:count], table.eat_ema_variance[:count] = self._eat_state(
-                policy.entropy.ema_alpha, *_probing(rule)
-            )
+            samples, mean, variance = self._eat_state(policy.entropy.ema_alpha, *_probing(rule))
+            table.fill(count, eat_count=samples, eat_ema_nats=mean, eat_ema_variance=variance)
             fires = termination.eat_converged(policy.entropy, table)
             places, right = self._eat[rule.family == EAT_GATED]
         elif rule.family == RANK:

@@ -14,7 +14,8 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions import dispatch, eviction, termination
-from meridian_control.decisions.request_table import NO_CAP, THINK, UNTOLD
+from meridian_control.decisions.request_table import THINK
+from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
 from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
 from meridian_control.session.merged_steps import steps
 
@@ -86,7 +87,7 @@ class Decider:
     def _caps(self, policy: Policy, out: Out) -> None:
         table, shadow = self._table, policy.scheduler.shadow
         extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
-        table.extended[extend] = True
+        table.extend_caps(extend)
         for slot in np.flatnonzero(table.live & (self.review | extend | (table.max_think_tokens == UNTOLD))).tolist():
             cap = self._cap(policy, slot)
             if (cap, shadow) != (table.max_think_tokens[slot], table.cap_shadow[slot]):
@@ -102,7 +103,7 @@ class Decider:
     def _tell_cap(self, slot: int, cap: int, shadow: bool, why: str, out: Out) -> None:
         table = self._table
         first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
-        table.max_think_tokens[slot], table.cap_shadow[slot] = cap, shadow
+        table.note_cap(slot, cap, shadow)
         if table.closing[slot]:
             return
         if cap != NO_CAP:
@@ -115,10 +116,7 @@ class Decider:
         table = self._table
         for index, reason in termination.ends(policy, seen, among):
             slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
-            if shadow:
-                table.shadow_decided[slot] |= 1 << reason
-            else:
-                table.end_decided[slot] = reason
+            table.note_end(slot, reason, shadow)
             made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
             if table.closing[slot]:
                 self._ledger.too_late(made)
@@ -135,11 +133,11 @@ class Decider:
             if slot in near_cap and max(1, table.max_think_tokens[slot] - EXTENSION_LEAD_TOKENS) < think_tokens:
                 # It came near its cap before, and has one probe at a time.
                 continue
-            table.next_probe_tokens[slot] = think_tokens + entropy.eat_probe_interval_tokens
+            table.schedule_probe(slot, think_tokens + entropy.eat_probe_interval_tokens)
             self._probe(slot, "eat", placement, out, (seen, index)).hold_ms = hold_ms
         for slot in near_cap:
             if not table.probe_open[slot]:
-                table.cap_probed[slot] = True
+                table.note_cap_probe(slot)
                 self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
 
     def _due(self, policy: Policy, among: Among) -> list[tuple[termination.Seen, int]]:
@@ -159,20 +157,21 @@ class Decider:
         out: Out,
         seen: tuple[termination.Seen, int] | None = None,
     ) -> agent_pb2.EatProbe:
-        self._table.probe_open[slot] = True
+        self._table.open_probe(slot)
         made = self._ledger.make("probe", reason, slot, seen=seen)
         return out.probes.add(decision_id=made, slot=slot, placement=where)
 
     def _plan(self, policy: Policy, out: Out, review: bool, now_ms: float) -> None:
         scheduler, memory, table = policy.scheduler, policy.kv_memory, self._table
         hold = eviction.hold_admission(memory, table, self._kv_tokens) and not memory.shadow
-        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), list[int]()
+        share, slots, ranks = dispatch.Share(), np.zeros(0, np.intp), np.zeros(0, np.int64)
         stock = not scheduler.enabled or scheduler.strategy == "stock"
         if not stock:
             if review:
-                table.rank[:] = UNTOLD
+                table.forget_ranks()
             budgets = dispatch.budgets(scheduler, table, self.cost)
             slots, ranks = dispatch.changed_ranks(scheduler, table, budgets, now_ms)
+            table.set_ranks(slots, ranks)
             share = dispatch.share(scheduler, table, budgets, self.cost, self._share)
         if not len(slots) and (share, hold) == (self._share, self._hold) and not review:
             return
@@ -180,20 +179,25 @@ class Decider:
         plan = out.plan
         plan.decision_id = self._ledger.make("plan", "stock" if stock else scheduler.strategy)
         plan.slot.extend(slots.tolist())
-        plan.rank.extend(ranks)
+        plan.rank.extend(ranks.tolist())
         for name, limit in asdict(share).items():
             if limit is not None:
                 setattr(plan, name, limit)
         plan.hold_admission, plan.shadow, plan.stock = hold, scheduler.shadow, stock
 
     def _tiers(self, policy: Policy, out: Out, review: bool) -> None:
-        memory = policy.kv_memory
-        if review:
-            for slot in eviction.reusable_again(memory, self._table).tolist():
+        memory, table = policy.kv_memory, self._table
+        if review and memory.enabled:
+            table.forget_tiers()
+        elif review:
+            slots = eviction.reusable_again(table)
+            table.set_tier(slots, agent_pb2.EVICTION_TIER_REUSABLE)
+            for slot in slots.tolist():
                 made = self._ledger.make("tier", "reusable", slot)
                 out.tiers.add(decision_id=made, slot=slot, tier=agent_pb2.EVICTION_TIER_REUSABLE)
         if memory.enabled:
-            for slot in eviction.newly_unreachable(self._can, self._table).tolist():
+            slots, tier = eviction.newly_unreachable(self._can, table), agent_pb2.EVICTION_TIER_UNREACHABLE
+            table.set_tier(slots, tier)
+            for slot in slots.tolist():
                 made = self._ledger.make("tier", "unreachable", slot, memory.shadow)
-                tier = agent_pb2.EVICTION_TIER_UNREACHABLE
                 out.tiers.add(decision_id=made, slot=slot, tier=tier, shadow=memory.shadow)

@@ -87,7 +87,7 @@ class Ledger:
             self._totals.staleness_steps.add(np.array([float(step - decision.step)]))
         if decision.kind != "probe" or decision.slot is None or not self.concerns(decision):
             return None
-        self._table.probe_open[decision.slot] = False
+        self._table.close_probe(decision.slot)
         return decision.slot
 
     def too_late(self, decision_id: int) -> None:

@@ -40,7 +40,7 @@ class Groups:
         """A policy comes into force."""
         self.policy, self.revision, self._policies = policy, revision, [policy]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
-        self._table.group[:] = 0
+        self._table.set_groups(0)
         for slot, opened in self._table.requests():
             self.assign(slot, opened)
 
@@ -53,13 +53,13 @@ class Groups:
             if len(self._policies) >= self._room:
                 self._forget_unused()
             self._policies.append(own)
-        self._table.group[slot] = self._policies.index(own)
+        self._table.set_group(slot, self._policies.index(own))
 
     def _forget_unused(self) -> None:
         """Combinations of overrides that no live request has any more: clients choose what overrides match."""
         table = self._table
         used = sorted({0, *table.group[table.live].tolist()})
-        table.group[:] = np.where(table.live, np.searchsorted(used, table.group), 0)
+        table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
         self._policies = [self._policies[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 

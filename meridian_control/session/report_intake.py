@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from meridian_control.common.enum_names import phase_name
 from meridian_control.decisions import moments
-from meridian_control.decisions.request_table import MAX_SLOTS, NO_CAP, THINK
+from meridian_control.decisions.request_table import MAX_SLOTS, THINK
 from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.decisions.table_columns import NO_CAP
 from meridian_control.session.merged_steps import ages_ms, step_of
 from meridian_control.session.think_ends import FINISHED, ThinkEnds
 
@@ -76,14 +77,14 @@ class Intake:
         if self._steps or report.HasField("probes"):
             table.history.tell_steps(step_of(report, "tokens"))
         for slot in filter(table.holds, report.preempted):
-            table.preempted[slot] = True
+            table.set_preempted(slot, True)
         for slot in filter(table.holds, report.resumed):
-            table.preempted[slot] = False
+            table.set_preempted(slot, False)
         for outcome, step in zip(report.outcomes, self._steps.get("outcomes", ()), strict=True):
             if (probed := self._ledger.settle(outcome, report.step)) is not None:
-                table.history.probed[probed] = step
+                table.history.note_probe_outcome(probed, step)
         for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
-            table.closing[closed.slot] = True
+            table.mark_closing(closed.slot)
 
     def finish(self, report: agent_pb2.StepReport) -> None:
         """Count what the report's requests came to, in the order in which it happened, and forget those it closes."""
@@ -144,7 +145,7 @@ class Intake:
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
                 self._table.history.sample(self._table, slot, step)
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
-                self._table.empty_answer[slot] = empty_answer
+                self._table.note_empty_answer(slot, empty_answer)
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 

@@ -192,9 +192,8 @@ class Session:
         self._decider.review = True
         # An end that was only shadowed under the old policy may be due under the new one.
         under_way = self._ends_under_way()
-        self.table.end_decided[:] = 0
+        self.table.forget_ends()
         self._go_on(under_way)
-        self.table.shadow_decided[:] = 0
         self.shadow.applied(revision, policy)
         return self._decide(now)
 
@@ -216,8 +215,8 @@ class Session:
     def _go_on(self, under_way: list[tuple[Decision, int]]) -> None:
         """Take up again the ends that the engine still carries out, by the requests that still live."""
         for decision, reason in under_way:
-            if self._ledger.concerns(decision) and not self.table.end_decided[decision.slot]:
-                self.table.end_decided[decision.slot] = reason
+            if decision.slot is not None and self._ledger.concerns(decision):
+                self.table.restore_end(decision.slot, reason)
 
     def _on_step(self, report: agent_pb2.StepReport, now: datetime) -> Out:
         if not report.steps:

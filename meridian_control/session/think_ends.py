@@ -39,7 +39,7 @@ class ThinkEnds:
         self._totals.ends[reason] += 1
         if table.ended[slot]:
             self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
-        table.ended[slot], table.forced[slot] = True, forced
+        table.note_think_end(slot, forced)
         return reason
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:

@@ -29,6 +29,7 @@ from meridian_control.decisions.dispatch import (
     share,
 )
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.decisions.table_columns import UNTOLD
 from meridian_control.policy.schema import SchedulerPolicy
 from tests.fakes.tables import answering, table, thinking
 
@@ -89,18 +90,24 @@ def test_reasoning_first_demotes_long_thinkers() -> None:
 
 def test_stock_has_no_order() -> None:
     slots, told = changed_ranks(scheduler(strategy="stock"), table(thinking(), answering()), stated(POLICY), 0.0)
-    assert (slots.tolist(), told) == ([], [])
+    assert (slots.tolist(), told.tolist()) == ([], [])
 
 
 def test_only_changes_are_told() -> None:
     made = table(thinking(), answering(), thinking())
-    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == [0, 1, 2]
+    slots, told = changed_ranks(POLICY, made, stated(POLICY), 0.0)
+    assert slots.tolist() == [0, 1, 2]
+    assert made.rank[slots].tolist() == [UNTOLD] * 3
+    made.set_ranks(slots, told)
     assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == []
     made.phase[2] = OUTPUT
     made.phase[1] = THINK
     made.close(1)
     slots, told = changed_ranks(POLICY, made, stated(POLICY), 0.0)
-    assert (slots.tolist(), told) == ([2], [0])
+    assert (slots.tolist(), told.tolist()) == ([2], [0])
+    made.set_ranks(slots, told)
+    made.forget_ranks()
+    assert changed_ranks(POLICY, made, stated(POLICY), 0.0)[0].tolist() == [0, 2]
 
 
 # -------------------------------------------------------------------------------------------------------- step cost

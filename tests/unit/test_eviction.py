@@ -14,12 +14,12 @@ from tests.fakes.tables import answering, table, thinking
 
 REUSABLE, UNREACHABLE = agent_pb2.EVICTION_TIER_REUSABLE, agent_pb2.EVICTION_TIER_UNREACHABLE
 CAN = agent_pb2.Capabilities(reclaim=True, template_strips_think=True)
-OFF = KvMemoryPolicy(enabled=False)
 
 
 def test_what_thinks_is_told_once() -> None:
     made = table(thinking(), answering(), {"phase": PROMPT}, thinking())
     assert newly_unreachable(CAN, made).tolist() == [0, 3]
+    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
     assert made.tier[:4].tolist() == [UNREACHABLE, 0, 0, UNREACHABLE]
     assert newly_unreachable(CAN, made).tolist() == []
     made.close(3)
@@ -38,22 +38,21 @@ def test_what_thinks_is_told_once() -> None:
 def test_both_capabilities_are_needed(capabilities: agent_pb2.Capabilities) -> None:
     made = table(thinking())
     assert newly_unreachable(capabilities, made).tolist() == []
-    assert made.tier[0] == 0
 
 
 def test_a_policy_that_is_switched_off_takes_tiers_back_once() -> None:
     made = table(thinking(), thinking(), answering())
-    newly_unreachable(CAN, made)
+    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
     made.close(1)
-    assert reusable_again(OFF, made).tolist() == [0]
-    assert made.tier[0] == REUSABLE
-    assert reusable_again(OFF, made).tolist() == []
+    assert reusable_again(made).tolist() == [0]
+    made.set_tier(reusable_again(made), REUSABLE)
+    assert reusable_again(made).tolist() == []
 
 
 def test_a_policy_that_stays_on_tells_all_anew() -> None:
     made = table(thinking())
-    newly_unreachable(CAN, made)
-    assert reusable_again(KvMemoryPolicy(), made).tolist() == []
+    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
+    made.forget_tiers()
     assert newly_unreachable(CAN, made).tolist() == [0]
 
 

@@ -15,7 +15,8 @@ from meridian_agent.core.live_request import RequestInfo
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, opened_message, step_report
-from meridian_control.decisions.request_table import COLUMNS, NO_TOKEN, RequestTable
+from meridian_control.decisions.request_table import RequestTable
+from meridian_control.decisions.table_columns import COLUMNS, NO_TOKEN
 from meridian_control.session.merged_steps import ages_ms
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import phases
-from meridian_control.decisions import request_table as requests
 from meridian_control.decisions import token_rows as rows
-from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, UNTOLD, RequestTable
+from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, RequestTable
+from meridian_control.decisions.table_columns import COLUMNS, UNTOLD
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
@@ -40,14 +40,14 @@ def test_opening_takes_over_what_a_snapshot_says() -> None:
 
 def test_a_slot_that_is_used_again_remembers_nothing() -> None:
     fresh, used = table({}), table({})
-    for name in requests.COLUMNS:
+    for name in COLUMNS:
         getattr(used, name)[0] = 1
     used.window[:] = 9.0
     used.close(0)
     assert not used.holds(0)
     assert list(used.requests()) == []
     used.open(opened(0, request_id="r0", phase=THINK))
-    for name in requests.COLUMNS:
+    for name in COLUMNS:
         np.testing.assert_array_equal(getattr(used, name)[0], getattr(fresh, name)[0], err_msg=name)
     assert used.max_think_tokens[0] == used.rank[0] == UNTOLD
 
@@ -154,7 +154,7 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], si
     whole.add_tokens(tokens(rows))
     for at in range(0, len(rows), size):
         cut.add_tokens(tokens(rows[at : at + size]))
-    for name in requests.COLUMNS:
+    for name in COLUMNS:
         np.testing.assert_array_equal(getattr(whole, name), getattr(cut, name), err_msg=name)
     np.testing.assert_array_equal(whole.window, cut.window)
     for slot in range(4):
@@ -175,7 +175,7 @@ def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) ->
     whole.add_tokens(tokens(rows[7:]))
     for row in rows[7:]:
         alone.add_tokens(tokens([row]))
-    for name in ("window", "boundary_ranks", *(set(requests.COLUMNS) - {"boundary_now"})):
+    for name in ("window", "boundary_ranks", *(set(COLUMNS) - {"boundary_now"})):
         np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name), err_msg=name)
 
 
