@@ -97,9 +97,9 @@ class Record:
     outcome: AuditOutcome
 
 
-# Notes that a service leaves about the call being served: under "etag" the etag of the thing the call changes, if the
-# service knows it better than the request says.
-changed: ContextVar[dict[str, str]] = ContextVar("changed")
+# Etag that the resource had before the call that is being served. The interceptor takes it from the request; a service
+# sets it if it knows better.
+before_etag: ContextVar[str] = ContextVar("before_etag", default="")
 
 
 class AuditLog:

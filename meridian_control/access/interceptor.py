@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, changed
+from meridian_control.access.audit_log import AuditLog, AuditOutcome, Call, before_etag
 from meridian_control.access.client_faults import ClientFaults
 from meridian_control.access.rate_limits import Kind, Limiter
 from meridian_control.access.roles import NOBODY, OPEN, Access, AccessRule, Principal, Role, caller, rule_of
@@ -118,8 +118,7 @@ class _Gated:
     async def _told(self, request: Message, context: Context) -> Any:
         """Record the call, serve it, and add its outcome to the record."""
         record = await self._gate.audit.begin(self._call)
-        before = {"etag": getattr(request, "etag", "")}
-        changed.set(before)
+        before_etag.set(getattr(request, "etag", ""))
         outcome = AuditOutcome("CANCELLED")
         try:
             response = await self._inner(request, context)
@@ -128,7 +127,7 @@ class _Gated:
             outcome = _outcome(error, context)
             raise
         finally:
-            await self._gate.audit.end(record, replace(outcome, before_etag=before["etag"]))
+            await self._gate.audit.end(record, replace(outcome, before_etag=before_etag.get()))
         return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:

@@ -52,20 +52,18 @@ RETRY_S = 1.0
 
 
 class Fleet:
-    """The engines of this replica. `clock` gives the current UTC time. `refresh` tells this fleet what the store has
-    now, `revision` reads one of it; they raise StoreUnavailable and StoredPolicyUnreadable, `revision` NotFound.
-    `decisions` is where decisions are kept."""
+    """The engines of this replica. `clock` gives the current UTC time. `revision` reads a policy revision from the
+    store; it raises NotFound, StoreUnavailable and StoredPolicyUnreadable. `decisions` is where decisions are kept."""
 
     def __init__(
         self,
         clock: Callable[[], datetime],
         *,
-        refresh: Callable[[], Awaitable[None]] | None = None,
         revision: Callable[[int], Awaitable[StoredRevision]] | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
         self.clock = clock
-        self._refresh, self._revision = refresh, revision
+        self._revision = revision
         # Tasks that wait for the store; never cancelled, for a driver that is leaves its connection behind.
         self._waiting: set[asyncio.Task[None]] = set()
         self.decisions = decisions or DecisionLog()
@@ -88,8 +86,12 @@ class Fleet:
         # When the next of them ends.
         self._thawing: asyncio.TimerHandle | None = None
 
-    def join(self, hello: agent_pb2.Hello) -> Connection:
-        """Begin a session; its first messages are queued. Raises InvalidRequest."""
+    def join(self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None) -> Connection:
+        """Begin a session; its first messages are queued. Raises InvalidRequest.
+
+        `refresh` brings what the store holds to this fleet, for an engine that has a newer policy; it raises
+        StoreUnavailable and StoredPolicyUnreadable. Without it such an engine keeps its policy.
+        """
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
@@ -104,8 +106,8 @@ class Fleet:
         if freezes or session.frozen:
             self._say(connection, session.on_freezes(freezes, now), now)
         wanted = self._wanted(session)
-        if wanted is not None and hello.revision > wanted.revision and self._refresh is not None:
-            self._start(self._catch_up(connection, self._refresh))
+        if wanted is not None and hello.revision > wanted.revision and refresh is not None:
+            self._start(self._catch_up(connection, refresh))
         elif wanted is not None:
             self._give_policy(connection, wanted, now)
         same = (hello.engine_id, hello.incarnation)

@@ -15,7 +15,7 @@ from meridian_control.access.roles import caller
 from meridian_control.common.errors import InvalidRequest, MeridianError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import grpc
 
@@ -31,10 +31,10 @@ HELLO_S = 10.0
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """One call of Connect per engine."""
+    """One call of Connect per engine. `refresh` brings what the store holds to the fleet, for `Fleet.join`."""
 
-    def __init__(self, fleet: Fleet, faults: ClientFaults) -> None:
-        self._fleet, self._faults = fleet, faults
+    def __init__(self, fleet: Fleet, faults: ClientFaults, refresh: Callable[[], Awaitable[None]]) -> None:
+        self._fleet, self._faults, self._refresh = fleet, faults, refresh
 
     async def Connect(  # noqa: N802
         self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Context
@@ -44,7 +44,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
             caller.get().check_engine(first.hello.engine_id)
-            connection = self._fleet.join(first.hello)
+            connection = self._fleet.join(first.hello, self._refresh)
         except MeridianError as error:
             self._fleet.count_end(error.code)
             raise

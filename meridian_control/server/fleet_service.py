@@ -31,8 +31,12 @@ WATCH_MS, MIN_WATCH_MS = 1000, 50
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self, whole: WholeFleet, stopped: asyncio.Event) -> None:
-        self._whole, self._stopped = whole, stopped
+    def __init__(self, whole: WholeFleet) -> None:
+        self._whole, self._stopped = whole, asyncio.Event()
+
+    def end_watches(self) -> None:
+        """End every call of WatchFleet, because the server stops."""
+        self._stopped.set()
 
     async def ListEngines(  # noqa: N802
         self, request: fleet_pb2.ListEnginesRequest, context: Context

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
-from meridian_control.access.audit_log import changed
+from meridian_control.access.audit_log import before_etag
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import FieldChange, Subject, diff, explain
@@ -129,7 +129,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             stored = await self._commit(policy, request, reason)
         before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
-            changed.get({})["etag"] = before.etag
+            before_etag.set(before.etag)
         return stored, diff(before.policy if before is not None else Policy(), policy)
 
     async def _commit(self, policy: Policy, request: Writing, reason: str) -> StoredRevision:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.access.audit_log import changed
+from meridian_control.access.audit_log import before_etag
 from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.common.paging import checked
 from meridian_control.policy.diff import diff
@@ -57,7 +57,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 made = await self._store.start(plan, policy, request.etag, by)
                 await self._rollouts.look()
         before = await self._store.policies.get(made.stable_revision)
-        changed.get({})["etag"] = before.etag
+        before_etag.set(before.etag)
         changes = [
             policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
         ]
@@ -105,7 +105,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         found = await self._store.get(request.rollout_id)
         if not request.rollout_id and not found.active and not rules.knows(found, by):
             raise NotFound("no rollout is active")
-        changed.get({})["etag"] = found.etag
+        before_etag.set(found.etag)
         saved = await self._store.change(found, steered)
         await self._rollouts.look()
         return saved.message()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -23,30 +23,21 @@ from meridian.v1 import (
     rollout_pb2_grpc,
 )
 
-from meridian_control.access.audit_log import AuditLog
-from meridian_control.access.client_faults import ClientFaults
-from meridian_control.access.interceptor import Gate
-from meridian_control.access.rate_limits import CallLimits, Limiter
-from meridian_control.access.roles import Access
-from meridian_control.fleet.freeze_store import FreezeStore
-from meridian_control.rollout.driver import Rollouts
-from meridian_control.rollout.store import RolloutStore
 from meridian_control.server import grpc_server
-from meridian_control.server.agent_service import AgentService
-from meridian_control.server.audit_service import AuditService
-from meridian_control.server.fleet_service import FleetService
-from meridian_control.server.freeze_service import FreezeService
-from meridian_control.server.policy_service import PolicyService
-from meridian_control.server.rollout_service import RolloutService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import datetime
+    from collections.abc import Sequence
 
     import grpc
 
-    from meridian_control.cluster.cluster_fleet import WholeFleet
-    from meridian_control.policy.store import PolicyStore
+    from meridian_control.access.interceptor import Gate
+    from meridian_control.fleet.fleet import Fleet
+    from meridian_control.server.agent_service import AgentService
+    from meridian_control.server.audit_service import AuditService
+    from meridian_control.server.fleet_service import FleetService
+    from meridian_control.server.freeze_service import FreezeService
+    from meridian_control.server.policy_service import PolicyService
+    from meridian_control.server.rollout_service import RolloutService
 
 SERVER_OPTIONS = [
     # Agents ping every 30 s without calls; a stricter server drops them with ENHANCE_YOUR_CALM.
@@ -74,37 +65,37 @@ SERVICES = (
 )
 
 
+@dataclass(frozen=True)
+class Services:
+    """One servicer for each service."""
+
+    agent: AgentService
+    policy: PolicyService
+    fleet: FleetService
+    audit: AuditService
+    freeze: FreezeService
+    rollout: RolloutService
+
+
 class ControlServer:
-    """The gRPC server with all services. `start` binds, `stop` drains."""
+    """The gRPC server with all services behind a gate. `start` binds, `stop` drains.
+
+    `interceptors` run before the gate.
+    """
 
     def __init__(
-        self,
-        store: PolicyStore,
-        whole: WholeFleet,
-        clock: Callable[[], datetime],
-        access: Access | None = None,
-        limits: CallLimits | None = None,
-        *,
-        rollouts: Rollouts | None = None,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        self, services: Services, fleet: Fleet, gate: Gate, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     ) -> None:
-        self._fleet = fleet = whole.fleet
-        self.freezes = FreezeStore(store.database, clock, fleet.set_freezes)
-        self._stopped = asyncio.Event()
+        self._watching, self._fleet, self._gate = services.fleet, fleet, gate
         self._health = HealthServicer()
-        audit = AuditLog(store.database, clock)
-        self.faults = ClientFaults()
-        self._gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, self.faults)
-        self._server = grpc_server.server(SERVER_OPTIONS, [*interceptors, self._gate])
+        self._server = grpc_server.server(SERVER_OPTIONS, [*interceptors, gate])
         self._probed: grpc.aio.Server | None = None
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(fleet, self.faults), self._server)
-        policy_service = PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain)
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy_service, self._server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(whole, self._stopped), self._server)
-        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), self._server)
-        freeze_pb2_grpc.add_FreezeServiceServicer_to_server(FreezeService(self.freezes, clock), self._server)
-        rollouts = rollouts or Rollouts(RolloutStore(store), fleet, clock, whole.known_engines, whole.leads)
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutService(rollouts, clock), self._server)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(services.agent, self._server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(services.policy, self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(services.fleet, self._server)
+        audit_pb2_grpc.add_AuditServiceServicer_to_server(services.audit, self._server)
+        freeze_pb2_grpc.add_FreezeServiceServicer_to_server(services.freeze, self._server)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(services.rollout, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -122,11 +113,10 @@ class ControlServer:
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
         """Bind and serve, at `health` health alone; returns the port.
 
-        Raises OSError when an address cannot be had, StoreUnavailable.
+        Raises OSError when an address cannot be had.
         """
         if health:
             await self._serve_health(health)
-        await self.freezes.look()
         try:
             port: int = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
         except RuntimeError as error:
@@ -139,11 +129,11 @@ class ControlServer:
     async def stop(self, grace_s: float) -> None:
         """Health goes NOT_SERVING, streams get a GoingAway, then everything closes within the grace period."""
         await self._health.enter_graceful_shutdown()
-        self._stopped.set()
+        self._watching.end_watches()
         self._fleet.going_away("the control plane is shutting down")
         await self._server.stop(grace_s)
         await self._gate.settle()
         await self._fleet.settle()
-        self.faults.summarise()
+        self._gate.faults.summarise()
         if self._probed is not None:
             await self._probed.stop(None)

@@ -12,15 +12,11 @@ import pytest
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore
-from meridian_control.rollout.driver import Rollouts
-from meridian_control.rollout.store import RolloutStore
-from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
 from tests.fakes.agent import hello
+from tests.fakes.control import control_plane, kill
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -81,29 +77,19 @@ class Control:
     async def start(self) -> None:
         if await self.store.current() is None:
             await self.store.append(OLD, etag="", author="test", reason="", now=self.now)
-        self.fleet = Fleet(self.clock, refresh=self.refresh)
-        self.rollouts = Rollouts(
-            RolloutStore(self.store), self.fleet, self.clock, self.fleet.engines, lambda: self.leads
-        )
-        await self.rollouts.look()
-        whole = WholeFleet(self.fleet, "alone", None, lambda: True)
-        self.server = ControlServer(self.store, whole, self.clock, rollouts=self.rollouts)
+        self.parts = control_plane(self.store, self.clock, leads=lambda: self.leads)
+        self.fleet, self.rollouts, self.server = self.parts.whole.fleet, self.parts.rollouts, self.parts.server
+        await self.parts.look()
         self.port = await self.server.start(f"127.0.0.1:{self.port}")
         self.following = asyncio.create_task(self.rollouts.follow())
         self.channel = grpc.aio.insecure_channel(self.target, [("grpc.use_local_subchannel_pool", 1)])
         self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
         self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
 
-    async def refresh(self) -> None:
-        await self.rollouts.look()
-
     async def kill(self) -> None:
         self.following.cancel()
         await self.channel.close()
-        await self.server._server.stop(None)
-        # Wait for calls that still use a database connection.
-        await self.server._gate.settle()
-        await self.fleet.settle()
+        await kill(self.parts)
 
     async def begin(self, *steps: dict[str, Any], **fields: Any) -> rollout_pb2.Rollout:
         return (await self.stub.StartRollout(starting(*steps, **fields))).rollout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,13 +11,11 @@ from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 from meridian_agent.link import credentials as agent
 from meridian_control.access.roles import Access
 from meridian_control.access.server_tls import server_credentials
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
-from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
+from tests.fakes.control import control_plane, utc_now
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,10 +28,6 @@ if TYPE_CHECKING:
 # certificate and no role.
 ROLES = ("viewer", "operator", "admin", "agent")
 ACCESS = "".join(f'[[identity]]\ncn = "{role}"\nrole = "{role}"\n' for role in ROLES)
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)
 
 
 class Secured:
@@ -51,13 +44,13 @@ class Secured:
         self.port = 0
 
     async def start(self) -> None:
-        self.fleet = Fleet(utc_now)
-        whole = WholeFleet(self.fleet, "replica", None, lambda: True)
-        self.server = ControlServer(self.store, whole, utc_now, Access(self.access), self.limits)
+        parts = control_plane(self.store, access=Access(self.access), limits=self.limits)
+        self.fleet, self.server = parts.whole.fleet, parts.server
         stored = await self.store.current()
         if stored is None:
             stored = await self.store.append(Policy(), etag=EMPTY_ETAG, author="test", reason="", now=utc_now())
         self.fleet.set_policy(stored)
+        await parts.look()
         server = [self.folder / f"server.{kind}" for kind in ("crt", "key")]
         tls = server_credentials(server[0], server[1], self.authority.file if self.client_ca else None)
         self.port = await self.server.start(self.target, tls)

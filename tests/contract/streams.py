@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
-from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.decisions.request_table import MAX_SLOTS
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.store import PolicyStore, StoredRevision
-from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
+from tests.fakes.control import control_plane, kill, utc_now
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -25,10 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_control.policy.model import Policy
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)
 
 
 class Control:
@@ -43,18 +36,14 @@ class Control:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self.fleet = Fleet(utc_now, refresh=self.refresh, revision=self.store.get)
-        self.server = ControlServer(self.store, WholeFleet(self.fleet, "alone", None, lambda: True), utc_now)
+        self.parts = control_plane(self.store)
+        self.fleet, self.server = self.parts.whole.fleet, self.parts.server
         if (current := await self.store.current()) is None:
             await self.set_policy(policy(scheduler={"max_think_tokens": 600}))
         else:
             self.fleet.set_policy(current)
+        await self.parts.look()
         self.port = await self.server.start(f"127.0.0.1:{self.port}")
-
-    async def refresh(self) -> None:
-        current = await self.store.current()
-        assert current is not None
-        self.fleet.set_policy(current)
 
     async def set_policy(self, new: Policy) -> StoredRevision:
         stored = await self.store.append(new, etag="", author="test", reason="", now=utc_now())
@@ -62,10 +51,7 @@ class Control:
         return stored
 
     async def kill(self) -> None:
-        await self.server._server.stop(None)
-        # Wait for calls that still use a database connection.
-        await self.server._gate.settle()
-        await self.fleet.settle()
+        await kill(self.parts)
 
     def engine(self, engine_id: str = "engine") -> Any:
         (found,) = [e for e in self.fleet.engines() if e.engine_id == engine_id]

@@ -21,14 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from meridian.v1 import agent_pb2, policy_pb2, policy_pb2_grpc
 
-from meridian_control.cluster.cluster_fleet import WholeFleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
-from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
-from tests.contract.streams import utc_now
 from tests.contract.test_replicas import leased
+from tests.fakes.control import control_plane, kill, utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port
 
@@ -82,17 +79,13 @@ class Replica:
         self.store = PolicyStore(self.database)
         if (current := await self.store.current()) is None:
             current = await self.store.append(Policy(), etag=EMPTY_ETAG, author="", reason="", now=utc_now())
-        self.fleet = Fleet(utc_now, refresh=self.refresh, revision=self.store.get)
+        self.parts = control_plane(self.store, replica_id=self.target)
+        self.fleet = self.parts.whole.fleet
         self.fleet.set_policy(current)
-        self.server = ControlServer(self.store, WholeFleet(self.fleet, self.target, None, lambda: True), utc_now)
-        await self.server.start(self.target)
+        await self.parts.look()
+        await self.parts.server.start(self.target)
         self.alive = True
         self.hear()
-
-    async def refresh(self) -> None:
-        current = await self.store.current()
-        assert current is not None
-        self.fleet.set_policy(current)
 
     def hear(self) -> None:
         self.following: asyncio.Task[None] = asyncio.create_task(self.store.follow(self.fleet.set_policy))
@@ -101,9 +94,7 @@ class Replica:
         """Stop the replica without telling any engine or replica."""
         self.alive = False
         self.following.cancel()
-        await self.server._server.stop(None)
-        await self.server._gate.settle()
-        await self.fleet.settle()
+        await kill(self.parts)
         await self.database.close()
 
 

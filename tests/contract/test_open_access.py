@@ -27,11 +27,11 @@ from meridian_control.cluster.peers import Peers
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.store import PolicyStore
 from meridian_control.server import server as control_server
-from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
-from tests.contract.secured import Clients, utc_now
+from tests.contract.secured import Clients
 from tests.fakes.agent import hello
+from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
@@ -75,15 +75,14 @@ class Open:
 @asynccontextmanager
 async def opened(folder: Path, access: Access, tls: bool = False, listen: str = "[::]:0") -> AsyncIterator[Open]:
     store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
-    fleet = Fleet(utc_now)
-    server = ControlServer(store, WholeFleet(fleet, "replica", None, lambda: True), utc_now, access)
+    parts = control_plane(store, access=access)
     authority = Authority(folder) if tls else None
     issued = authority.issue("server") if authority else None
     try:
-        port = await server.start(listen, server_credentials(issued.cert, issued.key) if issued else None)
-        yield Open(fleet, port, authority)
+        port = await parts.server.start(listen, server_credentials(issued.cert, issued.key) if issued else None)
+        yield Open(parts.whole.fleet, port, authority)
     finally:
-        await server.stop(0)
+        await parts.server.stop(0)
         await store.database.close()
 
 

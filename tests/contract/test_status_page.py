@@ -20,8 +20,9 @@ from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.session.freeze_state import Match
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
-from tests.contract.streams import Control, controlling, utc_now
+from tests.contract.streams import Control, controlling
 from tests.contract.test_why import one_life
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.needed import CHROMIUM
@@ -226,7 +227,7 @@ async def eventful(control: Control, address: str, page: Page) -> AsyncIterator[
         await rollouts.tick()
         await rollouts.tick()
         end = utc_now() + timedelta(minutes=25.5)
-        await control.server.freezes.add(Match(("eng*",)), end, "joao", "an incident")
+        await control.parts.freezes.add(Match(("eng*",)), end, "joao", "an incident")
         await linked.steps_until(lambda: control.engine().freeze.confirmed)
         await page.goto(f"{address}/#request=mine")
         await page.locator("#life h3").wait_for()

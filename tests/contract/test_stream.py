@@ -14,8 +14,9 @@ from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.decisions.request_table import MAX_SLOTS
 from meridian_control.fleet.connection import QUEUE_MESSAGES
 from meridian_control.policy.store import StoredRevision
-from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end, utc_now
+from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end
 from tests.fakes.agent import hello
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 

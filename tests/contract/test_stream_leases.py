@@ -8,7 +8,8 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
-from tests.contract.streams import Clock, Control, Scripted, utc_now
+from tests.contract.streams import Clock, Control, Scripted
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 

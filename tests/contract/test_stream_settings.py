@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -12,9 +12,13 @@ from meridian_agent.link.inbox import INBOX_MESSAGES
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet import fleet
 from meridian_control.policy.store import StoredRevision
-from tests.contract.streams import Control, Scripted, utc_now
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from meridian_control.rollout.state import Rollout
+    from tests.contract.streams import Control, Scripted
 
 
 async def test_settings_round_trip(control: Control) -> None:
@@ -274,14 +278,17 @@ async def test_an_engine_that_is_ahead_keeps_what_it_has_while_the_store_is_away
     refusals = 0
     away = True
 
-    async def refresh() -> None:
+    store = control.parts.rollouts.store
+    stored = store.active
+
+    async def active() -> Rollout | None:
         nonlocal refusals
         if away:
             refusals += 1
             raise StoreUnavailable("away")
-        await control.refresh()
+        return await stored()
 
-    monkeypatch.setattr(control.fleet, "_refresh", refresh)
+    monkeypatch.setattr(store, "active", active)
     engine = LinkedEngine([control.target])
     engine.link.lease.revision = 3
     with engine, LinkedEngine([control.target], "other") as other:

@@ -1,0 +1,171 @@
+"""The composition root: makes every part of one control plane once, and hands each part the parts that it needs.
+
+`build` makes the parts that need no flags, so that tests can use it; `assemble` opens the store as the flags say.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from meridian_control.access.audit_log import AuditLog
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.access.client_faults import ClientFaults
+from meridian_control.access.interceptor import Gate
+from meridian_control.access.rate_limits import CallLimits, Limiter
+from meridian_control.access.roles import Access
+from meridian_control.app.flags import advertised, everybody_may_change
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.cluster.membership import Replica, Replicas, new_id
+from meridian_control.cluster.peers import Peers
+from meridian_control.common.errors import EtagMismatch
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.freeze_store import FreezeStore
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model
+from meridian_control.policy.directory import PolicyDirectory
+from meridian_control.policy.store import EMPTY_ETAG, PolicyStore, StoredRevision
+from meridian_control.rollout.driver import Rollouts
+from meridian_control.rollout.store import RolloutStore
+from meridian_control.server.agent_service import AgentService
+from meridian_control.server.audit_service import AuditService
+from meridian_control.server.fleet_service import FleetService
+from meridian_control.server.freeze_service import FreezeService
+from meridian_control.server.policy_service import PolicyService
+from meridian_control.server.rollout_service import RolloutService
+from meridian_control.server.server import ControlServer, Services
+from meridian_control.storage.database import Database
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Coroutine, Sequence
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+    import grpc
+
+    from meridian_control.decision_log.log import DecisionLog
+
+logger = logging.getLogger("meridian_control")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One control plane. `replicas` is None where there can be no other, `directory` without `--policy-dir`."""
+
+    store: PolicyStore
+    whole: WholeFleet
+    rollouts: Rollouts
+    freezes: FreezeStore
+    gate: Gate
+    server: ControlServer
+    replicas: Replicas | None
+    directory: PolicyDirectory | None
+
+    async def look(self) -> None:
+        """Read the active rollout and the freezes in force from the store, and hand them to the fleet.
+
+        To be done before engines connect: those of a rollout's group must not be given what is older. Raises
+        StoreUnavailable, StoredPolicyUnreadable.
+        """
+        await self.rollouts.look()
+        await self.freezes.look()
+
+    def jobs(self) -> list[Coroutine[Any, Any, None]]:
+        """The tasks beside the server."""
+        more = [self.replicas.run()] if self.replicas is not None else []
+        more += [self.directory.watch()] if self.directory is not None else []
+        return [
+            self.store.follow(self.whole.fleet.set_policy),
+            self.freezes.follow(),
+            self.rollouts.follow(),
+            self.rollouts.drive(),
+            self.whole.watch(),
+            *more,
+        ]
+
+
+def build(
+    store: PolicyStore,
+    whole: WholeFleet,
+    clock: Callable[[], datetime],
+    access: Access | None = None,
+    limits: CallLimits | None = None,
+    *,
+    replicas: Replicas | None = None,
+    directory: PolicyDirectory | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> Parts:
+    """The parts of a control plane around a store and a fleet. `clock` gives aware time."""
+    fleet, database, faults = whole.fleet, store.database, ClientFaults()
+    audit = AuditLog(database, clock)
+    freezes = FreezeStore(database, clock, fleet.set_freezes)
+    fence = replicas.fence if replicas is not None else None
+    rollouts = Rollouts(RolloutStore(store), fleet, clock, whole.known_engines, whole.leads, fence=fence)
+    services = Services(
+        agent=AgentService(fleet, faults, rollouts.look),
+        policy=PolicyService(store, clock, fleet.set_policy, fleet.subject, whole.explain),
+        fleet=FleetService(whole),
+        audit=AuditService(audit),
+        freeze=FreezeService(freezes, clock),
+        rollout=RolloutService(rollouts, clock),
+    )
+    gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
+    server = ControlServer(services, fleet, gate, interceptors)
+    return Parts(store, whole, rollouts, freezes, gate, server, replicas, directory)
+
+
+async def assemble(
+    args: argparse.Namespace,
+    log: DecisionLog,
+    ending: AsyncExitStack,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+) -> Parts:
+    """Open the store and build on it; `ending` closes what was opened. Raises MeridianError, OSError or ValueError."""
+    access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
+    shared = "://" in args.store
+    database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
+    ending.push_async_callback(database.close)
+    store = PolicyStore(database)
+    fleet = Fleet(clock, revision=store.get, decisions=log)
+    directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
+    fleet.set_policy(await (directory.begin() if directory else initial_policy(store, args.policy)))
+    me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
+    replicas = Replicas(database, me) if shared else None
+    whole = _whole(fleet, me, replicas, ending)
+    parts = build(
+        store, whole, clock, access, limits, replicas=replicas, directory=directory, interceptors=interceptors
+    )
+    await parts.look()
+    return parts
+
+
+def _whole(fleet: Fleet, me: Replica, replicas: Replicas | None, ending: AsyncExitStack) -> WholeFleet:
+    if replicas is None:
+        return WholeFleet(fleet, me.replica_id, None, lambda: True)
+    peers = Peers(lambda: replicas.others, ClientCredentials.from_environment())
+    ending.push_async_callback(peers.close)
+    return WholeFleet(fleet, me.replica_id, peers, replicas.leads)
+
+
+def clock() -> datetime:
+    return datetime.now(UTC)
+
+
+async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
+    """The policy in the store; an empty store begins with the policy file, or the defaults where there is none."""
+    found = forms.find(path)
+    wanted = forms.load(found) if found is not None else model.Policy()
+    source = str(found) if found is not None else "defaults"
+    current = await store.current()
+    while current is None:
+        # One replica is first, where several start at once.
+        with suppress(EtagMismatch):
+            await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=clock())
+        current = await store.current()
+    if found is not None and current.policy != wanted:
+        logger.warning("revision %d of the store is in force, not %s: use meridianctl", current.revision, found)
+    return current
