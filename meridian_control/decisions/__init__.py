@@ -1,1 +1,1 @@
-"""The rules: pure functions of the policy and of the table of live requests. Do no I/O and know no engine."""
+"""Holds the rules, as pure functions of the policy and of the table of live requests. The package does no I/O."""

@@ -1,9 +1,9 @@
-"""Finds what a policy asks of an engine that the engine cannot do.
+"""Finds the fields of a policy that need a capability which an engine lacks.
 
-Owns the rule: a field asks for a capability when its section is in force (enabled, not shadowed) and the field is set
-to something other than its default; an entropy rule does when it can fire. The defaults ask for nothing, so they work
-on every engine, which simply goes without. An engine that lacks what is asked for keeps the policy it has, rather than
-obeying half of the new one. Pure functions.
+A field needs a capability if its section is in force (enabled, not in shadow) and the field differs from its default.
+An entropy rule needs a capability if the rule can fire. The default policy needs none, so it works on every engine. An
+engine that lacks a needed capability keeps its policy, because obeying half of the new policy would be worse. All
+functions are pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDS = {
 
 
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
-    """The demands of the policy that this engine cannot meet, for people to read; empty where it can be honoured."""
+    """Describe, for people, the fields that need capabilities which this engine lacks; empty if there are none."""
     lacking: dict[str, list[str]] = {}
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):
@@ -46,12 +46,12 @@ def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
 
 
 def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
-    """Fields with the capability that each asks for; of overrides, those that may hold on this engine."""
+    """Yield each field with the capability that it needs, including the overrides that may apply on this engine."""
     for name in NEEDS:
         yield from _set(name, getattr(policy, name), name)
     yield from _rules("entropy", policy.entropy)
     for index, override in enumerate(policy.override):
-        # Adapters' names come with their requests only: of models, the engine's own counts.
+        # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
         if not Override(model=override.model, engine_labels=override.engine_labels).matches(who):
             continue
@@ -72,13 +72,13 @@ def _set(name: str, section: SchedulerPolicy | KvMemoryPolicy, path: str) -> Ite
         return
     for field, capability in NEEDS[name].items():
         value = getattr(section, field)
-        # `stock` is what an engine does without dispatch.
+        # An engine without the dispatch capability already behaves as strategy `stock` asks.
         if value != type(section).model_fields[field].default and (field, value) != ("strategy", "stock"):
             yield f"{path}.{field}", capability
 
 
 def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
-    """To be in force is not the default here: every rule that can fire asks for what it reads."""
+    """Yield what each entropy rule that can fire needs, even if its fields have their defaults."""
     if not entropy.enabled or entropy.shadow:
         return
     eat = entropy.eat_level_threshold_nats and entropy.eat_ema_variance_threshold

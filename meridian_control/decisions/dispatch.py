@@ -1,7 +1,7 @@
-"""Order and share: who is most urgent, and what joins a step. Pure functions of policy, table, time and step cost.
+"""Decides the order of requests and their share of a step. All functions are pure.
 
-Ranks: lower is more urgent; vLLM schedules in their order and preempts from their end. Between plans the agent ranks by
-phase alone, on the same scale.
+A lower rank is more urgent: vLLM schedules requests in the order of their ranks and preempts the last one first.
+Between two plans the agent ranks requests by phase alone, on the same scale.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.policy.schema import SchedulerPolicy
 
-# Ranks by phase; within thinking, the more a request has computed the later it is preempted, a rank for each doubling.
+# Ranks by phase. A thinking request moves up one rank each time its computed tokens double, so that the requests with
+# the most computed tokens are preempted last.
 OUTPUT_RANK, PROMPT_RANK = agent_pb2.PHASE_RANK_UNSPECIFIED, agent_pb2.PHASE_RANK_PROMPT
 THINK_RANK, SUNK_RANKS = agent_pb2.PHASE_RANK_THINK_FIRST, agent_pb2.PHASE_RANK_THINK - agent_pb2.PHASE_RANK_THINK_FIRST
 SUNK_TOKENS = 64
 RANK_BY_PHASE = np.array([PROMPT_RANK, PROMPT_RANK, THINK_RANK + SUNK_RANKS, OUTPUT_RANK], np.int64)
-# Deadlines further away than this, in milliseconds, are all the same.
+# Deadlines that are further away than this many milliseconds get the same rank.
 MAX_SLACK_MS = 511
-# A limit is told anew only once it has moved by this share of itself.
+# The control plane sends a changed limit only if the limit moved by more than this share of itself.
 DEADBAND = 0.1
-# Thinking is left out only where that is expected to make a step this much shorter.
+# Thinking requests are left out of a step only if that is expected to shorten the step by at least this share.
 MIN_GAIN = 0.05
-# More prompt tokens than any engine computes in a step: no limit.
+# More prompt tokens than any engine computes in a step. A limit of this size would limit nothing.
 MAX_PREFILL_TOKENS = 1 << 20
-# Prompt tokens that are nearly free.
+# Prompt tokens are not limited if MAX_PREFILL_TOKENS of them cost less than this many milliseconds.
 NEXT_TO_NOTHING_MS = 1.0
-# Steps before the cost of a step is known well enough to be used.
+# Number of measured steps after which the estimate of the step cost is used.
 WARM_STEPS = 32
-# Budgets that the policy leaves to the engine: a step with prompts takes at most so many times what one without takes,
-# thinking gets a token in so many budgets of an answer, and paced answers go at a reader's pace.
+# Budgets if the policy sets none. STRETCH: a step with prompt tokens takes at most this many times as long as a step
+# without. THINK_BUDGETS: the thinking budget is this many answer budgets. READING_MS: milliseconds per answer token at
+# the speed at which a person reads.
 STRETCH, THINK_BUDGETS, READING_MS = 1.75, 4.0, 100.0
-# An answer's budget before the cost of a step is known.
+# Milliseconds per answer token that are budgeted before the cost of a step is known.
 USUAL_MS = 20.0
-# Prompt tokens that may join a step at least, where the policy leaves it to the engine: so many times those of late.
+# If the policy sets no minimum of prompt tokens per step, the minimum is HEADROOM times the recent mean, and at least
+# LEAST_PREFILL_TOKENS.
 HEADROOM, LEAST_PREFILL_TOKENS = 2.0, 16
-# More sequences than any engine runs, and more steps than any sequence is left out of.
+# Bound for counts of sequences and of steps; no engine reaches it.
 MANY = 1 << 20
 
 
@@ -53,7 +56,7 @@ MANY = 1 << 20
 class Share:
     """The sequences and tokens that may join a step while answers stream; None is no limit.
 
-    max_skip_steps: steps in a row that a sequence of a limited phase may be left out at most.
+    max_skip_steps: largest number of consecutive steps that may leave out a sequence of a limited phase.
     """
 
     think_per_step: int | None = None
@@ -71,14 +74,14 @@ class Budgets:
 
 
 class StepCost:
-    """The duration of a step: a + b * sequences + c * prefill tokens, in milliseconds.
+    """Estimates the duration of a step in milliseconds as a + b * sequences + c * prefill tokens.
 
-    Recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients are never taken below 0.
-    prefill_tokens: mean of late, per step.
+    The estimate uses recursive least squares with exponential forgetting (weight LAMBDA per step). Coefficients below 0
+    are read as 0. prefill_tokens: exponentially weighted mean of prefill tokens per step.
     """
 
     LAMBDA = 0.995
-    # Brings the three terms to one scale.
+    # Factors that bring the three terms to one scale.
     SCALE = np.array([1.0, 1 / 32, 1 / 512])
 
     def __init__(self) -> None:
@@ -88,13 +91,13 @@ class StepCost:
         self._covariance = np.eye(3) * 1e3
 
     def add(self, sequences: int, prefill_tokens: int, step_time_ms: float) -> None:
-        """One step's measurement."""
+        """Take in the measurement of one step."""
         x = np.array([1.0, sequences, prefill_tokens]) * self.SCALE
         gain = self._covariance @ x
         gain /= self.LAMBDA + x @ gain
         self._weights += gain * (step_time_ms - x @ self._weights)
         covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / self.LAMBDA
-        # Directions in which nothing varies would grow without bound.
+        # In directions in which the input does not vary, the covariance would grow without bound.
         if np.trace(covariance) < 1e6:
             self._covariance = (covariance + covariance.T) / 2
         self.steps += 1
@@ -102,13 +105,13 @@ class StepCost:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """a, b, c in milliseconds, per sequence and per token."""
+        """The coefficients a (milliseconds), b (milliseconds per sequence) and c (milliseconds per token)."""
         a, b, c = np.maximum(self._weights * self.SCALE, 0.0)
         return float(a), float(b), float(c)
 
 
 def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Budgets:
-    """The policy's budgets; where it names none, what suits the engine's own steps."""
+    """Return the policy's budgets, or budgets from the measured step cost if the policy sets none."""
     output_ms = policy.output_tpot_budget_ms
     if not output_ms and policy.strategy == "reasoning_first":
         output_ms = READING_MS
@@ -120,7 +123,7 @@ def budgets(policy: SchedulerPolicy, table: RequestTable, cost: StepCost) -> Bud
 
 
 def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float) -> NDArray[np.int64]:
-    """Every slot's rank, [slots]. now_ms: time on the table's clock."""
+    """Return the rank of every slot, [slots]. now_ms: time on the table's clock."""
     phase = np.minimum(table.phase, OUTPUT)
     total = table.prompt_tokens + table.think_tokens + table.output_tokens
     if policy.strategy == "deadline":
@@ -141,7 +144,7 @@ def ranks(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms:
 def changed_ranks(
     policy: SchedulerPolicy, table: RequestTable, budget: Budgets, now_ms: float
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Slots whose rank differs from what the agent was told, and their new ranks, [changed]."""
+    """Return the slots whose rank differs from the rank sent last, and their new ranks, [changed]."""
     if policy.strategy == "stock":
         return np.zeros(0, np.intp), np.zeros(0, np.int64)
     rank = ranks(policy, table, budget, now_ms)
@@ -150,11 +153,11 @@ def changed_ranks(
 
 
 def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: StepCost, in_force: Share) -> Share:
-    """The share of a step: as much as the answers' budget leaves room for, by the measured cost of steps.
+    """Return the share of a step that fits into the budget of the answers, by the measured step cost.
 
-    No limit where it would not make steps shorter. While no answer streams it is the share for a single one: the agent
-    limits nothing until that one is there, and the step of its first token is then short too. in_force: the share told
-    last.
+    A limit that would not shorten the step is left out. While no answer streams, the share is computed for one answer:
+    the agent applies no limit until an answer streams, and then the step of that answer's first token is short as well.
+    in_force: the share that was sent last.
     """
     running = table.live & ~table.preempted
     answering = max(1, int(np.count_nonzero(running & (table.phase == OUTPUT))))
@@ -170,7 +173,7 @@ def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: S
         room = _whole((budget.output_ms - a) / b) - answering if b else thinking
         if policy.strategy == "output_first":
             room = min(room, -_whole(-policy.think_batch_multiplier * answering))
-        # As many as it takes for each to have its token within its own budget.
+        # Number of thinking sequences per step that lets each of them have a token within the thinking budget.
         fair = -_whole(-thinking * max(budget.output_ms, a + b * answering) / budget.think_ms)
         wanted = min(thinking, max(room, fair, 1))
         if a + b * (answering + wanted) <= (1 - MIN_GAIN) * whole:
@@ -185,7 +188,7 @@ def share(policy: SchedulerPolicy, table: RequestTable, budget: Budgets, cost: S
 
 
 def _paced_answers(answering: int, thinking: int, whole_ms: float, budget_ms: float) -> Share:
-    """Each answer gets a token per budget, in turns, and thinking all the rest."""
+    """Return the share that gives each answer one token per budget, in turns, and the remaining room to thinking."""
     turns = _whole(budget_ms / whole_ms) if whole_ms else 1
     if not thinking or turns < 2:
         return Share()
@@ -193,10 +196,10 @@ def _paced_answers(answering: int, thinking: int, whole_ms: float, budget_ms: fl
 
 
 def _whole(number: float) -> int:
-    """The integer below, of a number that may be anything between minus and plus infinity."""
+    """Round a number down to an integer within ±MANY; the number may be infinite."""
     return math.floor(min(max(number, -MANY), MANY))
 
 
 def _settled(wanted: int, in_force: int | None) -> int:
-    """The limit in force where the wanted one is about the same."""
+    """Return the limit in force if the wanted limit is within DEADBAND of it, else the wanted limit."""
     return in_force if in_force is not None and abs(wanted - in_force) <= DEADBAND * in_force else wanted

@@ -1,4 +1,4 @@
-"""Decides which KV blocks go first, and when nothing more is admitted. Pure functions of policy and table."""
+"""Decides which KV blocks are evicted first, and when admission is held. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 
 def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable) -> NDArray[np.intp]:
-    """Requests whose finished blocks no later prompt can hit: they think, and the template strips thinking."""
+    """Return thinking slots that have another tier and whose finished blocks no later prompt can hit.
+
+    No prompt can hit them if the chat template strips thinking from earlier turns.
+    """
     if not (capabilities.reclaim and capabilities.template_strips_think):
         return np.zeros(0, np.intp)
     return np.flatnonzero(table.live & (table.phase == THINK) & (table.tier != agent_pb2.EVICTION_TIER_UNREACHABLE))
 
 
 def reusable_again(table: RequestTable) -> NDArray[np.intp]:
-    """Requests whose tier is taken back once the policy's section is disabled."""
+    """Return the slots whose tier is revoked once the policy's `kv_memory` section is disabled."""
     return np.flatnonzero(table.live & (table.tier == agent_pb2.EVICTION_TIER_UNREACHABLE))
 
 
 def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) -> bool:
-    """Whether thinking holds more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
+    """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
     if not policy.enabled or kv_tokens == 0:
         return False
     if not np.any(table.live & table.preempted & (table.phase == OUTPUT)):

@@ -1,7 +1,8 @@
-"""The rows of a report, and what it takes to tell how requests stood after any of them (`moments`).
+"""Keeps the rows of the newest report, from which `moments` computes the state of a request after any of these rows.
 
-The table holds what a report comes to in the end; a rule is asked about every sentence end on the way there, so that it
-sees the same however steps are merged to reports. Knows no rule and no policy. Pure.
+The request table holds the state after the whole report. A rule is asked about every sentence end within the report, so
+that its answers do not depend on how the agent merges steps into reports. The module knows no rule and no policy. The
+code does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class kept(Generic[T]):  # noqa: N801
-    """A property that is worked out once: `functools.cached_property` without the lock that Python 3.11 has in it."""
+    """A property that is computed once, like `functools.cached_property` but without the lock of Python 3.11."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make = make
@@ -41,7 +42,7 @@ class kept(Generic[T]):  # noqa: N801
 
 
 class Unsampled(NamedTuple):
-    """The state that a sample of EAT changes, as it was before, [slots] or [moments]."""
+    """The columns that an EAT sample changes, with their values before the sample, [slots] or [moments]."""
 
     eat_nats: NDArray[np.float64]
     eat_ema_nats: NDArray[np.float64]
@@ -51,7 +52,7 @@ class Unsampled(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Columns [slots] of the rows' slots as they were before the report."""
+    """Columns of the slots that have rows, with their values before the report, [slots]."""
 
     phase: NDArray[np.uint8]
     entropy_nats: NDArray[np.float32]
@@ -59,10 +60,10 @@ class Before(NamedTuple):
 
 
 class SentenceEnds(NamedTuple):
-    """Rows that made the end marker's rank at a sentence end known, [ends], in the order of slots.
+    """Rows that reported the end marker's rank at a sentence end, [ends], sorted by slot.
 
-    ranks: the newest RANK_HISTORY of the slot there, newest first, [ends, RANK_HISTORY]; number: how many it has had.
-    before: the same of each end's slot before the report.
+    ranks: the slot's newest RANK_HISTORY ranks after the row, newest first, [ends, RANK_HISTORY]. number: how many
+    ranks the slot has had. before: the slot's ranks before the report, [ends, RANK_HISTORY].
     """
 
     row: NDArray[np.intp]
@@ -72,7 +73,10 @@ class SentenceEnds(NamedTuple):
 
 
 class Entropies(NamedTuple):
-    """Rows with a token entropy of thinking, [entropies]: its nats, and by how much it changed its window's sum."""
+    """Rows with the token entropy of a thinking token, [entropies].
+
+    nats: the entropy. change_nats: the change of the sum over the slot's entropy window.
+    """
 
     row: NDArray[np.intp]
     nats: NDArray[np.float64]
@@ -80,11 +84,11 @@ class Entropies(NamedTuple):
 
 
 class History:
-    """The rows of a report that a table has taken in.
+    """The rows of the newest report that the table has taken in, sorted by slot.
 
-    A place is a number of rows, in their order by slots: the row before it is the newest one there. counted: what each
-    row adds to thinking and output, [rows]. sampled: by slot, the step in which EAT was measured. probed: by slot, the
-    step in which the outcome of its probe came.
+    A place is a position between two rows: place n comes right after row n - 1. counted: thinking tokens and output
+    tokens that each row adds, [rows]. sampled: step in which EAT was measured, by slot. probed: step in which the
+    outcome of the slot's probe came, by slot.
     """
 
     def __init__(
@@ -103,23 +107,23 @@ class History:
         self.probed: dict[int, int] = {}
 
     def tell_steps(self, step_of: NDArray[np.int64]) -> None:
-        """The step of each of the report's rows, in the report's own order."""
+        """Take in the step of each row, in the order of the rows in the report."""
         self._steps = step_of
 
     def sample(self, table: Any, slot: int, step: int) -> None:
-        """EAT is about to be taken into the request table that was measured in this step."""
+        """Keep the slot's EAT columns before the table takes in a sample that was measured in this step."""
         if slot not in self.sampled:
             self.sampled[slot] = step
             self._unsampled[slot] = tuple(getattr(table, name)[slot] for name in Unsampled._fields)
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
-        """Note the step in which the outcome of a slot's probe came."""
+        """Note the step in which the outcome of the slot's probe came."""
         self.probed[slot] = step
 
     # --------------------------------------------------------------------------------------------------------- places
 
     def span(self, slot: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """The places before the first row and after the last one of slots; both 0 for one without rows."""
+        """Return for each slot the places before its first row and after its last row; both are 0 without rows."""
         rows = self.rows
         if not len(rows.s):
             return np.zeros(len(slot), np.intp), np.zeros(len(slot), np.intp)
@@ -128,7 +132,7 @@ class History:
         return np.where(known, rows.first[index], 0), np.where(known, rows.last[index] + 1, 0)
 
     def places_in(self, slots: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.intp]:
-        """The place of each slot once a step is over."""
+        """Return for each slot the place after its last row of the given step."""
         begin, end = self.span(slots)
         parts = zip(begin.tolist(), end.tolist(), steps.tolist(), strict=True)
         found = (at + self.step[at:until].searchsorted(step, side="right") for at, until, step in parts)
@@ -168,7 +172,7 @@ class History:
 
     @kept
     def entropy_nats(self) -> NDArray[np.float64]:
-        """By number of entropies, as `window_nats`."""
+        """Running sum of the entropies; this sum and `window_nats` are indexed by number of entropies, not by place."""
         return _running(self.entropies.nats)
 
     @kept
@@ -186,23 +190,23 @@ class History:
         return np.fromiter(self.sampled.values(), np.int64, len(self.sampled))
 
     def unsampled(self, slots: NDArray[np.int64]) -> Unsampled:
-        """The state of EAT in sampled slots before the report."""
+        """Return the EAT columns of sampled slots, with their values before the report."""
         return Unsampled(*map(np.array, zip(*(self._unsampled[slot] for slot in slots.tolist()), strict=True)))
 
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The rows of slots, which are ascending."""
+        """Return the indices of the slots' rows. slots: ascending."""
         return np.isin(self.rows.slot, slots).nonzero()[0]
 
 
 def _running(column: NDArray[Any]) -> NDArray[Any]:
-    """The sum of what comes before each place, [places]."""
+    """Return the sum of the values before each place, [places]."""
     running = np.zeros(len(column) + 1, column.dtype)
     column.cumsum(out=running[1:])
     return running
 
 
 def _counted(row: NDArray[np.intp], rows: int) -> NDArray[np.int64]:
-    """How many of these rows come before each place, [places]."""
+    """Return for each place the number of these rows that come before it, [places]."""
     marked = np.zeros(rows + 1, np.int64)
     marked[row + 1] = 1
     return marked.cumsum()

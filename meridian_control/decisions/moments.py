@@ -1,6 +1,7 @@
-"""Requests at single moments of a report: the request table's columns as they were there.
+"""Computes the request table's columns at single moments within the newest report.
 
-A rule is asked about moments as about the table itself. Knows no rule and no policy. Pure.
+A rule reads moments in the same way as the table. The module knows no rule and no policy. The code does no I/O and
+reads no clock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class RequestChange(NamedTuple):
-    """An event of a request in a step: its phase and counts from then on. flags: of the row, 0 without one."""
+    """An event of a request in a step, with the request's phase and token counts after the event.
+
+    flags: flags of the token row, 0 if the event has no row.
+    """
 
     kind: str
     flags: int
@@ -33,11 +37,10 @@ class RequestChange(NamedTuple):
 
 
 class Moments:
-    """Requests as they stood at places of a report: the columns of `RequestTable` that rules and the decision log read,
-    [moments], each worked out once it is read.
+    """The columns of `RequestTable` that rules and the decision log read, at places of the newest report, [moments].
 
-    slot: ascending. place: within a slot ascending. step: where it is given, the step that was over; else that of the
-    place's newest row. To be read before the table takes in anything else.
+    Each column is computed when it is first read. slot: ascending. place: ascending within a slot. step: the step that
+    was over at the moment; without it, the step of the newest row. Read the columns before the table takes in more.
     """
 
     def __init__(
@@ -51,14 +54,14 @@ class Moments:
         self.slot, self.place = slot, place
         if step is not None:
             self.step = step
-        # Only its width is read.
+        # Rules read only the width of the window.
         self.window = table.window
 
     def __len__(self) -> int:
         return len(self.slot)
 
     def __getattr__(self, name: str) -> NDArray[Any]:
-        """The facts that do not change within a report."""
+        """Return a column that rows do not change, with the EAT columns as they were at each moment."""
         if name.startswith("_"):
             raise AttributeError(name)
         column: NDArray[Any] = getattr(self._table, name)[self.slot]
@@ -69,7 +72,7 @@ class Moments:
 
     @kept
     def _earlier(self) -> NDArray[np.intp]:
-        """Moments before EAT was measured in the report."""
+        """Indices of the moments that come before the report's EAT sample of their slot."""
         history = self._history
         if not history.sampled:
             return np.zeros(0, np.intp)
@@ -83,7 +86,7 @@ class Moments:
 
     @kept
     def _row_step(self) -> NDArray[np.int64]:
-        """The step of the newest row; -1 before the first."""
+        """The step of the newest row at each moment, -1 before the slot's first row."""
         step = np.append(-1, self._history.step)
         row_step: NDArray[np.int64] = step[np.where(self._has_row, self.place, 0)]
         return row_step
@@ -115,7 +118,7 @@ class Moments:
         return self._newest(self._history.rows.end_rank, "end_rank")
 
     def _newest(self, column: NDArray[Any], name: str) -> NDArray[Any]:
-        """A column of rows in the newest one, or what the table held before the first."""
+        """Return the row column's value in the newest row, or the table's value before the slot's first row."""
         held: NDArray[Any] = getattr(self._table, name)[self.slot]
         if not len(column):
             return held
@@ -125,7 +128,7 @@ class Moments:
         return np.where(self._has_row, column[self.place - 1], earlier)
 
     def _back(self, name: str, running: NDArray[Any]) -> NDArray[Any]:
-        """A column that rows add to: as the table has it, less what came after the moment."""
+        """Return a column to which rows add: the table's value minus the sum over the rows after the moment."""
         told: NDArray[Any] = getattr(self._table, name)[self.slot] - (running[self._over] - running[self.place])
         return told
 
@@ -136,7 +139,7 @@ class Moments:
 
     @kept
     def _entropies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How many entropies of the report come before each moment, and before its slot's last row is over."""
+        """Numbers of the report's entropies before each moment, and before the place after the slot's last row."""
         number = self._history.entropy_number
         return number[self.place], number[self._over]
 
@@ -194,7 +197,7 @@ class Moments:
 
 
 def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
-    """The moments right after rows."""
+    """Return the moments right after the given rows."""
     rows = table.history.rows
     found = Moments(table, rows.slot[row], row + 1)
     found._over = rows.last[rows.s.searchsorted(found.slot)] + 1
@@ -202,7 +205,7 @@ def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
 
 
 def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np.intp]) -> Moments:
-    """The moments right after rows, one of each slot at most; the end of the report for slots without any."""
+    """Return the moments right after the rows, at most one per slot, and the end of the report for all other slots."""
     slot, place = table.history.rows.slot[row], row + 1
     if len(rest := slots[~np.isin(slots, slot)]):
         slot, place = np.concatenate([slot, rest]), np.concatenate([place, table.history.span(rest)[1]])
@@ -212,7 +215,7 @@ def at_rows_or_end(table: RequestTable, row: NDArray[np.intp], slots: NDArray[np
 
 
 def sentence_ends(table: RequestTable) -> Moments:
-    """The moments at which a rank at a sentence end came to be known to a request that thinks on."""
+    """Return the moments at which a request that goes on thinking reported the rank at a sentence end."""
     ends, flags = table.history.ends, table.history.rows.flags
     if len(ends.row) and (over := (flags[ends.row] & FLAG_END) != 0).any():
         ends = SentenceEnds(*(column[~over] for column in ends))
@@ -223,7 +226,7 @@ def sentence_ends(table: RequestTable) -> Moments:
 
 
 def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Moments:
-    """The moments of these slots, places and steps, each once, in order."""
+    """Return the moments of these slots, places and steps, sorted and without duplicates."""
     slot, place, step = (np.concatenate(part) for part in zip(*parts, strict=True))
     order = np.lexsort((place, step, slot))
     slot, place, step = slot[order], place[order], step[order]
@@ -232,7 +235,7 @@ def joined(table: RequestTable, parts: Sequence[tuple[NDArray[Any], ...]]) -> Mo
 
 
 def changes(table: RequestTable) -> list[RequestChange]:
-    """Where a request's phase changed, or its thinking ended, in the order of steps where they were told."""
+    """Return the changes of phase and the ends of thinking in the newest report, sorted by step."""
     history = table.history
     rows = history.rows
     is_end = (rows.flags & FLAG_END) != 0
@@ -247,7 +250,7 @@ def changes(table: RequestTable) -> list[RequestChange]:
 
 
 def changes_at_steps(table: RequestTable, kind: str, slots: Iterable[int], steps: Iterable[int]) -> list[RequestChange]:
-    """The other events of live requests, once these steps were over."""
+    """Return events of the given kind for live requests, each with the request's state after the given step."""
     told = [(slot, step) for slot, step in zip(slots, steps, strict=True) if table.holds(slot)]
     if not told:
         return []

@@ -1,6 +1,7 @@
-"""The live requests of one engine, as NumPy columns indexed by slot.
+"""Holds the live requests of one engine as NumPy columns indexed by slot.
 
-Owns counts, phases and raw signals; the rules read it, the session writes it. Pure: no I/O, no clock, no policy.
+The table owns token counts, phases, signals, and the decisions that are in force for each request. Rules read columns;
+the session changes them through the table's methods. The module does no I/O and knows neither a clock nor a policy.
 """
 
 from __future__ import annotations
@@ -39,44 +40,46 @@ if TYPE_CHECKING:
     from meridian_control.decisions.token_rows import TokenRows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
-# Phases of a newer agent count as this one.
+# The table keeps this phase if an agent of a newer version sends a phase that the control plane does not know.
 UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
-# Sentence ends whose end-marker rank is remembered.
+# Number of newest sentence ends for which the table keeps the end-marker rank.
 RANK_HISTORY = 8
 AGES = np.arange(RANK_HISTORY)
 
 NO_ENDS = SentenceEnds(*(np.zeros(shape, np.int64) for shape in (0, (0, RANK_HISTORY), 0, (0, RANK_HISTORY))))
 
-# Slots are dense by contract; one beyond this is a broken or hostile agent.
+# Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
 
-# Largest count of tokens, and longest text, of a request that is opened.
+# Bounds for a newly opened request: tokens in each count, characters in each text.
 MAX_COUNT, MAX_TEXT = 2**31 - 1, 1024
 COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
 
 
 class RequestTable(Columns):
-    """Columns over slots; `table.phase[slot]`. Capacity doubles as slots appear and is never given back.
+    """The columns of one engine's requests, read as `table.phase[slot]`.
 
-    All modules may read columns. Only the methods of this class write them.
+    All modules may read columns; only the methods of this class write them. The capacity doubles when a higher slot
+    appears and never shrinks.
     """
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
-        # End-marker ranks at the sentence ends of the thinking, newest first.
+        # End-marker ranks at the newest sentence ends of the thinking, newest first, [slots, RANK_HISTORY].
         self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
-        # From the newest report: milliseconds between two answer tokens, and from an end of thinking to the answer.
+        # Latencies in the newest report, in milliseconds: from one answer token to the next (output_itl_ms), and from
+        # the end of thinking to the first answer token (ttot_ms).
         self.output_itl_ms = self.ttot_ms = np.zeros(0)
-        # How requests stood within the newest report.
+        # Rows of the newest report, from which the state of requests within the report is computed.
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
         self._resize(capacity)
 
     @classmethod
     def without_windows(cls, window_tokens: int, capacity: int) -> Self:
-        """A table for a replay that fills the columns itself: its entropy windows have a width and hold nothing."""
+        """Return a table for a replay that fills the columns itself. The entropy windows have a width but no values."""
         table = cls(1, capacity)
         table.window = np.broadcast_to(np.zeros((), np.float32), (capacity, window_tokens))
         return table
@@ -93,7 +96,8 @@ class RequestTable(Columns):
             if old:
                 column[:old] = getattr(self, name)
             setattr(self, name, column)
-        # Memory that nobody has written to is not there yet: rows of free slots are not copied.
+        # Only rows of live slots are copied, because copying the rows of free slots would make the system allocate
+        # memory for them.
         live = self.live[:old].nonzero()[0]
         for name in ("window", "boundary_ranks"):
             rows = getattr(self, name)
@@ -104,7 +108,7 @@ class RequestTable(Columns):
         self.slot = np.arange(capacity)
 
     def open(self, opened: agent_pb2.RequestOpened, now_ms: float = 0.0) -> None:
-        """Begin a row. Raises ValueError for a slot, a count or a text out of range."""
+        """Begin the row of a new request. Raises ValueError if the slot, a count or a text is out of range."""
         slot = opened.slot
         if slot >= MAX_SLOTS:
             raise ValueError(f"slot must be below {MAX_SLOTS}; got {slot}")
@@ -143,12 +147,12 @@ class RequestTable(Columns):
 
     @property
     def thinking(self) -> NDArray[np.bool_]:
-        """Live requests that think, [slots]."""
+        """Whether the slot holds a live request that thinks, [slots]."""
         thinking: NDArray[np.bool_] = self.live & (self.phase == THINK)
         return thinking
 
     def slots(self) -> NDArray[np.intp]:
-        """Live slots, ascending."""
+        """Return the live slots in ascending order."""
         return np.flatnonzero(self.live)
 
     def requests(self) -> Iterator[tuple[int, agent_pb2.RequestOpened]]:
@@ -158,17 +162,17 @@ class RequestTable(Columns):
             yield int(slot), info
 
     def set_window(self, tokens: int) -> None:
-        """Change the length of the local entropy window; the windows begin anew."""
+        """Set the length of the entropy windows; a change of the length empties all windows."""
         if tokens != self.window.shape[1]:
             self.window = np.zeros((len(self.info), tokens), np.float32)
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
 
     def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
-        """Account a report's token rows, which came at `at_ms`, [rows] or one for all; returns how many belonged to
-        live requests.
+        """Take in a report's token rows and return how many rows belonged to live requests.
 
-        Raises ValueError when the columns differ in length, and for too many rows of a slot.
+        at_ms: time at which each row came, [rows] or one for all. Raises ValueError if the columns differ in length or
+        if a slot has too many rows.
         """
         rows = rows_of(columns, self.live, at_ms)
         s, last = rows.s, rows.last
@@ -182,18 +186,21 @@ class RequestTable(Columns):
         return len(rows.slot)
 
     def _intervals(self, rows: TokenRows) -> None:
-        """Tokens of one request that came at one time are taken to have come evenly spread since its tokens before.
-        What came before its first is not known to be a token's time, so those that come with it give no interval."""
+        """Compute the latencies of answer tokens.
+
+        Tokens of a request that share a time are assumed to be spread evenly over the time since the request's previous
+        tokens. The first tokens of a request yield no latency, because no earlier token time is known.
+        """
         s, newest = rows.s, self.newest_token[rows.s]
         answer = (rows.phase == OUTPUT) & ((rows.flags & FLAG_MARKER) == 0)
         kind = np.where(rows.flags & FLAG_END, THINK_END, np.where(answer, ANSWER_TOKEN, OTHER_TOKEN))
-        # Rows that came together, each time as one.
+        # Indices of the first row of each group of rows that share a slot and a time.
         together = (rows.begins | differs(rows.at_ms)).nonzero()[0]
         took_ms = rows.at_ms - rows.before(rows.at_ms, self.token_ms[s])
         is_known = rows.before(np.ones(len(kind), bool), newest != NO_TOKEN)
         count = np.empty_like(together)
         count[:-1], count[-1:] = together[1:] - together[:-1], len(kind) - together[-1:]
-        # A report that was longer under way than the one before it makes its steps seem older.
+        # A report that was delayed in transit gives its rows times that may lie before the previous report's times.
         interval_ms = (np.maximum(took_ms[together], 0.0) / count).repeat(count)
         answer &= is_known[together].repeat(count)
         before = rows.before(kind, newest)
@@ -202,7 +209,7 @@ class RequestTable(Columns):
         self.newest_token[s] = kind[rows.last]
 
     def _count(self, rows: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns what each row adds to the thinking and to the output."""
+        """Update the token counts; return the thinking tokens and the output tokens that each row adds."""
         s, last, phase, flags = rows.s, rows.last, rows.phase, rows.flags
         text = (flags & FLAG_MARKER) == 0
         back = flags >> TAKE_BACK_SHIFT
@@ -210,7 +217,7 @@ class RequestTable(Columns):
         think = (text & (phase == THINK)) - np.where(from_output, 0, back)
         output = (text & (phase == OUTPUT)) - np.where(from_output, back, 0)
         if len(s):
-            # No agent takes back more than it counted, but one may say so.
+            # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
             self.think_tokens[s] = np.maximum(self.think_tokens[s] + np.add.reduceat(think, rows.first), 0)
             self.output_tokens[s] = np.maximum(self.output_tokens[s] + np.add.reduceat(output, rows.first), 0)
         self.phase[s] = np.where(flags[last] & FLAG_END, OUTPUT, phase[last])
@@ -218,7 +225,11 @@ class RequestTable(Columns):
         return think, output
 
     def _boundaries(self, rows: TokenRows) -> SentenceEnds:
-        """The rank at a sentence end is the one the next token was drawn under: it is known a token later."""
+        """Take in the end-marker ranks at sentence ends.
+
+        The rank at a sentence end is the rank in the distribution of the next token, so the next token's row reports
+        it.
+        """
         thinks = rows.phase == THINK
         ends = thinks & ((rows.flags & FLAG_BOUNDARY) != 0)
         is_known = rows.before(ends, self.at_boundary[rows.s]) & thinks & (rows.end_rank > 0)
@@ -231,14 +242,14 @@ class RequestTable(Columns):
         first = begins.nonzero()[0]
         owner = begins.cumsum() - 1
         before, number = self.boundary_ranks[slot[first]], np.arange(len(known))
-        # Each slot's ranks in a line, oldest first: those that are remembered, then those of the report.
+        # One array with the ranks of each slot, oldest first: the kept ranks, then the ranks of the report.
         at = number + RANK_HISTORY * (owner + 1)
         line = np.empty(len(known) + before.size, np.int64)
         line[at] = rows.end_rank[known]
         line[(at[first] - 1)[:, None] - AGES] = before
         ranks = line[at[:, None] - AGES]
         count = self.boundary_count[slot] + (number - first[owner] + 1)
-        # The last one written is the newest.
+        # If a slot occurs several times, NumPy keeps the value that is written last, which is the newest.
         self.boundary_ranks[slot], self.boundary_count[slot] = ranks, count
         return SentenceEnds(known, ranks, count, before[owner])
 
@@ -246,110 +257,110 @@ class RequestTable(Columns):
         text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
         measured = (text & np.isfinite(rows.entropy_nats)).nonzero()[0]
         slot = rows.slot[measured]
-        # Doubles: what is added to the window's sum is taken out again exactly.
+        # Double precision, so that an entropy leaves the window's sum exactly as it entered.
         entropy = rows.entropy_nats[measured].astype(np.float64)
         number, width = nth(slot), self.window.shape[1]
         count = self.entropy_count[slot] + number
         at = count % width
-        # Until the row is full, its rest belongs to the slot's last request.
+        # Until the window is full, its remaining entries belong to the slot's previous request.
         oldest = np.where(count < width, 0.0, self.window[slot, at])
         if len(slot) and number.max() >= width:
-            # Where a report has more values than the window holds, some leave it at once.
+            # If a report has more entropies than the window holds, some enter and leave the window in the same report.
             passed = (number >= width).nonzero()[0]
             oldest[passed] = entropy[passed - width]
         change = entropy - oldest
         np.add.at(self.entropy_window_sum, slot, change)
         np.add.at(self.entropy_sum, slot, entropy)
         np.add.at(self.entropy_count, slot, 1)
-        # The last one written is the newest.
+        # If an entry occurs several times, NumPy keeps the value that is written last, which is the newest.
         self.window[slot, at] = entropy
         return Entropies(measured, entropy, change)
 
-    # ---------------------------------------------------------------------------------- facts that the session notes
+    # ------------------------------------------------------------------------------------- reported by the agent
 
     def set_preempted(self, slot: int, preempted: bool) -> None:
         self.preempted[slot] = preempted
 
     def mark_closing(self, slot: int) -> None:
-        """Note that the report that is being taken in closes the request."""
+        """Note that the newest report closes the request."""
         self.closing[slot] = True
 
     def set_group(self, slot: int, group: int) -> None:
-        """Note the number of the session's policy that holds for a request."""
+        """Note which of the session's policies holds for a request."""
         self.group[slot] = group
 
     def set_groups(self, groups: NDArray[np.int64] | int) -> None:
-        """Note the numbers of the session's policies that hold for all requests, [slots] or one for all."""
+        """Note which of the session's policies hold for all requests, [slots] or one for all."""
         self.group[:] = groups
 
     def note_think_end(self, slot: int, forced: bool) -> None:
-        """Note that a request's thinking has ended, and whether the end was forced."""
+        """Note that the request's thinking has ended. forced: whether the agent forced the end."""
         self.ended[slot], self.forced[slot] = True, forced
 
     def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:
-        """Note a sample of EAT, and the moving mean and variance that include it."""
+        """Note an EAT sample, and the moving mean and variance that include the sample."""
         self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
         self.eat_count[slot] += 1
 
     def note_empty_answer(self, slot: int, empty: bool) -> None:
-        """Note whether the newest probe found that the answer would be empty."""
+        """Note whether the request's newest probe found that the answer would be empty."""
         self.empty_answer[slot] = empty
 
-    # ------------------------------------------------------------------------------------ decisions that were made
+    # ------------------------------------------------------------------------------ decided by the control plane
 
     def set_ranks(self, slots: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
-        """Note the ranks that the agent is told for these slots, [changed]."""
+        """Note the ranks that are sent to the agent. slots, ranks: [changed]."""
         self.rank[slots] = ranks
 
     def forget_ranks(self) -> None:
-        """Forget which ranks the agent was told, so that all are told again."""
+        """Forget the ranks that were sent, so that all ranks are sent again."""
         self.rank[:] = UNTOLD
 
     def set_tier(self, slots: NDArray[np.intp], tier: agent_pb2.EvictionTier.ValueType) -> None:
-        """Note the eviction tier that the agent is told for these slots."""
+        """Note the eviction tier that is sent to the agent for these slots."""
         self.tier[slots] = tier
 
     def forget_tiers(self) -> None:
-        """Forget which tiers the agent was told, so that all are told again."""
+        """Forget the tiers that were sent, so that all tiers are sent again."""
         self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
 
     def note_cap(self, slot: int, cap: int, shadow: bool) -> None:
-        """Note the cap that the agent is told for a request; NO_CAP if it has none."""
+        """Note the cap that holds for a request, NO_CAP for none. shadow: whether the agent only counts the cap."""
         self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
 
     def extend_caps(self, requests: NDArray[np.bool_]) -> None:
-        """Note that the caps of these requests, [slots], were extended because their answers would be empty."""
+        """Note the requests whose cap was extended because the answer would be empty. requests: mask, [slots]."""
         self.extended[requests] = True
 
     def note_end(self, slot: int, reason: agent_pb2.ForceReason.ValueType, shadow: bool) -> None:
-        """Note the rule that decided to end a request's thinking, or that would have if it were not in shadow."""
+        """Note the rule that ends a request's thinking. shadow: the rule is in shadow, and only its firing is noted."""
         if shadow:
             self.shadow_decided[slot] |= 1 << reason
         else:
             self.end_decided[slot] = reason
 
     def restore_end(self, slot: int, reason: int) -> None:
-        """Note an end that the engine still carries out, unless another one was noted since."""
+        """Note an end of thinking that the engine still carries out, unless the request has a newer one."""
         self.end_decided[slot] = self.end_decided[slot] or reason
 
     def forget_ends(self) -> None:
-        """Forget which ends were decided, in shadow too."""
+        """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
         self.end_decided[:] = self.shadow_decided[:] = 0
 
     def schedule_probe(self, slot: int, think_tokens: int) -> None:
-        """Note the number of thinking tokens at which the next measurement of EAT is due."""
+        """Note the number of thinking tokens at which the request's next EAT probe is due."""
         self.next_probe_tokens[slot] = think_tokens
 
     def open_probe(self, slot: int) -> None:
-        """Note that a request has a probe without an outcome."""
+        """Note that the request has a probe without an outcome."""
         self.probe_open[slot] = True
 
     def close_probe(self, slot: int) -> None:
-        """Note the outcome of a request's probe: the request may be probed again."""
+        """Note that the outcome of the request's probe is known, so that the request may be probed again."""
         self.probe_open[slot] = False
 
     def note_cap_probe(self, slot: int) -> None:
-        """Note that a probe near the cap finds out whether the answer would be empty."""
+        """Note that the request is probed near its cap, which happens once per request."""
         self.cap_probed[slot] = True
 
 

@@ -1,6 +1,7 @@
-"""Signals derived from what the agent measured: EAT's moving mean and variance, and RPDI. Pure functions of the table.
+"""Computes the signals EAT and RPDI from the measurements of the agent. Entropies are in nats.
 
-Natural logarithms throughout (nats). Definitions: EAT arXiv 2509.26522, RPDI arXiv 2603.14251.
+EAT is the entropy after `</think>` (arXiv 2509.26522); rules read its moving mean and variance. RPDI is the reasoning
+path deviation index (arXiv 2603.14251).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float) -> None:
-    """M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}.
+    """Add a sample x_n to the moving mean M and variance V of EAT. The function ignores NaN, an unmeasured sample.
 
-    A sample that could not be measured (NaN) is left out.
+    M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}.
     """
     if not math.isfinite(eat_nats):
         return
@@ -32,7 +33,10 @@ def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: f
 
 
 def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:
-    """Mean entropy of the last W thinking tokens over that of all of them, [slots]; NaN before W."""
+    """Return the mean entropy of the last W thinking tokens divided by the mean entropy of all of them, [slots].
+
+    The ratio is NaN while a request has fewer than W entropies.
+    """
     width, count = table.window.shape[1], table.entropy_count
     known = table.live & (count >= width)
     if not known.any():

@@ -1,6 +1,6 @@
-"""The columns of the request table: their types, the values that a new row begins with, and what each column means.
+"""Declares the columns of the request table: their types, the values of a new row, and what each column means.
 
-Only `RequestTable` writes columns; all other modules read them. Pure data.
+Only `RequestTable` writes columns; all other modules read them. The module holds declarations only.
 """
 
 from __future__ import annotations
@@ -12,70 +12,72 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A request's newest token: none in a report yet, an answer's, an end of thinking, any other.
+# Kinds of a request's newest token: no token reported yet, an answer token, an end of thinking, any other token.
 NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 
-# Values of the cap that the agent was told: nothing yet, or that the request has no cap.
+# Values of `max_think_tokens` and `rank` without a number: nothing was sent to the agent yet, or the request has no
+# cap.
 UNTOLD, NO_CAP = -1, -2
 
-# name: (dtype, value of a row that is opened)
+# Name of each column: (type, value in the row of a new request).
 COLUMNS: dict[str, tuple[Any, Any]] = {
     "live": (bool, True),
     "phase": (np.uint8, 0),
-    # The number of the session's policy that holds for the request.
+    # Index of the policy that holds for the request, among the session's policies.
     "group": (np.int64, 0),
-    # The request's own floor.
+    # Floor of thinking tokens that the request itself asks for.
     "own_min_think_tokens": (np.int64, 0),
     "prompt_tokens": (np.int64, 0),
     "think_tokens": (np.int64, 0),
     "output_tokens": (np.int64, 0),
     "preempted": (bool, False),
-    # When its newest token was reported, or it was opened: milliseconds on the session's clock.
+    # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
     "token_ms": (np.float64, 0.0),
     "newest_token": (np.uint8, NO_TOKEN),
-    # Newest token's signals.
+    # Signals of the newest token.
     "entropy_nats": (np.float32, np.nan),
     "end_rank": (np.uint32, 0),
     "end_logprob_nats": (np.float32, np.nan),
-    # Token entropies of the thinking so far, for RPDI.
+    # Sums and count of the token entropies of the thinking so far, for RPDI.
     "entropy_sum": (np.float64, 0.0),
     "entropy_window_sum": (np.float64, 0.0),
     "entropy_count": (np.int64, 0),
-    # Whether the newest token ended a sentence; whether the rank at a sentence end came to be known with it; how many
-    # are known.
+    # Whether the newest token ends a sentence; whether its row reported the rank at a sentence end; number of ranks
+    # reported so far.
     "at_boundary": (bool, False),
     "boundary_now": (bool, False),
     "boundary_count": (np.int64, 0),
-    # EAT samples and their exponential moving mean and variance.
+    # The newest EAT sample, the exponential moving mean and variance of the samples, and their number.
     "eat_nats": (np.float64, np.nan),
     "eat_ema_nats": (np.float64, np.nan),
     "eat_ema_variance": (np.float64, 0.0),
     "eat_count": (np.int64, 0),
     "next_probe_tokens": (np.int64, 0),
     "probe_open": (bool, False),
-    # The newest probe found that the answer would be empty; the cap was probed for that; the cap was extended for it.
+    # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap;
+    # whether the cap was extended because the answer would be empty.
     "empty_answer": (bool, False),
     "cap_probed": (bool, False),
     "extended": (bool, False),
-    # Closed in the report that is being taken in.
+    # Whether the newest report closes the request.
     "closing": (bool, False),
-    # Decisions: what the agent was last told.
+    # Decisions that were sent to the agent last.
     "rank": (np.int64, UNTOLD),
     "tier": (np.uint8, 0),
     "max_think_tokens": (np.int64, UNTOLD),
     "cap_shadow": (bool, False),
-    # Thinking has ended at least once; the newest end was forced.
+    # Whether thinking has ended at least once; whether its newest end was forced.
     "ended": (bool, False),
     "forced": (bool, False),
-    # The rule that decided to end this request's thinking, as a ForceReason.
+    # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
-    # The rules in shadow that did, a bit for each ForceReason.
+    # The rules in shadow that fired for the request, one bit for each ForceReason.
     "shadow_decided": (np.uint8, 0),
 }
 
 
 class Columns:
-    """The columns as attributes, each [slots]."""
+    """The columns as typed attributes, each [slots]."""
 
     live: NDArray[np.bool_]
     phase: NDArray[np.uint8]

@@ -1,10 +1,10 @@
-"""Decides who thinks on and who has thought enough. Pure functions of policy and table, or of moments within a report.
+"""Decides which requests have thought enough. All functions are pure; they read the table or moments within a report.
 
-A rule is asked at each sentence end, with what was known there, whatever came after it in the report.
+Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-Precedence when several rules fire for a request at the same token: EAT, rank, RPDI, soft close. A rule in shadow fires
-once for a request and keeps no other from firing. The hard cap is sent ahead and kept by the agent, so that it is exact
-to the token and holds without a stream.
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, RPDI, soft close. A rule in
+shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the agent applies it,
+so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -31,38 +31,41 @@ if TYPE_CHECKING:
 
 Seen: TypeAlias = "RequestTable | Moments"
 
-# Thinking tokens before the cap at which a probe finds out whether the answer would be empty.
+# A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
 EXTENSION_LEAD_TOKENS = 64
 
 
 def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool = False) -> int:
-    """A request's hard cap: its own wish, clamped by policy. An extension never exceeds the request's own wish."""
+    """Return the request's hard cap: the smaller of the policy's cap and the request's own.
+
+    An extension raises the policy's cap, but never above the request's own cap.
+    """
     limit = policy.max_think_tokens + (policy.empty_answer_extension_tokens if extended else 0)
     return min(opened.max_think_tokens, limit) if opened.HasField("max_think_tokens") else limit
 
 
 def _of_any_request(policy: Policy) -> tuple[list[Any], list[Any]]:
-    """The policy's entropy and scheduler sections, and those of its overrides, where what is not set is None."""
+    """Return the entropy and scheduler sections of the policy and of its overrides, in which unset fields are None."""
     sections: list[Any] = [policy, *policy.override]
     return [s.entropy for s in sections], [s.scheduler for s in sections]
 
 
 def needs_signals(policy: Policy) -> bool:
-    """Whether any rule, of any request, reads what the workers measure."""
+    """Whether a rule that may apply to some request reads signals that the workers measure."""
     entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
     return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
-    """Whether a rule, of any request, ends thinking at a sentence end by the end marker's rank there."""
+    """Whether a rule that may apply to some request reads the end marker's rank at sentence ends."""
     entropy, scheduler = _of_any_request(policy)
     ranked = any(e.enabled for e in entropy) and any(e.rank_conditions or e.eat_probe_max_rank for e in entropy)
     return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
 
 def probes_within(policy: Policy, tokens: int) -> bool:
-    """Whether probes, of any request, may follow each other in fewer tokens, where nobody waits for their results."""
+    """Whether a request may be probed at intervals of fewer than `tokens` tokens without being held for the results."""
     entropy, _ = _of_any_request(policy)
     dense = any((e.eat_probe_interval_tokens or tokens) < tokens for e in entropy)
     unheld = any(e.shadow or e.eat_hold_ms == 0 for e in entropy)
@@ -72,10 +75,12 @@ def probes_within(policy: Policy, tokens: int) -> bool:
 def ends(
     policy: Policy, seen: Seen, among: NDArray[np.bool_] | None = None
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """Requests whose thinking a rule ends now, with the reason; each at most once, and once for each rule in shadow.
+    """Return the requests whose thinking a rule ends now, each with the reason.
 
-    seen: the table, or moments of its requests: then the first at which a rule fires counts, and its index is returned.
-    among: [slots] or [moments] the requests this policy holds for; all of them when absent.
+    A request appears at most once for rules in force, and at most once for each rule in shadow. seen: the table, or
+    moments of its requests; of several moments of a request, the first at which a rule fires counts. The returned
+    numbers are indices in `seen`. among: mask of the requests for which this policy holds, [slots] or [moments]; all if
+    None.
     """
     candidates = seen.thinking & (seen.end_decided == 0)
     if among is not None:
@@ -95,8 +100,11 @@ def ends(
 
 
 def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable) -> Moments:
-    """Where rules are asked in the newest report: at each sentence end, where EAT was measured, and where a request for
-    which EAT has settled passes its floor. groups: each policy with the requests it holds for, [slots]."""
+    """Return the moments of the newest report at which rules are asked.
+
+    Rules are asked at each sentence end, at each EAT measurement, and when a request with a converged EAT passes its
+    floor. groups: each policy with a mask of the requests for which the policy holds, [slots].
+    """
     at_ends = sentence_ends(table)
     parts = [part for policy, among in groups for part in _eat_may_fire(policy, table, among)]
     if not parts:
@@ -107,7 +115,7 @@ def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: Re
 def _eat_may_fire(
     policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Slots, places and steps at which EAT may fire other than at a sentence end."""
+    """Yield slots, places and steps at which the EAT rule may fire although there is no sentence end."""
     if not policy.entropy.enabled:
         return
     history, now = table.history, table.live & (table.end_decided == 0)
@@ -136,8 +144,10 @@ def _eat_may_fire(
 def _first(
     found: list[tuple[int, int, int, agent_pb2.ForceReason.ValueType, bool]],
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
-    """The decisions to make of what fired, by slot, index and precedence: all in shadow until a rule ends the
-    thinking."""
+    """Return for each slot the rules that fired in shadow, up to the first rule in force that fired, and that rule.
+
+    found: slot, index, precedence, reason and whether the rule is in shadow, for each rule that fired.
+    """
     kept, over = [], -1
     for slot, index, precedence, reason, shadow in sorted(found):
         if slot != over:
@@ -147,13 +157,13 @@ def _first(
 
 
 def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
-    """Whether a rule's decisions are only counted."""
+    """Whether the section of the rule is in shadow, so that its decisions are only counted."""
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
     return section.shadow
 
 
 def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
-    """The rules that are on, in their order of precedence, each with the requests it fires for, [slots]."""
+    """Yield the enabled rules in their order of precedence, each with a mask of where it fires, as long as `seen`."""
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
         above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)
@@ -167,7 +177,7 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
 
 
 def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
-    """EAT is flat *and* low: a trace that is flat at a high level has not converged."""
+    """Whether EAT is flat *and* low. EAT that is flat at a high level has not converged."""
     warm = seen.eat_count >= policy.eat_warmup_samples
     if not warm.any():
         return warm
@@ -177,14 +187,17 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
 
 
 def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Recent tokens are more uncertain than the thinking as a whole; a threshold of 0 switches the rule off."""
+    """Whether the newest tokens are more uncertain than all of the thinking. A threshold of 0 disables the rule."""
     if policy.rpdi_threshold == 0:
         return np.zeros(len(seen.slot), bool)
     return rpdi(seen) > policy.rpdi_threshold
 
 
 def rank_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Any condition holds: the end marker ranked low enough at each of the newest sentence ends it looks at."""
+    """Whether any rank condition holds.
+
+    A condition holds if the end marker's rank was at most its limit at each of the newest sentence ends that it lists.
+    """
     reached = np.zeros(len(seen.slot), bool)
     for condition in policy.rank_conditions:
         depth = len(condition.max_ranks)
@@ -196,7 +209,7 @@ def rank_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
 
 
 def soft_closed(policy: SchedulerPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Past the soft budget, at a sentence end, with the end marker among the likeliest tokens."""
+    """Whether a request past its soft budget is at a sentence end with the end marker among the likeliest tokens."""
     over = seen.boundary_now & (seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))
     likely: NDArray[np.bool_] = seen.boundary_ranks[:, 0] <= policy.soft_close_rank
     return over & likely
@@ -209,9 +222,10 @@ def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDAr
 
 
 def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Slots whose EAT is to be measured now: every interval, early enough to be warm at the floor.
+    """Return the slots whose EAT probe is due: one per interval, early enough that EAT is warm at the floor.
 
-    Gated by rank, only those that just passed a sentence end where the end marker ranked low enough.
+    If the policy gates probes by rank, only requests are due that just passed a sentence end at which the end marker's
+    rank was at most `eat_probe_max_rank`.
     """
     entropy = policy.entropy
     if not entropy.enabled:
@@ -223,7 +237,7 @@ def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
 
 
 def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> Moments | None:
-    """The same after a report, each where it came due in it; None for none."""
+    """Return the moments of the newest report at which EAT probes came due; None if no probe is due."""
     entropy, history = policy.entropy, table.history
     if not entropy.enabled:
         return None
@@ -236,7 +250,7 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
         row = history.rows_of(due) if len(due) else due
     if not (len(row) or len(due)):
         return None
-    # After the outcome of the probe before it, where that came in the report too.
+    # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
     row = row[history.thinks[row] & (at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
     if history.probed:
         free_in = np.full(len(waits), -1)
@@ -253,7 +267,7 @@ def _wait_for_probe(table: RequestTable, among: NDArray[np.bool_] | None) -> NDA
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
-    """Thinking tokens from which on the next probe is due."""
+    """Return the number of thinking tokens at which each request's next probe is due, [slots]."""
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
     lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
     since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
@@ -261,7 +275,7 @@ def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
 
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Slots so near their cap that it is time to look, once, whether their answer would be empty."""
+    """Return the slots so near their cap that a probe asks, once, whether the answer would be empty."""
     if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
         return np.zeros(0, np.intp)
     near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)

@@ -1,6 +1,7 @@
-"""The token rows of a report, as arrays in the order of slots, those of one slot in the order of their generation.
+"""Turns the token rows of a report into arrays, sorted by slot and, within a slot, by the order of generation.
 
-Knows columns and their bounds, not what they mean for a request. Pure.
+The module checks the columns and their bounds; it does not know their effect on a request. The code does no I/O and
+reads no clock.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meridian.v1 import agent_pb2
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# The row flags of meridian.v1.TokenFlag, under short names.
+# Short names for the row flags of meridian.v1.TokenFlag.
 FLAG_MARKER = agent_pb2.TOKEN_FLAG_MARKER
 FLAG_END = agent_pb2.TOKEN_FLAG_END
 FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
@@ -24,14 +25,17 @@ FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
 FLAG_BOUNDARY = agent_pb2.TOKEN_FLAG_SENTENCE | FLAG_PARAGRAPH
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
 
-# More rows of one slot in one report come from no engine, however many steps it merges.
+# Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Columns [rows]; at_ms: when a row came. number: which of the report's rows it is. begins: whether it is the first
-    of its slot. first, last: row numbers, and s: slot numbers, [slots]."""
+    """The columns of the rows, each [rows], and where each slot's rows begin and end.
+
+    at_ms: time at which the row came. number: index of the row in the report. begins: whether the row is the first of
+    its slot. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
+    """
 
     slot: NDArray[np.int64]
     phase: NDArray[np.int32]
@@ -47,7 +51,7 @@ class TokenRows:
     s: NDArray[np.int64]
 
     def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
-        """A column's value in the row before of the same slot; `first`, [slots], before a slot's first."""
+        """Return the column's value in the previous row of the same slot; `first`, [slots], is used for first rows."""
         shifted = np.empty_like(column)
         shifted[1:] = column[:-1]
         shifted[self.first] = first
@@ -55,9 +59,9 @@ class TokenRows:
 
 
 def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
-    """The rows of live slots. live: [slots]. at_ms: when they came, one for all or [rows].
+    """Return the rows of live slots. live: [slots]. at_ms: time at which the rows came, one for all or [rows].
 
-    Raises ValueError when the columns differ in length, and for too many rows of a slot.
+    Raises ValueError if the columns differ in length or if a slot has too many rows.
     """
     slot, *others = _arrays(columns)
     when_ms = np.empty(len(slot))
@@ -78,14 +82,14 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
 
 
 def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where a column differs from its row before, and in the first."""
+    """Mark each entry that differs from the previous entry, and the first entry."""
     found = np.ones(len(column), bool)
     np.not_equal(column[1:], column[:-1], out=found[1:])
     return found
 
 
 def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
-    """How many rows of the same slot come before each, in the order of slots."""
+    """Return for each row the number of earlier rows of the same slot; the rows are sorted by slot."""
     first = differs(slot).nonzero()[0]
     number = np.arange(len(slot))
     counts: NDArray[np.intp] = number - first[np.searchsorted(first, number, side="right") - 1]
