@@ -1,1 +1,1 @@
-"""One engine's stream: what the engine reported, what was decided, and what the engine was told. Does no I/O."""
+"""Holds the control plane's side of an engine's stream: reports come in, decisions go out. The package does no I/O."""

@@ -1,4 +1,4 @@
-"""Holds a session's counters. Knows nothing of what is counted or why."""
+"""Holds the counters of a session, which other modules of the package increment."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from meridian_control.common.histogram import Histogram, step_histogram, time_hi
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over sessions are the fleet's counters."""
+    """The counters of a session. Their sums over all sessions are the fleet's counters."""
 
     decisions: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
-    # Seconds, seconds, tokens; what they measure is said in fleet.proto.
+    # Latencies in seconds (output_itl, ttot) and lengths in tokens (think_tokens); fleet.proto defines all three.
     output_itl: Histogram = field(default_factory=time_histogram)
     ttot: Histogram = field(default_factory=time_histogram)
     think_tokens: Histogram = field(default_factory=token_histogram)
-    # Outcomes by what was decided, preemptions by phase, thinking tokens left to the cap at a rule's end by reason.
+    # Outcomes by kind of decision; preemptions by phase; thinking tokens that were left before the cap when a rule
+    # ended the thinking, by reason.
     settled: Counter[tuple[str, str]] = field(default_factory=Counter)
     preempted: Counter[str] = field(default_factory=Counter)
     below_cap: Counter[str] = field(default_factory=Counter)
-    # Thinking tokens of requests that a section was in shadow for; those rules would have saved, by section and reason.
+    # Thinking tokens of requests while a section was in shadow, by section; thinking tokens that rules in shadow would
+    # have saved, by section and reason.
     shadow_think_tokens: Counter[str] = field(default_factory=Counter)
     shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     staleness_steps: Histogram = field(default_factory=step_histogram)

@@ -1,7 +1,8 @@
-"""Decides what one engine is told: from the policy in force and its table to directives.
+"""Turns the policy in force and the request table of one engine into directives.
 
-Owns the order in which kinds of decision are made, and that only changes are told. What is decided is in `termination`,
-`dispatch` and `eviction`. Pure: time is passed in; one session at a time.
+The module owns the order in which the kinds of decision are made, and it sends only changes. The rules themselves are
+in `termination`, `dispatch` and `eviction`. The code does no I/O and reads no clock; each object belongs to one
+session.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ PLACEMENTS = {
     "sentence": agent_pb2.PLACEMENT_SENTENCE,
     "paragraph": agent_pb2.PLACEMENT_PARAGRAPH,
 }
-# A step that takes longer than this was interrupted.
+# Steps that took longer than this many milliseconds were interrupted, so their durations are not used.
 MAX_STEP_MS = 600_000
 
 
 class Decider:
-    """`review`: the policy has changed since the last decisions, and what the agent was told is gone over again."""
+    """Makes the decisions of one session.
+
+    `review` is set when the policy changes or the engine thaws: the next decisions then revise all earlier ones.
+    """
 
     def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
         self._can, self._table, self._groups, self._ledger = hello.capabilities, table, groups, ledger
-        # Without them no request is known to think.
+        # Without the thinking markers no request is known to think.
         self._knows_markers = not hello.unknown_markers
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
         self.cost = dispatch.StepCost()
@@ -49,16 +53,17 @@ class Decider:
         self.review = self._reported = False
 
     def learn(self, report: agent_pb2.StepReport) -> None:
-        """Learn from its steps what steps cost."""
+        """Update the estimate of the step cost with the report's steps."""
         for rows, prefill_tokens, took_ms in steps(report):
             if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
                 self.cost.add(rows, prefill_tokens, took_ms)
 
     def end_thinking(self, policy: Policy, out: Out, reported: bool) -> None:
-        """Caps and ends of thinking, under the policy in force.
+        """Decide caps and ends of thinking under the policy in force.
 
-        reported: the table has just taken in a report, and the rules are asked about every moment in it that concerns
-        them, of requests that it closes too. They are asked about what stands now where the policy has changed.
+        reported: whether the table has just taken in a report. The rules are then asked at every moment of the report
+        that concerns them, including those of requests that the report closes. If the policy has changed, the rules are
+        asked about the current state of all other requests.
         """
         self._reported = reported
         if not (self._can.force_end and self._knows_markers):
@@ -74,7 +79,7 @@ class Decider:
                 self._ends(own, out, self._table, stays if among is None else among & stays)
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
-        """Everything else that is due, once closed requests are gone."""
+        """Decide probes, the plan and tiers, once the table has dropped closed requests."""
         groups, review = list(self._groups.in_use()), self.review
         self.review = False
         if self._can.eat_probe and self._knows_markers:
@@ -131,7 +136,7 @@ class Decider:
         for seen, index in self._due(policy, among):
             slot, think_tokens = int(seen.slot[index]), int(seen.think_tokens[index])
             if slot in near_cap and max(1, table.max_think_tokens[slot] - EXTENSION_LEAD_TOKENS) < think_tokens:
-                # It came near its cap before, and has one probe at a time.
+                # The request came near its cap before the EAT probe was due, and it has one probe at a time.
                 continue
             table.schedule_probe(slot, think_tokens + entropy.eat_probe_interval_tokens)
             self._probe(slot, "eat", placement, out, (seen, index)).hold_ms = hold_ms
@@ -141,7 +146,7 @@ class Decider:
                 self._probe(slot, "empty_answer", agent_pb2.PLACEMENT_ANYWHERE, out)
 
     def _due(self, policy: Policy, among: Among) -> list[tuple[termination.Seen, int]]:
-        """Where EAT is to be measured was seen."""
+        """Return the states, table or moments with an index, in which EAT probes came due."""
         found: list[tuple[termination.Seen, int]] = []
         if self._reported and (came := termination.probes_came_due(policy, self._table, among)) is not None:
             found = [(came, index) for index in range(len(came))]

@@ -1,7 +1,7 @@
-"""A session's decisions, from when they are made until their outcomes are known.
+"""Keeps the decisions of a session until their outcomes are known.
 
-Owns decision ids, and that each decision ends in exactly one outcome here. Knows nothing of why one is made. Pure; one
-session at a time.
+The ledger owns the decision ids, and with it each decision ends in exactly one outcome. The ledger does not know why a
+decision is made. The code does no I/O and reads no clock; each object belongs to one session.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
-# Kinds that are applied as soon as they arrive; caps and probes wait for their place, tiers for the request's end.
+# Kinds of decision that the agent applies when they arrive. Caps and probes wait for their token, tiers for the end of
+# the request.
 AT_ONCE = ("force", "plan")
-# Decisions without an outcome; four for each request of the largest engine are more than any agent leaves open.
+# Bound for decisions without an outcome. No correct agent leaves four decisions open for each request of the largest
+# engine.
 MAX_OPEN_DECISIONS = 4 * MAX_SLOTS
 
 
 class Ledger:
-    """`open` has the decisions without an outcome by id, `last` by slot the newest that was made, or carried out.
+    """The decisions of one session.
 
-    `made` counts all. `step` is the newest step that decisions are taken from.
+    `open` maps ids to decisions without an outcome. `last` maps each slot to the decision that was made or carried out
+    last. `made` is the number of decisions made. `step` is the newest step on which decisions are based.
     """
 
     def __init__(
@@ -54,7 +57,11 @@ class Ledger:
         shadow: bool = False,
         seen: tuple[Seen, int] | None = None,
     ) -> int:
-        """The id of a new decision. seen: where its signals are, and which; as the request stands when absent."""
+        """Make a decision and return its id.
+
+        seen: the table or moments with the signals that the decision is based on, and the index in them; None for the
+        current state of the request.
+        """
         self.made += 1
         info = self._table.info[slot] if slot is not None else None
         made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step)
@@ -69,14 +76,14 @@ class Ledger:
         return made.decision_id
 
     def concerns(self, decision: Decision) -> bool:
-        """Whether the request a decision was about still lives in its slot."""
+        """Whether the request that the decision is about still lives in its slot."""
         info = self._table.info[decision.slot] if decision.slot is not None else None
         return info is not None and info.request_id == decision.request_id
 
     def settle(self, report: agent_pb2.DecisionOutcome, step: int | None = None) -> int | None:
-        """Note an outcome, and where it came with a step, how many steps old the decision was.
+        """Note an outcome and, if it came with a step, the age of the decision in steps.
 
-        Returns the slot of a request that may be probed again.
+        Return the slot if the outcome ends a probe, so that the request may be probed again.
         """
         decision = self.open.pop(report.decision_id, None)
         if decision is None:
@@ -91,20 +98,20 @@ class Ledger:
         return decision.slot
 
     def too_late(self, decision_id: int) -> None:
-        """The request that a decision was about is gone: nobody is told."""
+        """Close a decision that is not sent, because its request ended in the report that led to the decision."""
         self._finish(self.open.pop(decision_id), agent_pb2.OUTCOME_REQUEST_GONE)
 
     def check(self) -> None:
-        """Raises ValueError where the agent leaves too much open."""
+        """Raise ValueError if the agent leaves too many decisions without an outcome."""
         if (waiting := len(self.open)) > MAX_OPEN_DECISIONS:
-            raise ValueError(f"leaves {waiting} decisions without an outcome; at most {MAX_OPEN_DECISIONS} may be")
+            raise ValueError(f"must leave at most {MAX_OPEN_DECISIONS} decisions without an outcome; got {waiting}")
 
     def forget_gone(self) -> None:
-        """The table was filled anew."""
+        """Drop the last decisions of requests that a new snapshot no longer lists."""
         self.last = {slot: decision for slot, decision in self.last.items() if self.concerns(decision)}
 
     def close(self) -> None:
-        """The stream is gone: what is still open can no longer be reported."""
+        """Close the decisions without an outcome, because the stream has ended and no outcome can arrive any more."""
         for decision in self.open.values():
             self._finish(decision, agent_pb2.OUTCOME_AGENT_OFF)
         self.open.clear()

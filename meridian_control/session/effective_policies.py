@@ -1,7 +1,7 @@
-"""The policy in force on one engine and, with overrides, what it comes to for each of its live requests.
+"""Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides.
 
-Owns the table's column `group`, which points here. Knows nothing of how a policy gets to the engine. Pure; one session
-at a time.
+The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
+reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from meridian_control.decisions.request_table import RequestTable
 
-# Policies in use, before those that are not are looked for.
+# Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
 
 class Groups:
-    """`policy` is None, and `revision` 0, until one is in force."""
+    """The policies of one engine's requests. `policy` is None and `revision` 0 until a policy is in force."""
 
     def __init__(self, table: RequestTable, hello: agent_pb2.Hello) -> None:
         self._table, self._labels = table, dict(hello.labels)
@@ -37,7 +37,7 @@ class Groups:
         self._room = ROOM
 
     def apply(self, revision: int, policy: Policy) -> None:
-        """A policy comes into force."""
+        """Put a policy in force and find the policy of each live request under it."""
         self.policy, self.revision, self._policies = policy, revision, [policy]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
@@ -45,7 +45,7 @@ class Groups:
             self.assign(slot, opened)
 
     def assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
-        """Find the policy that holds for a request that the table has opened."""
+        """Find the policy that holds for a request, which the table has already opened."""
         if self.policy is None or not self.policy.override:
             return
         own = self.policy.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels))
@@ -56,7 +56,7 @@ class Groups:
         self._table.set_group(slot, self._policies.index(own))
 
     def _forget_unused(self) -> None:
-        """Combinations of overrides that no live request has any more: clients choose what overrides match."""
+        """Drop policies that no live request uses. Clients choose which overrides match, so the list could grow."""
         table = self._table
         used = sorted({0, *table.group[table.live].tolist()})
         table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
@@ -64,11 +64,11 @@ class Groups:
         self._room = max(ROOM, 2 * len(used))
 
     def of(self, slot: int) -> Policy:
-        """The policy that holds for a request, once a policy is in force."""
+        """Return the policy that holds for the request in a slot; a policy must be in force."""
         return self._policies[int(self._table.group[slot])]
 
     def in_use(self) -> Iterator[tuple[Policy, Among]]:
-        """Each policy in use with the requests it holds for, [slots]; None for all."""
+        """Yield each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""
         if len(self._policies) == 1:
             yield self._policies[0], None
             return

@@ -1,6 +1,6 @@
-"""A freeze, the engines that it matches, and one engine's state: what it was told, and what it says.
+"""Defines freezes and which engines they match, and keeps one engine's freeze state.
 
-Pure: time is passed in; one session at a time.
+The code does no I/O and reads no clock; each `FreezeState` belongs to one session.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Match:
-    """The engines that every part matches; an empty part matches all. `engine_ids` and `model` are globs."""
+    """Matches an engine if every field matches; an empty field matches all. `engine_ids` and `model` are globs."""
 
     engine_ids: tuple[str, ...] = ()
     model: str = ""
@@ -35,7 +35,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Matching engines are frozen from `create_time` until before `end_time`, both UTC."""
+    """A freeze of the matching engines from `create_time` (inclusive) to `end_time` (exclusive), both UTC."""
 
     freeze_id: int
     match: Match
@@ -46,8 +46,11 @@ class Freeze:
 
 
 class FreezeState:
-    """`freezes` are to hold; `frozen` is the engine before it has confirmed them, too, and until it has confirmed that
-    none is left. `void`: the agent has dropped what it was told, and sends a snapshot once it has thawed."""
+    """The freeze state of one engine, as the control plane sees it.
+
+    `freezes` are the freezes that match the engine. `frozen` holds from the first freeze that was sent until the agent
+    confirms the thaw. `void`: the agent has dropped all decisions and sends a snapshot after the thaw.
+    """
 
     def __init__(self, said: agent_pb2.FreezeStatus) -> None:
         self.freezes: tuple[Freeze, ...] = ()
@@ -56,7 +59,7 @@ class FreezeState:
         self._nonce = 0
 
     def give(self, freezes: tuple[Freeze, ...], now: datetime) -> agent_pb2.Freeze:
-        """The freezes that match the engine from now on; what it is to be told."""
+        """Set the freezes that match the engine and return the message for the agent."""
         self.freezes, self.confirmed = freezes, False
         if freezes and not self.frozen:
             self.frozen = self.void = True
@@ -64,18 +67,18 @@ class FreezeState:
         return self.told(now)
 
     def told(self, now: datetime) -> agent_pb2.Freeze:
-        """The message that the agent was sent last, as of now; nonce 0 where it was sent none."""
+        """Return the message that was sent last, with the time that remains now; its nonce is 0 if none was sent."""
         last = max(self.freezes, key=lambda freeze: freeze.end_time, default=None)
         remaining_ms = 0 if last is None else max(0, math.ceil((last.end_time - now).total_seconds() * 1e3))
         return agent_pb2.Freeze(nonce=self._nonce, remaining_ms=remaining_ms, reason=last.reason if last else "")
 
     def answered(self, status: agent_pb2.FreezeStatus) -> bool:
-        """Take in what the agent says; whether it has thawed."""
+        """Take in the agent's confirmation and return whether the engine has thawed."""
         if status.nonce != self._nonce:
             return False
         self.confirmed, self.frozen, self.locally = True, status.frozen, status.locally
         return not self.frozen
 
     def status(self) -> agent_pb2.FreezeStatus:
-        """The agent's last answer."""
+        """Return the agent's last confirmation."""
         return agent_pb2.FreezeStatus(nonce=self._nonce, frozen=self.frozen, locally=self.locally)

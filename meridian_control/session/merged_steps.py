@@ -1,6 +1,7 @@
-"""The single steps of a report: one that merges several tells each in `merged`.
+"""Reads the single steps out of the field `merged` of a report that merges several steps.
 
-An agent that does not is taken at what it says of its last step, and at a time for all rows. Pure.
+If an older agent leaves `merged` out, all rows get one time and all entries belong to the last step. The code does no
+I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
-# A report that waits for longer than a day is none any more.
+# Largest age of a step in a report; a report that waited for longer than a day is refused.
 MAX_AGE_MS = 86_400_000
-# More than any agent keeps until they are sent.
+# Bound for the steps that a report merges; no correct agent merges as many.
 MAX_STEPS = 1 << 12
 
-# Fields of columns, of which `slot` is one.
+# Fields that consist of columns, one of them named `slot`.
 COLUMNAR = ("tokens", "probes")
 
 
 def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
-    """Rows, prompt tokens and milliseconds of each step of which all three are known."""
+    """Yield token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
     merged = report.merged
     if merged.rows:
         yield from zip(merged.rows, merged.prefill_tokens, merged.step_time_ms, strict=True)
@@ -34,11 +35,10 @@ def steps(report: agent_pb2.StepReport) -> Iterator[tuple[int, int, float]]:
 
 
 def step_of(report: agent_pb2.StepReport, name: str) -> NDArray[np.int64]:
-    """The step in which each entry of a field came, [entries], counted from 0; the last where the agent does not tell.
+    """Return the step in which each entry of a field came, [entries], counted from 0 within the report.
 
-    name: of the field. To be asked of a report whose `ages_ms` could be told.
-
-    Raises ValueError when the column does not fit the report.
+    If the agent does not say, the step is the last. name: of the field. Call `ages_ms` first, which checks the report.
+    Raises ValueError if the counts per step do not add up to the entries of the field.
     """
     field = getattr(report, name)
     entries = len(field.slot if name in COLUMNAR else field)
@@ -53,9 +53,9 @@ def step_of(report: agent_pb2.StepReport, name: str) -> NDArray[np.int64]:
 
 
 def ages_ms(report: agent_pb2.StepReport) -> NDArray[np.float64]:
-    """How long before the report's last step each of its token rows came, [rows].
+    """Return for each token row how many milliseconds before the report's last step it came, [rows].
 
-    Raises ValueError when the columns do not fit the report, for too many steps, and for an age out of range.
+    Raises ValueError if the columns do not fit the report, if it merges too many steps, or if an age is out of range.
     """
     merged, rows = report.merged, len(report.tokens.slot)
     if not report.HasField("merged"):

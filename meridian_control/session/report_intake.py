@@ -1,7 +1,7 @@
-"""Takes an agent's report into the engine's request table and counted.
+"""Takes an agent's reports and snapshots into the engine's request table and its counters.
 
-Owns the order in which the parts of a report count: `take`, then what follows from it is decided, then `finish`. Knows
-nothing of what that is. Pure: time is passed in; one session at a time.
+The intake owns the order in which the parts of a report take effect: the session calls `take`, makes its decisions, and
+then calls `finish`. The code does no I/O and reads no clock; each object belongs to one session.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from meridian_control.session.effective_policies import Groups
     from meridian_control.session.shadow_comparison import Comparison
 
-# Fields of which each entry counts in its own step.
+# Fields whose entries belong to single steps of the report.
 ONE_BY_ONE = ("preempted", "resumed", "outcomes")
 
 
 class Intake:
-    """Times are milliseconds on the session's clock."""
+    """Takes messages into a session's table. Times are milliseconds on the session's clock."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Intake:
         self._table, self._groups, self._ledger = table, groups, ledger
         self._totals, self._shadow, self._journal = totals, shadow, journal
         self._endings = ThinkEnds(table, totals)
-        # The step of each entry of the report that is being taken in, by field.
+        # Step of each entry of the newest report, by field.
         self._steps: dict[str, list[int]] = {}
 
     def begin_anew(self, snapshot: agent_pb2.Snapshot, now_ms: float) -> None:
-        """All live requests, told anew. Raises ValueError."""
+        """Replace the table's requests by those of a snapshot. Raises ValueError if one of them is out of range."""
         _check_length("requests", snapshot.requests)
         self._table.clear()
         for opened in snapshot.requests:
@@ -63,7 +63,10 @@ class Intake:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
-        """A report of steps. Requests that it closes are still in the table afterwards. Raises ValueError."""
+        """Take in a report, but keep the requests that it closes in the table, because decisions follow.
+
+        Raises ValueError if the report breaks the contract.
+        """
         for name in ("opened", "preempted", "resumed", "closed"):
             _check_length(name, getattr(report, name))
         table = self._table
@@ -87,7 +90,7 @@ class Intake:
             table.mark_closing(closed.slot)
 
     def finish(self, report: agent_pb2.StepReport) -> None:
-        """Count what the report's requests came to, in the order in which it happened, and forget those it closes."""
+        """Count the report's events in the order in which they happened, then drop the requests that it closes."""
         table = self._table
         if len(table.history.rows.slot) < len(report.tokens.slot):
             self._endings.count_unknown(report.tokens)
@@ -101,7 +104,7 @@ class Intake:
             self._ledger.last.pop(closed.slot, None)
 
     def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
-        """Phases, ends of thinking and preemptions. Returns slots and thinking tokens of the ends."""
+        """Count changes of phase, ends of thinking and preemptions; return slot and thinking tokens of each end."""
         table = self._table
         changes = moments.changes(table)
         for kind in ("preempted", "resumed"):
@@ -121,7 +124,7 @@ class Intake:
         return ended
 
     def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
-        # One with tokens was opened before: an agent that has come back takes it up again.
+        # A request that already has tokens was counted before; an agent that rested reports it again.
         self._totals.requests += not (opened.think_tokens or opened.output_tokens)
         self._table.open(opened, now_ms)
         self._groups.assign(opened.slot, opened)
@@ -135,7 +138,7 @@ class Intake:
         self._totals.ttot.add(self._table.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
-        # Agents of the first version do not say whether the answer would be empty.
+        # Agents of the first version do not report whether the answer would be empty.
         empty_answers = probes.empty_answer or [False] * len(probes.slot)
         columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
         if len({len(column) for column in columns}) != 1:
@@ -150,7 +153,7 @@ class Intake:
                     decision.logged.measured_eat_nats = eat_nats
 
     def _compare(self, ended: list[tuple[int, int]]) -> None:
-        """Hold the rules in shadow against thinking that ended, by slots and tokens, if any had a policy."""
+        """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
         for slot, think_tokens in ended if self._groups.policy is not None else ():
             cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
             for (section, reason), saved in self._shadow.ended(slot, think_tokens, self._groups.of(slot), cap).items():
@@ -161,7 +164,7 @@ class Intake:
         return int(self._table.think_tokens[slot])
 
     def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
-        """Whether a request finished while it thought."""
+        """Whether a request finished before its thinking ended."""
         table, slot = self._table, closed.slot
         return closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
 
@@ -172,6 +175,6 @@ class Intake:
 
 
 def _check_length(name: str, told: Sized) -> None:
-    """Raises ValueError: a request is told of once in a message."""
+    """Raise ValueError if a field has more entries than there can be requests; a message lists a request once."""
     if len(told) > MAX_SLOTS:
         raise ValueError(f"{name} must have at most {MAX_SLOTS} entries; got {len(told)}")

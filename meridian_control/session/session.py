@@ -1,8 +1,9 @@
-"""One engine's stream: messages in, messages out.
+"""Handles the stream of one engine: messages of the agent come in, responses go out.
 
-Owns which of its parts a message concerns, and when something is answered. `report_intake` takes reports in, `decider`
-says what follows, `decision_ledger` keeps the decisions, `settings_delivery` and `freeze_state` what the agent was
-given. No I/O and no clock: time is passed in, so that a recorded stream replays. One event loop, one call at a time.
+The session passes each message to the part that it concerns, and decides when to respond. `report_intake` takes reports
+in, `decider` makes decisions, `decision_ledger` keeps the decisions, `settings_delivery` and `freeze_state` keep the
+settings and freezes that were sent. The session does no I/O and has no clock: time is passed in, so that a recorded
+stream replays exactly. A session runs on one event loop, one call at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from meridian_control.decision_log.records import Decision
     from meridian_control.session.freeze_state import Freeze
 
-# A report without decisions is answered all the same after this long, or this part of the shortest lease, so that the
-# agent knows it is heard.
+# A report that leads to no decision is answered after ACK_INTERVAL_S seconds, or after ACK_LEASE_SHARE of the shortest
+# lease if that is sooner, so that the agent knows that the control plane receives its reports.
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 MAX_HELLO_BYTES = 64 << 10
-# They are logged, and labels of metrics.
+# Bound for the characters of ids, which appear in logs and as labels of metrics.
 MAX_ID_CHARS = 512
 
 Out = list[agent_pb2.ConnectResponse]
@@ -43,7 +44,8 @@ Out = list[agent_pb2.ConnectResponse]
 class Session:
     """The control plane's side of one stream, after its Hello.
 
-    `journal` is where its decisions are kept, `shadow` what is compared on this engine over its streams.
+    `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
+    streams of the engine.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Session:
     ) -> None:
         _check(hello)
         self.session_id, self.hello, self.connected_at = session_id, hello, now
-        # The window's length comes with the first policy.
+        # The policy that comes into force first sets the length of the entropy window.
         self.table = RequestTable(1)
         self.totals = Totals()
         self.shadow = shadow or Comparison()
@@ -74,16 +76,16 @@ class Session:
         self._answered_at = now
         self._ack_interval_s = ACK_INTERVAL_S
 
-    # ---------------------------------------------------------------------------------------------------- what is seen
+    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def identity(self) -> tuple[str, str]:
-        """One start of one engine process."""
+        """The engine's id and its incarnation, which together name one start of the engine process."""
         return self.hello.engine_id, self.hello.incarnation
 
     @property
     def policy(self) -> Policy | None:
-        """In force on the engine since its ACK; None for none yet."""
+        """The policy that is in force on the engine since the agent's ACK; None before the first ACK."""
         return self._groups.policy
 
     @property
@@ -92,7 +94,7 @@ class Session:
 
     @property
     def revision(self) -> int:
-        """The newest that the engine was to have."""
+        """The newest revision that the engine should have."""
         return self.delivery.revision
 
     @property
@@ -113,43 +115,46 @@ class Session:
 
     @property
     def lease_s(self) -> float:
-        """How long the agent goes on with what was decided once the stream has ended."""
+        """Seconds for which the agent keeps obeying earlier decisions after the stream has ended."""
         return (self.policy or Policy()).fallback.lease_ms / 1000
 
     @property
     def last_good_wanted(self) -> int:
-        """Revision to give by `on_last_good`, 0 for none: the newest was refused, and none is in force here."""
+        """Revision to pass to `on_last_good`, 0 for none.
+
+        A revision is needed if the agent refused the newest one and this session has no policy in force.
+        """
         delivery = self.delivery
         governed = not delivery.nack_error or self.policy is not None or delivery.pending is not None
         return 0 if governed or delivery.agent_revision in delivery.refused else delivery.agent_revision
 
     @property
     def given(self) -> list[tuple[int, Policy]]:
-        """The settings in force, and those under way to the agent."""
+        """Revision and policy of the settings in force, and of the settings that were sent but not yet confirmed."""
         found = [(self.acked_revision, self.policy)] if self.policy is not None else []
         return found + ([self.delivery.pending] if self.delivery.pending is not None else [])
 
-    # ---------------------------------------------------------------------------------------------------- what comes
+    # ----------------------------------------------------------------------------------------------------------- events
 
     def on_policy(self, revision: int, policy: Policy) -> Out:
-        """A policy to bring into force: sent to the agent, obeyed here from its ACK on.
+        """Bring a policy into force: send its settings to the agent, and decide by the policy from the agent's ACK on.
 
-        One that this engine has refused, or cannot honour, is not sent, and what is in force stays.
+        A policy that the engine has refused, or that needs a capability which the engine lacks, is not sent, and the
+        policy in force stays.
         """
         settings = self.delivery.offer(revision, policy)
         return [agent_pb2.ConnectResponse(settings=settings)] if settings is not None else []
 
     def on_last_good(self, revision: int, policy: Policy) -> Out:
-        """Note the settings that the agent has in force already, from an earlier stream: given again where the newest
-        was refused."""
+        """Send the settings that are in force on the agent since an earlier stream; it has refused a newer revision."""
         return [agent_pb2.ConnectResponse(settings=self.delivery.send(revision, policy))]
 
     def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
-        """The freezes that match this engine now: nothing is decided from here on until the agent has thawed."""
+        """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
         return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
 
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
-        """Answer one message of the agent's. Raises InvalidRequest when it breaks the contract."""
+        """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract."""
         kind = message.WhichOneof("message")
         if self._journal is not None:
             self._journal.now = now
@@ -167,7 +172,7 @@ class Session:
         raise InvalidRequest("message", f"must be a report, a snapshot or a settings status; got {kind}")
 
     def close(self, now: datetime) -> None:
-        """The stream is gone."""
+        """End the session, because its stream has ended."""
         if self._journal is not None:
             self._journal.now = now
         self._ledger.close()
@@ -190,7 +195,7 @@ class Session:
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         self._groups.apply(revision, policy)
         self._decider.review = True
-        # An end that was only shadowed under the old policy may be due under the new one.
+        # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
         under_way = self._ends_under_way()
         self.table.forget_ends()
         self._go_on(under_way)
@@ -198,7 +203,7 @@ class Session:
         return self._decide(now)
 
     def _on_snapshot(self, snapshot: agent_pb2.Snapshot, now: datetime) -> Out:
-        # Nothing goes on that a freeze has ended.
+        # A freeze has ended all forced ends, so none is kept after it.
         under_way = [] if self.freezing.void else self._ends_under_way()
         self.freezing.void = False
         self._intake.begin_anew(snapshot, self._clock_ms(now))
@@ -208,12 +213,12 @@ class Session:
         return self._decide(now)
 
     def _ends_under_way(self) -> list[tuple[Decision, int]]:
-        """Forces without an outcome, with the reasons of the ends that were decided with them."""
+        """Return the forced ends without an outcome, each with the rule that the table holds for its request."""
         forces = [d for d in self.open_decisions.values() if d.kind == "force" and self._ledger.concerns(d)]
         return [(d, int(self.table.end_decided[d.slot])) for d in forces]
 
     def _go_on(self, under_way: list[tuple[Decision, int]]) -> None:
-        """Take up again the ends that the engine still carries out, by the requests that still live."""
+        """Restore in the table the forced ends that the engine still carries out, for requests that still live."""
         for decision, reason in under_way:
             if decision.slot is not None and self._ledger.concerns(decision):
                 self.table.restore_end(decision.slot, reason)
@@ -233,7 +238,7 @@ class Session:
         return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
 
     def _decide(self, now: datetime) -> Out:
-        """The directives that follow from the state of things, without a report."""
+        """Make decisions from the current state, without a report, and return the responses."""
         return self._respond(now, self._ends_of_thinking(reported=False))
 
     def _ends_of_thinking(self, reported: bool) -> agent_pb2.Directives:
@@ -245,32 +250,35 @@ class Session:
 
     @property
     def _deciding(self) -> Policy | None:
-        """The policy to decide by; None while nothing is decided."""
+        """The policy by which decisions are made; None while no decision is made."""
         freezing = self.freezing
         freezing.void = freezing.void and bool(self.table.live.any())
         return None if self.hello.fault or freezing.frozen or freezing.void else self.policy
 
     def _respond(self, now: datetime, directives: agent_pb2.Directives, awaited: bool = False) -> Out:
-        """With the ends of thinking, all else that is decided. awaited: an answer is."""
+        """Add all other decisions to the ends of thinking and return the response, if one is due.
+
+        awaited: whether the agent waits for a response.
+        """
         if (policy := self._deciding) is not None:
             self._decider.decide(policy, directives, self._clock_ms(now))
         decided = bool(directives.ListFields())
         directives.step = self._ledger.step
-        # A wall clock that was set back does not silence us.
+        # If the wall clock was set back, the difference is negative and the report is answered.
         recent = 0 <= (now - self._answered_at).total_seconds() < self._ack_interval_s
-        # Requests may be held for what is decided from their probes, if only that nothing is.
+        # The agent may hold requests until it has the response to their probes, even if no decision follows from them.
         if not decided and not awaited and recent:
             return []
         self._answered_at = now
         return [agent_pb2.ConnectResponse(directives=directives)]
 
     def _clock_ms(self, now: datetime) -> float:
-        """Milliseconds since the stream began."""
+        """Return the milliseconds since the stream began."""
         return (now - self.connected_at).total_seconds() * 1e3
 
 
 def _check(hello: agent_pb2.Hello) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if an id of the Hello is empty or too long, or if the message is too large."""
     if not hello.engine_id:
         raise InvalidRequest("hello.engine_id", "must not be empty")
     for name in ("engine_id", "incarnation"):

@@ -1,6 +1,7 @@
-"""A policy's way to one agent: what it is sent, what it has taken, what it has refused.
+"""Delivers policy revisions to one agent as settings, and keeps which revisions the agent confirmed or refused.
 
-Owns nonces and refusals. Knows nothing of what is decided from a policy. Pure; one session at a time.
+The module owns nonces and refusals, and makes no decisions. The code does no I/O and reads no clock; each object
+belongs to one session.
 """
 
 from __future__ import annotations
@@ -18,28 +19,33 @@ if TYPE_CHECKING:
     from meridian_control.session.counters import Totals
 
 
-# Steps merged into a report where the policy says nothing: what a report costs the machine is a multiple of what its
-# steps do, and no decision that follows from a phase, an arrival or a probe waits for others.
+# Steps merged into a report if the policy sets no number. A report costs the machine several times as much as the steps
+# in it, and the agent sends a change of phase, a new request or a probe result without waiting for more steps.
 USUAL_INTERVAL_STEPS = 8
 
 
 class Delivery:
-    """`revision` is the newest that was wanted, `nack_error` why it is not in force; `agent_revision` is in force
-    on the engine, as it says. What `refused` has is not sent to it again."""
+    """The delivery of policy revisions to one agent.
+
+    `revision` is the newest revision that the engine should have, and `nack_error` the reason why that revision is not
+    in force. `agent_revision` is in force on the engine, as the agent reports. Revisions in `refused` are not sent
+    again.
+    """
 
     def __init__(self, hello: agent_pb2.Hello, totals: Totals) -> None:
         self._hello, self._totals = hello, totals
         self.revision, self.agent_revision = 0, hello.revision
         self.nack_error = ""
         self.refused = dict(hello.refused)
-        # Under way to the agent, and the nonce of what was sent last.
+        # Revision and policy that were sent but not yet confirmed; nonce of the settings that were sent last.
         self.pending: tuple[int, Policy] | None = None
         self.nonce = 0
 
     def offer(self, revision: int, policy: Policy) -> agent_pb2.Settings | None:
-        """The settings to send for a revision; None where the engine has refused it before, or cannot honour it.
+        """Return the settings to send for a revision.
 
-        An agent that is off is sent nothing: it says Hello anew when it comes back.
+        The result is None if the engine refused the revision before, if the engine lacks a capability that the policy
+        needs, or if the agent is off; an agent that comes back sends a new Hello.
         """
         self.revision, self.nack_error = revision, self.refused.get(revision, "")
         if not self.nack_error and (error := capabilities.missing(policy, self._hello)):
@@ -52,7 +58,7 @@ class Delivery:
         return settings(revision, self.nonce, policy, self._hello)
 
     def answered(self, status: agent_pb2.SettingsStatus) -> tuple[int, Policy] | None:
-        """Take in what the agent says; the revision that has come into force, if one has."""
+        """Take in the agent's answer; return the revision and policy that have come into force, None if none have."""
         if self.pending is None or status.nonce != self.nonce:
             return None
         taken, self.pending = self.pending, None
@@ -67,20 +73,24 @@ class Delivery:
 
 
 def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
-    """The policy's section for the model that an engine serves."""
+    """Return the policy's section for the model that the engine serves."""
     return policy.model.get(hello.model) or ModelPolicy()
 
 
 def report_interval_steps(policy: Policy) -> int:
-    """The policy's own, or what suits its rules: deadlines go by when the newest tokens came, what fires at a sentence
-    end is to end thinking there, not when a report is full, and a probe is asked for once the one before is known."""
+    """Return the number of steps that the agent merges into a report.
+
+    If the policy sets no number, the result is 1 for deadline scheduling, which needs the time of the newest tokens,
+    for rules that read sentence ends, which should end thinking at the sentence end, and for dense probes, which wait
+    for the previous probe's outcome; otherwise the result is USUAL_INTERVAL_STEPS.
+    """
     reads = termination.reads_sentence_ends(policy) or termination.probes_within(policy, USUAL_INTERVAL_STEPS)
     every_step = policy.scheduler.strategy == "deadline" or reads
     return policy.telemetry.report_interval_steps or (1 if every_step else USUAL_INTERVAL_STEPS)
 
 
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
-    """The part of a policy that the agent itself must know."""
+    """Return the part of a policy that the agent needs."""
     model = model_of(policy, hello)
     made = agent_pb2.Settings(
         revision=revision,

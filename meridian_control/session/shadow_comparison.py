@@ -1,7 +1,7 @@
-"""Rules in shadow against what really happened: one engine's running comparison.
+"""Compares the rules in shadow on one engine with the real ends of thinking.
 
-Counts a request once its thinking has really ended: only then is it known what a rule would have saved. Knows neither
-messages nor time. Used by one session at a time.
+A request is counted when its thinking really ends, because only then the tokens are known that a rule would have saved.
+The module knows neither messages nor time. Each object serves one session at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meridian.v1 import fleet_pb2
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-# The section to which the rule of each reason belongs.
+# Policy section of each rule, by the rule's reason.
 SECTIONS = {"soft_close": "scheduler", "hard_cap": "scheduler", "eat": "entropy", "rank": "entropy", "rpdi": "entropy"}
 
 
@@ -27,7 +27,11 @@ class Tally:
 
 @dataclass
 class Saved:
-    """Requests that would have been ended, their thinking tokens there, and those that came after."""
+    """Counts for one rule in shadow.
+
+    would_end: requests whose thinking the rule would have ended. would_end_think_tokens: their thinking tokens when the
+    rule fired. saved_tokens: thinking tokens that they generated after that.
+    """
 
     would_end: int = 0
     would_end_think_tokens: int = 0
@@ -40,7 +44,10 @@ class Saved:
 
 
 class Comparison:
-    """Begins anew with every policy whose rules differ. Slots are those of the session's table."""
+    """The comparison for one engine, which starts again with every policy whose rules differ.
+
+    Slots are those of the session's table.
+    """
 
     def __init__(self) -> None:
         self._rules: object = None
@@ -50,18 +57,18 @@ class Comparison:
     def _begin(self, revision: int) -> None:
         self.since_revision = revision
         self._ended: dict[str, Tally] = defaultdict(Tally)
-        # By section and reason, of which an empty one is the section as a whole.
+        # By section and reason; the empty reason stands for all rules of the section together.
         self._saved: dict[tuple[str, str], Saved] = defaultdict(Saved)
         self._fired.clear()
 
     def new_stream(self) -> None:
-        """Slots mean other requests from here on."""
-        # By slot: thinking tokens by the reason of a shadowed decision.
+        """Forget the requests of the previous stream, because a new stream assigns the slots again."""
+        # For each slot, the thinking tokens at which each rule in shadow fired, by the rule's reason.
         self._fired: dict[int, dict[str, int]] = {}
         self._over: set[int] = set()
 
     def applied(self, revision: int, policy: Policy) -> None:
-        """A policy came into force."""
+        """Note the policy that came into force, and start again if its rules differ from the previous ones."""
         rules = (policy.scheduler, policy.entropy, policy.override)
         if rules != self._rules:
             self._rules = rules
@@ -72,14 +79,15 @@ class Comparison:
         self._over.discard(slot)
 
     def fired(self, slot: int, reason: str, think_tokens: int) -> None:
-        """A shadowed rule would have ended the thinking in a slot here."""
+        """Note the number of thinking tokens at which a rule in shadow would have ended a request's thinking."""
         self._fired.setdefault(slot, {}).setdefault(reason, think_tokens)
 
     def ended(self, slot: int, think_tokens: int, policy: Policy, cap: int) -> dict[tuple[str, str], int]:
-        """Thinking really ended, for the first time. policy: what held for the request; cap: its own or shadowed hard
-        cap, negative for none.
+        """Count the first real end of a request's thinking.
 
-        Returns the tokens saved for each section in shadow, under the reason "", and for each of its rules that fired.
+        policy: policy that held for the request. cap: hard cap in shadow, negative for none. Return the tokens that
+        each section in shadow would have saved, under the reason "", and each of its rules that fired, under its
+        reason.
         """
         saved: dict[tuple[str, str], int] = {}
         if slot in self._over:
@@ -105,7 +113,7 @@ class Comparison:
         return saved
 
     def messages(self) -> list[fleet_pb2.ShadowComparison]:
-        """Sections that were in shadow when thinking ended, each with the rules that fired."""
+        """Return the counts of each section that was in shadow when thinking ended, and of its rules that fired."""
         rows = []
         for section, ended in sorted(self._ended.items()):
             reasons = sorted({"", *(reason for of, reason in self._saved if of == section)})

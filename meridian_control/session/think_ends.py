@@ -1,6 +1,7 @@
-"""How thinking ends on one engine, and what comes of it: counted from what the agent reports, whoever ended it.
+"""Counts the ends of thinking on one engine and the answers that follow, from the agent's reports.
 
-Owns the table's columns `ended` and `forced`. Pure; one session at a time.
+All ends count, whether a rule, the cap or the model ended the thinking. The code does no I/O and reads no clock; each
+object belongs to one session.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
     from meridian_control.session.counters import Totals
 
 FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
-# An answer is long that has LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after natural ends,
-# once MIN_ANSWERS of them are known.
+# An answer is long if it has more than LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after
+# natural ends; at least MIN_ANSWERS such answers must be known.
 LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
 
 
 class ThinkEnds:
     def __init__(self, table: RequestTable, totals: Totals) -> None:
         self._table, self._totals = table, totals
-        # Lengths of the newest answers after natural ends, in tokens.
+        # Lengths in tokens of the newest answers after natural ends.
         self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
 
     def count(self, slot: int, flags: int, think_tokens: int) -> str:
-        """Count an end of a live request's thinking, at so many tokens of it; returns why it ended."""
+        """Count an end of a live request's thinking after `think_tokens` thinking tokens; return the reason."""
         table, forced = self._table, bool(flags & FLAG_FORCED)
         reason = "hard_cap" if flags & FLAG_BY_CAP else self._rule(slot, think_tokens) if forced else "natural"
         self._totals.ends[reason] += 1
@@ -43,14 +44,14 @@ class ThinkEnds:
         return reason
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
-        """Count ends in a report's rows of requests that nobody has told of."""
+        """Count ends of thinking in rows of requests that the agent never reported as opened."""
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
         for row in np.flatnonzero(flags & FLAG_END).tolist():
             if not self._table.holds(tokens.slot[row]):
                 self._totals.ends["hard_cap" if flags[row] & FLAG_BY_CAP else "natural"] += 1
 
     def _rule(self, slot: int, think_tokens: int) -> str:
-        """The rule that ended a request's thinking; what it left to the cap is counted."""
+        """Return the rule that ended a request's thinking, and count the tokens that were left before the cap."""
         table = self._table
         reason = reason_name(int(table.end_decided[slot]))
         if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
@@ -58,7 +59,7 @@ class ThinkEnds:
         return reason
 
     def count_answer(self, closed: agent_pb2.RequestClosed) -> None:
-        """Count what a finished request made of its thinking; an aborted one says nothing."""
+        """Count the answer of a finished request; aborted requests are not counted."""
         slot, table, totals = closed.slot, self._table, self._totals
         if not table.holds(slot) or closed.reason not in FINISHED:
             return
