@@ -1,4 +1,4 @@
-"""Rollouts of a policy: the plan, the state machine, its samples and its store.
+"""Brings a policy to the fleet in steps: the plan, the state machine, its samples and its store.
 
-Knows the fleet through a few calls only.
+The package reaches the fleet only through the calls of `driver.Governed`.
 """

@@ -1,7 +1,7 @@
-"""Drives the active rollout on one replica, and tells every replica's fleet of it.
+"""Drives the active rollout on one replica, and hands its state to the fleet of every replica.
 
-Owns when the fleet is looked at and when the state is stored; what happens is decided in `rollout`. Runs on the control
-plane's event loop.
+The driver decides when to sample the fleet and when to store the state; `transitions` decides how the rollout proceeds.
+All code runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# Measurements are stored this often, for whoever shows them, or drives on.
+# Seconds between two writes of the measurements, which other replicas show, or use when they take over the driving.
 STORE_S = 5.0
-# Time without a look at the fleet counts for a step up to here.
+# Largest number of seconds between two samples that count towards the bake time of a step.
 MAX_ELAPSED_S = 5.0
 
 
 class Governed(Protocol):
-    """The fleet, as far as rollouts know it."""
+    """The calls of the fleet that rollouts need."""
 
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine."""
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
-        """Bring the candidate to the engines of an active rollout's group; None for no rollout."""
+        """Bring the candidate to the engines of the active rollout's group; both are None without an active rollout."""
 
 
 class Rollouts:
-    """One replica's part in rollouts.
+    """Drives rollouts on one replica if this replica leads.
 
-    `engines` shows the whole fleet, `leads` says whether this replica drives; both may be asked at any time. `fence`
-    holds the lead until a transaction ends, and raises where another replica has it. `clock` gives aware time.
+    `engines` returns the engines of the whole fleet. `leads` returns whether this replica leads. `fence` keeps the lead
+    until a transaction ends, and raises if another replica leads. `clock` gives aware time.
     """
 
     def __init__(
@@ -64,22 +64,26 @@ class Rollouts:
         self.store, self._fleet, self._clock = store, fleet, clock
         self._engines, self._leads, self._fence = engines, leads, fence
         self._one_at_a_time = asyncio.Lock()
-        # The version that the fleet was told of; None for no active rollout.
+        # Version of the rollout that was handed to the fleet; None if no rollout was active.
         self._told: tuple[int, int] | None = None
-        # The newest at that time, active or not.
+        # The newest rollout in the store at that time, active or not.
         self._newest: Rollout | None = None
-        # As it is driven here, since when, and when it was stored; what was measured since is in it only.
+        # The rollout that this replica drives, including measurements that are not stored yet; the times of its newest
+        # sample and of its newest write to the store.
         self._driven: Rollout | None = None
         self._looked_at = self._stored_at = clock()
         self._sampler = Sampler()
 
     async def look(self) -> None:
-        """Bring to this replica's engines what the store says. Raises StoreUnavailable, StoredPolicyUnreadable."""
+        """Hand the store's active rollout and policy to this replica's fleet.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable.
+        """
         async with self._one_at_a_time:
             rollout = await self.store.active()
             self._newest = rollout
             if rollout is None:
-                # One that is over, and that a newer version stored so that it cannot be read, is no reason to stop.
+                # A finished rollout that only a newer version of the control plane can read must not be an error.
                 with suppress(StoreUnavailable):
                     self._newest = await self.store.newest()
             policies = self.store.policies
@@ -92,24 +96,24 @@ class Rollouts:
 
     @property
     def newest(self) -> Rollout | None:
-        """The newest rollout; where it is driven here, with what was measured last. None before there is one."""
+        """The newest rollout, with the latest measurements if this replica drives it; None before the first rollout."""
         driven, newest = self._driven, self._newest
         return driven if driven and newest and newest.active and driven.rollout_id == newest.rollout_id else newest
 
     async def follow(self) -> None:
-        """Look whenever another replica may have changed something, until cancelled; at once over on SQLite."""
+        """Call `look` when another replica may have changed the store, until cancelled; return at once on SQLite."""
 
         async def look() -> None:
             try:
                 await self.look()
             except StoredPolicyUnreadable as error:
-                # A newer version wrote it; this replica's engines keep what they have.
+                # A newer version of the control plane stored the policy; this replica's engines keep their policies.
                 logger.error("%s", error)
 
         await self.store.database.follow(look)
 
     async def drive(self) -> None:
-        """Until cancelled."""
+        """Call `tick` every TICK_S seconds, until cancelled."""
         complaint = ""
         while True:
             await asyncio.sleep(TICK_S)
@@ -119,10 +123,13 @@ class Rollouts:
             except MeridianError as error:
                 if complaint != str(error):
                     complaint = str(error)
-                    logger.warning("rollouts stand still: %s", complaint)
+                    logger.warning("rollouts do not proceed: %s", complaint)
 
     async def tick(self) -> None:
-        """Look at the fleet and do what follows. Raises what `fence` does, StoreUnavailable, StoredPolicyUnreadable."""
+        """Sample the fleet and advance the active rollout, if this replica leads.
+
+        Raises StoreUnavailable, StoredPolicyUnreadable, and the errors of `fence`.
+        """
         if not self._leads():
             self._driven = None
             return
@@ -136,7 +143,7 @@ class Rollouts:
         if self._driven is None or self._driven.rollout_id != stored.rollout_id:
             self._begin(stored, now)
         elif self._driven.version != stored.version:
-            # Somebody steered it.
+            # A caller paused, resumed or aborted the rollout.
             self._driven = stored
         assert self._driven is not None
         await self._advance(self._driven, now)
@@ -157,7 +164,7 @@ class Rollouts:
         if after.changes == before.changes and not (due and after != before):
             return
         self._stored_at = now
-        # None: somebody steered it meanwhile, and the next look begins with what they made of it.
+        # `save` returns None if a caller changed the rollout in the meantime; the next tick begins with the stored one.
         self._driven = saved = await self.store.save(after, self._fence)
         if saved is not None and saved.changes != before.changes:
             event = saved.events[-1]
@@ -167,5 +174,5 @@ class Rollouts:
 
 
 def _version(rollout: Rollout | None) -> tuple[int, int] | None:
-    """The part of a rollout that the fleet has to know; measurements are not part of it."""
+    """Return what identifies the state of a rollout for the fleet; measurements do not change this version."""
     return (rollout.rollout_id, rollout.changes) if rollout is not None else None

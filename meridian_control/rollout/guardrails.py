@@ -1,6 +1,6 @@
-"""Compares what was measured on a rollout's engines with the limits of its guardrails.
+"""Compares the measurements on a rollout's engines with the limits of its guardrails.
 
-Knows nothing of what follows from a violated limit. Pure functions.
+The module does not know the consequences of a violated limit. All functions are pure.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ P99 = 0.99
 
 
 def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
-    """Every guardrail that has a limit.
+    """Yield a reading for every guardrail that has a limit.
 
-    One that compares takes the other engines' observations of earlier steps in, where those of this step are too few.
-    A step without an engine of its own, and a comparison without others, wait for nothing.
+    If the other engines have too few observations in this step, a comparison adds their observations of earlier steps.
+    A step without an engine of its own, and a comparison without other engines, wait for no observations.
     """
     limits, mine, theirs = rollout.plan.guardrails, rollout.candidate, rollout.stable
     earlier = rollout.reference + theirs
@@ -41,7 +41,7 @@ def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
 
 
 def p99(counts: Counts) -> float | None:
-    """Seconds, interpolated within a bucket of TIME_BOUNDS_S; None for no observations."""
+    """Return the 99th percentile in seconds, interpolated within its bucket; None if there are no observations."""
     rank, below = P99 * sum(counts), 0
     if not rank:
         return None
@@ -92,7 +92,7 @@ def _rate(part: int, whole: int) -> tuple[float | None, int]:
     return part / whole if whole else None, whole
 
 
-# The value under a guardrail's name, and the number of its observations; latencies in milliseconds.
+# For each guardrail, the function that returns its value (latencies in milliseconds) and the number of observations.
 _OBSERVED: dict[str, Callable[[Measured], tuple[float | None, int]]] = {
     "output_itl_p99": lambda m: _latency(m.output_itl),
     "ttot_p99": lambda m: _latency(m.ttot),

@@ -1,6 +1,6 @@
-"""A rollout's plan: its steps, their engines, its guardrails; the schema of the file, its limits and defaults.
+"""Defines the plan of a rollout: its steps, their engines and its guardrails, with bounds and defaults of each field.
 
-Knows nothing of a rollout under way. Pure values and functions, usable on any thread.
+The module does not know the state of a running rollout. All values are immutable and all functions are pure.
 """
 
 import hashlib
@@ -14,17 +14,17 @@ from pydantic_core import PydanticCustomError
 from meridian_control.policy.model import Glob
 from meridian_control.policy.schema import INT32_MAX, Section
 
-# Times are measured up to here.
+# Largest latency in milliseconds that the histograms measure.
 MAX_MS = 10_000.0
 MAX_STEPS = 32
 
 
 class Step(Section):
-    """Engines that get the candidate in this step and keep it, and how long they are watched before the next one."""
+    """The engines that get the candidate in this step, and the time for which they are watched before the next step."""
 
     engine_labels: Mapping[str, Glob] = Field({}, description="Globs by label name; empty matches every engine.")
-    percent: float = Field(100.0, ge=0, le=100, description="Share of these, by a stable hash of their ids.")
-    bake_s: float = Field(600.0, gt=0, le=30 * 86_400, description="Seconds from the step's beginning to the next one.")
+    percent: float = Field(100.0, ge=0, le=100, description="Share of matching engines, by a stable hash of their ids.")
+    bake_s: float = Field(600.0, gt=0, le=30 * 86_400, description="Seconds from the step's start to the next step.")
 
     @model_validator(mode="after")
     def _says_whom(self) -> Self:
@@ -40,38 +40,41 @@ class Step(Section):
 
 
 class Guardrails(Section):
-    """Limits of what is measured on the candidate's engines; None is no limit."""
+    """Limits of the measurements on engines that have the candidate; None is no limit."""
 
     output_itl_p99_ms: Annotated[float, Field(gt=0, le=MAX_MS)] | None = Field(
-        None, description="P99 of answer token to answer token."
+        None, description="P99 of the time between answer tokens."
     )
     output_itl_p99_ratio: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The same, over that of the other engines."
+        None, description="P99 of the time between answer tokens, divided by the P99 on the other engines."
     )
     ttot_p99_ms: Annotated[float, Field(gt=0, le=MAX_MS)] | None = Field(
-        None, description="P99 of thinking's end to the answer."
+        None, description="P99 of the time from the end of thinking to the answer."
     )
     ttot_p99_ratio: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="The same, over that of the other engines."
+        None, description="P99 of the time from the end of thinking to the answer, divided by the P99 on other engines."
     )
     reentry_rate: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Thinking taken up again, per finished answer."
+        None, description="Number of times that thinking resumed after its end, per finished answer."
     )
     reentry_rate_increase: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="The same, less that of the other engines."
+        None, description="Re-entry rate minus the rate on the other engines."
     )
     empty_answer_rate: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Share of answers of at most one token."
+        None, description="Share of answers that have at most one token."
     )
     empty_answer_rate_increase: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="The same, less the others'."
+        None, description="Empty-answer rate minus the rate on the other engines."
     )
     nacks: int = Field(0, ge=0, le=INT32_MAX, description="Engines that refuse the candidate.")
     degraded_engines: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Engines of the group without a stream past the lease, or switched off."
+        None, description="Engines of the group whose stream is down for longer than the lease, or whose agent is off."
     )
     min_observations: int = Field(
-        100, ge=0, le=INT32_MAX, description="Observations before a latency or rate is judged, and a step may end."
+        100,
+        ge=0,
+        le=INT32_MAX,
+        description="Observations needed before a latency or rate is judged or a step ends.",
     )
 
 
@@ -82,16 +85,16 @@ def _some(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 class Plan(Section):
-    """Steps, then all engines."""
+    """The plan of a rollout: after the last step all engines get the candidate."""
 
     step: Annotated[tuple[Step, ...], AfterValidator(_some)] = Field(
-        (), strict=False, validate_default=True, description="In this order."
+        (), strict=False, validate_default=True, description="The steps, in their order."
     )
     guardrails: Guardrails = Guardrails()
-    on_violation: Literal["rollback", "halt"] = Field("rollback", description="What follows when a limit is exceeded.")
+    on_violation: Literal["rollback", "halt"] = Field("rollback", description="Reaction to an exceeded limit.")
 
 
 def position(rollout_id: int, engine_id: str) -> float:
-    """Where an engine stands among all, in [0, 100): evenly spread, the same for good, another in each rollout."""
+    """Return an engine's position in [0, 100), which is constant within a rollout and differs between rollouts."""
     digest = hashlib.sha256(f"{rollout_id}/{engine_id}".encode()).digest()
     return int.from_bytes(digest[:4], "big") * 100 / 2**32

@@ -1,7 +1,7 @@
-"""Measures what a rollout is judged by, from the engines as FleetService shows them: what was observed between two
-looks.
+"""Turns the engines' counters into samples: the observations between two looks at the fleet.
 
-Knows nothing of what follows from it. Time is passed in. Used from one event loop.
+The engines come as FleetService messages. The module does not know how its samples are used. Time is passed in. A
+sampler runs on one event loop.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
 
 
 class Sampler:
-    """Counters of engines grow from their connection on: what is new since the look before is what was observed."""
+    """Computes samples from counters, which grow from each engine's connection on, by subtracting the previous look."""
 
     def __init__(self) -> None:
-        # From the look before, by engine and incarnation: when it connected, what it had applied, and its counters.
+        # Connection time, applied revision and counters of each engine and incarnation at the previous look.
         self._seen: dict[Key, tuple[datetime, int, NDArray[np.int64]]] = {}
         self._looked_at: datetime | None = None
         self._gone_since: dict[str, datetime] = {}
 
     def sample(self, engines: Iterable[Engine], rollout: Rollout, lease_s: float, now: datetime) -> Sample:
-        """The sample of a look at the whole fleet; past `lease_s` without a stream an engine is DEGRADED."""
+        """Return the sample of one look at the whole fleet. An engine without a stream for `lease_s` is DEGRADED."""
         found = list(engines)
         connected = [engine for engine in found if engine.state == CONNECTED]
         observed = {rollout.candidate_revision: _nothing(), rollout.stable_revision: _nothing()}
@@ -68,8 +68,10 @@ class Sampler:
         )
 
     def _since(self, key: Key, connected_at: datetime, acked: int, counters: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The observations since the look before. Nothing on the first look at the fleet, nor where the engine changed
-        policy in between."""
+        """Return the observations since the previous look at the fleet.
+
+        The result is empty at the first look, and if the engine changed its policy since the previous look.
+        """
         before = self._seen.get(key)
         if before is not None and before[0] == connected_at:
             return counters - before[2] if before[1] == acked else _nothing()
@@ -77,7 +79,7 @@ class Sampler:
         return counters if new else _nothing()
 
     def _gone(self, group: list[Engine], connected: set[str], lease_s: float, now: datetime) -> tuple[int, int]:
-        """Engines of the group without a stream: within the lease, and past it."""
+        """Return the numbers of engines in the group without a stream: for less than the lease, and for longer."""
         gone = {engine.engine_id for engine in group} - connected
         self._gone_since = {engine_id: self._gone_since.get(engine_id, now) for engine_id in gone}
         late = [since for since in self._gone_since.values() if (now - since).total_seconds() > lease_s]
@@ -85,7 +87,7 @@ class Sampler:
 
 
 def _counters(engine: Engine) -> NDArray[np.int64]:
-    """In the order that `_measured` reads."""
+    """Return an engine's counters in the order in which `_measured` reads them."""
     answers = engine.answers
     finished = sum(count for kind, count in answers.items() if kind.startswith(ANSWER_KINDS))
     empty = sum(count for kind, count in answers.items() if kind.startswith("empty_after_"))
@@ -94,7 +96,7 @@ def _counters(engine: Engine) -> NDArray[np.int64]:
 
 
 def _buckets(histogram: fleet_pb2.Histogram) -> Iterable[int]:
-    """All zero where another version measured in other buckets."""
+    """Return the histogram's counts, all zero if an engine of another version used other buckets."""
     return histogram.counts if len(histogram.counts) == BUCKETS else [0] * BUCKETS
 
 

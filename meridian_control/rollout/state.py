@@ -1,6 +1,6 @@
-"""A rollout's state as values: the rollout, its events and guardrail readings, the samples that it is judged by.
+"""Defines the state of a rollout as immutable values: the rollout, its events, guardrail readings and samples.
 
-Knows nothing of gRPC, of storage, or of how engines are reached. Pure values.
+The module does not know how the state is served, stored or brought to engines.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ AUTHOR = "meridian-control"
 
 
 class State(StrEnum):
-    """As rollout.proto spells and explains them."""
+    """The states of a rollout, with their names in rollout.proto."""
 
     RUNNING = "ROLLOUT_STATE_RUNNING"
     PAUSED = "ROLLOUT_STATE_PAUSED"
@@ -37,7 +37,7 @@ TAKEN_BACK = (State.ROLLED_BACK, State.ABORTED)
 
 
 class Value(BaseModel):
-    """Stored as JSON; what a newer version added is passed over."""
+    """A value that is stored as JSON; fields that a newer version of the control plane added are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -46,7 +46,7 @@ Counts = tuple[int, ...]
 
 
 class Measured(Value):
-    """Observations of some engines: histograms over TIME_BOUNDS_S, and counts of answers."""
+    """Observations on a set of engines: histograms over TIME_BOUNDS_S, and counts of answers."""
 
     output_itl: Counts = ()
     ttot: Counts = ()
@@ -68,7 +68,7 @@ NOTHING = Measured()
 
 
 class GuardrailReading(Value):
-    """A GuardrailReading."""
+    """The fields of rollout.proto's GuardrailReading."""
 
     guardrail: str
     value: float | None = None
@@ -80,7 +80,7 @@ class GuardrailReading(Value):
 
 
 class RolloutEvent(Value):
-    """A RolloutEvent."""
+    """The fields of rollout.proto's RolloutEvent."""
 
     time: datetime
     event: str
@@ -91,7 +91,7 @@ class RolloutEvent(Value):
 
 
 class Rollout(Value):
-    """The fields of rollout.proto's Rollout, and what it takes to go on."""
+    """The fields of rollout.proto's Rollout, and the measurements that the rollout needs to proceed."""
 
     rollout_id: int
     plan: Plan
@@ -110,11 +110,12 @@ class Rollout(Value):
     author: str
     reason: str
     create_time: datetime
-    # Events so far, those that are not kept any more included.
+    # Number of events so far, including events that are no longer kept.
     changes: int = 0
-    # How often it was stored.
+    # Number of times that the rollout was stored.
     version: int = 0
-    # Observed in this step on either side; on engines with the policy from before in earlier steps.
+    # Observations in this step on engines with the candidate and with the stable revision; observations in earlier
+    # steps on engines with the stable revision.
     candidate: Measured = NOTHING
     stable: Measured = NOTHING
     reference: Measured = NOTHING
@@ -135,16 +136,16 @@ class Rollout(Value):
 
 @dataclass(frozen=True)
 class Sample:
-    """Observations of the fleet since the sample before, and how it stands."""
+    """Observations on the fleet since the previous sample, and the current state of its engines."""
 
-    # Observed on engines that have applied the candidate, and on those that have the policy from before.
+    # Observations on engines that have applied the candidate, and on engines with the stable revision.
     candidate: Measured = NOTHING
     stable: Measured = NOTHING
-    # Connected engines that have applied the candidate, and all others.
+    # Numbers of connected engines that have applied the candidate, and of all other connected engines.
     candidate_engines: int = 0
     other_engines: int = 0
-    # In the group: engines that were given the candidate and have not answered, that lost their stream less than the
-    # lease ago, that refuse the candidate, that are DEGRADED.
+    # Numbers of engines in the group that have not answered to the candidate yet (pending), that lost their stream less
+    # than the lease ago (missing), that refuse the candidate (nacks), and that are DEGRADED or off (degraded).
     pending: int = 0
     missing: int = 0
     nacks: int = 0
@@ -153,7 +154,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class By:
-    """A change of a rollout: its author, time and reason."""
+    """The author, time, reason and request id of a change to a rollout."""
 
     now: datetime
     author: str = AUTHOR

@@ -1,7 +1,7 @@
-"""Rollouts in the policy database: their state, and the revisions that they bring and take back.
+"""Stores rollouts in the policy database, with the policy revisions that rollouts bring and take back.
 
-Owns rollout ids, and that a change is made to the state it was made from. Knows nothing of what a rollout decides. Runs
-on the control plane's event loop.
+The store owns rollout ids, and refuses a change that is based on an outdated state. The store does not know how a
+rollout proceeds. All code runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _rollouts = Table(
     "rollouts",
     MetaData(),
     Column("rollout_id", Integer, primary_key=True, autoincrement=False),
-    # 1 or NULL: there is one at most.
+    # 1 for the active rollout, else NULL; the unique column allows at most one active rollout.
     Column("active", Integer, unique=True),
     Column("candidate_revision", Integer, nullable=False),
     Column("version", Integer, nullable=False),
     Column("request_id", String(MAX_REQUEST_ID_CHARS), unique=True),
-    # JSON.
+    # The rollout as JSON.
     Column("rollout", Text, nullable=False),
 )
 
 
 class RolloutStore:
-    """The rollouts beside the policy's revisions. All methods raise StoreUnavailable."""
+    """The rollouts in the database of the policy revisions. All methods may raise StoreUnavailable."""
 
     def __init__(self, policies: PolicyStore) -> None:
         self.policies, self.database = policies, policies.database
@@ -54,11 +54,11 @@ class RolloutStore:
         return await self._one(select(_rollouts).where(_rollouts.c.active == 1))
 
     async def newest(self) -> Rollout | None:
-        """The one begun last, which is the active one where there is one."""
+        """Return the rollout that began last, which is the active rollout if one is active; None before the first."""
         return await self._one(select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(1))
 
     async def get(self, rollout_id: int) -> Rollout:
-        """One rollout; for 0 the newest. Raises NotFound."""
+        """Return a rollout; 0 stands for the newest. Raises NotFound."""
         one = select(_rollouts).where(_rollouts.c.rollout_id == min(rollout_id, MAX_ID))
         found = await self._one(one) if rollout_id else await self.newest()
         if found is None:
@@ -66,7 +66,7 @@ class RolloutStore:
         return found
 
     async def history(self, limit: int, before: int | None = None) -> list[Rollout]:
-        """The newest rollouts, newest first; `before` leaves out that one and all newer."""
+        """Return the newest rollouts, newest first; if `before` is given, only rollouts older than that id."""
         query = select(_rollouts).order_by(_rollouts.c.rollout_id.desc()).limit(limit)
         if before is not None:
             query = query.where(_rollouts.c.rollout_id < before)
@@ -74,23 +74,24 @@ class RolloutStore:
             return [_read(row) for row in await connection.execute(query)]
 
     async def answered(self, request_id: str, plan: Plan, policy: Policy) -> Rollout | None:
-        """The rollout that was started under `request_id`, None where nothing was or it is empty.
+        """Return the rollout that was started under `request_id`; None if there is none or the id is empty.
 
-        Raises InvalidRequest when that had another policy or plan.
+        Raises InvalidRequest if that rollout has another policy or plan.
         """
         query = select(_rollouts).where(_rollouts.c.request_id == request_id)
         found = await self._one(query) if request_id else None
         if found is not None and (
             found.plan != plan or (await self.policies.get(found.candidate_revision)).policy != policy
         ):
-            message = f'must be a new one; got "{request_id}", which started rollout {found.rollout_id} otherwise'
+            other = f"started rollout {found.rollout_id} with another policy or plan"
+            message = f'must be a new one; got "{request_id}", which {other}'
             raise InvalidRequest("request_id", message)
         return found
 
     async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> Rollout:
-        """Store the policy as a candidate, and its rollout. `etag` is that of the policy in force, empty for any.
+        """Store the policy as a candidate, and its rollout. `etag` names the policy in force, empty for any.
 
-        Raises EtagMismatch, RolloutActive, InvalidRequest, NotFound where no policy is in force.
+        Raises EtagMismatch, RolloutActive, InvalidRequest, and NotFound if no policy is in force.
         """
         while True:
             if (found := await self.answered(by.request_id, plan, policy)) is not None:
@@ -110,14 +111,14 @@ class RolloutStore:
                         insert(_rollouts).values(_row(made) | {"request_id": by.request_id or None})
                     )
             except IntegrityError:
-                # Somebody else was quicker, with a rollout or a revision.
+                # Another caller stored a rollout or a revision in the meantime.
                 continue
             return made
 
     async def change(self, rollout: Rollout, change: Callable[[Rollout], Rollout]) -> Rollout:
-        """Store what `change` makes of a rollout, made again of what is stored where that is newer.
+        """Store the rollout that `change` returns, and call `change` again if the stored rollout is newer.
 
-        Raises what `change` raises.
+        Raises the errors of `change`.
         """
         while True:
             changed = change(rollout)
@@ -128,10 +129,10 @@ class RolloutStore:
             rollout = await self.get(rollout.rollout_id)
 
     async def save(self, rollout: Rollout, fence: Fence | None = None) -> Rollout | None:
-        """Store a rollout that was changed; None when somebody else stored it since it was read.
+        """Store a changed rollout and return it; None if another caller stored the rollout since it was read.
 
-        With one that is taken back its former policy is stored again, as the newest revision. `fence` is called within
-        the transaction, to raise where it must not be.
+        If the rollout is taken back, its stable policy is stored again as the newest revision. `fence` is called within
+        the transaction and raises if this replica may no longer store the rollout.
         """
         taken_back = rollout.state in TAKEN_BACK and not rollout.rollback_revision
         stable = await self.policies.get(rollout.stable_revision) if taken_back else None
@@ -172,5 +173,5 @@ def _read(row: Any) -> Rollout:
     try:
         return Rollout.model_validate_json(row.rollout)
     except ValidationError as error:
-        # During an upgrade; that version's replicas go on with it.
+        # During an upgrade of the control plane, replicas of the newer version go on with the rollout.
         raise StoreUnavailable(f"policy store: rollout {row.rollout_id} was stored by a newer version") from error

@@ -1,7 +1,7 @@
-"""A rollout under way: which engine gets which revision, and what happens next.
+"""Decides which engine gets which revision during a rollout, and how the rollout proceeds.
 
-Owns every decision about it, as pure functions of state, measurements and time. Knows nothing of gRPC, of storage, or
-of how engines are reached.
+All functions are pure and depend on state, measurements and time. The module does not know how the state is served,
+stored or brought to engines.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,17 @@ from meridian_control.rollout.state import (
     State,
 )
 
-# The newest events of a rollout are kept.
+# Number of newest events of a rollout that are kept.
 MAX_EVENTS = 200
-# The states that commands lead to.
+# Event that each command leads to.
 EVENTS = {"pause": "paused", "resume": "resumed", "abort": "aborted"}
 
 
 def revision_of(rollout: Rollout, engine_id: str, labels: Mapping[str, str], has: int) -> int:
-    """The revision an engine is to have, given the newest that it was given or said it has (0 for none).
+    """Return the revision that an engine should have.
 
-    Never older than what the engine has of these, whatever became of its labels.
+    has: newest revision that the engine was sent or reported, 0 for none. An engine that has the candidate keeps it,
+    even if its labels change.
     """
     if rollout.state in TAKEN_BACK:
         return rollout.rollback_revision
@@ -44,7 +45,7 @@ def revision_of(rollout: Rollout, engine_id: str, labels: Mapping[str, str], has
 
 
 def begin(rollout_id: int, plan: Plan, revisions: tuple[int, int], by: By) -> Rollout:
-    """A new rollout, given the revisions in force and of the candidate."""
+    """Begin a rollout. revisions: the revision in force and the candidate's revision."""
     stable, candidate = revisions
     new = Rollout(
         rollout_id=rollout_id,
@@ -59,7 +60,7 @@ def begin(rollout_id: int, plan: Plan, revisions: tuple[int, int], by: By) -> Ro
 
 
 def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> Rollout:
-    """The state of a rollout that was watched for `elapsed_s` more."""
+    """Return the rollout after another `elapsed_s` seconds in which the sample was observed."""
     if rollout.state not in (State.RUNNING, State.PAUSED):
         return rollout
     rollout = _updated(
@@ -88,27 +89,27 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
 
 
 def pause(rollout: Rollout, by: By) -> Rollout:
-    """Raises RolloutEnded where it is not active."""
+    """Pause a rollout. Raises RolloutEnded if the rollout is not active."""
     return _steered(rollout, by, "pause", State.PAUSED, (State.RUNNING,))
 
 
 def resume(rollout: Rollout, by: By) -> Rollout:
-    """Raises RolloutEnded where it is not active."""
+    """Resume a rollout. Raises RolloutEnded if the rollout is not active."""
     return _steered(rollout, by, "resume", State.RUNNING, (State.PAUSED, State.HALTED))
 
 
 def abort(rollout: Rollout, by: By) -> Rollout:
-    """Take back the policy that the rollout has brought. Raises RolloutEnded where it is not active."""
+    """Take back the candidate of a rollout. Raises RolloutEnded if the rollout is not active."""
     return _steered(rollout, by, "abort", State.ABORTED, ACTIVE)
 
 
 def knows(rollout: Rollout, by: By) -> bool:
-    """Whether a call was carried out already, under its request id."""
+    """Whether a call with the same request id has already changed the rollout."""
     return bool(by.request_id) and any(event.request_id == by.request_id for event in rollout.events)
 
 
 def _steered(rollout: Rollout, by: By, what: str, to: State, possible: tuple[State, ...]) -> Rollout:
-    """The rollout itself where the call changes nothing: a halted one need not be paused, a paused one neither."""
+    """Return the rollout in state `to`, or the unchanged rollout if a repeated or needless call changes nothing."""
     if knows(rollout, by) or rollout.state is to:
         return rollout
     if not rollout.active:
@@ -134,7 +135,7 @@ def _with(rollout: Rollout, by: By, event: str, reason: str = "") -> Rollout:
 
 
 def _anew(rollout: Rollout) -> Rollout:
-    """The step begins, or begins again."""
+    """Begin the step of a rollout, or begin it again."""
     return _updated(rollout, baked_s=0.0, waiting_for="", guardrails=(), candidate=NOTHING, stable=NOTHING)
 
 
