@@ -1,6 +1,6 @@
-"""One engine's connection: its session, and the responses that wait to be sent to its agent.
+"""Connects one engine's session with its stream, by a bounded queue of responses that wait to be sent.
 
-Owns the outgoing queue and its bound. Runs on the server's event loop.
+All code runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
     from meridian_control.session.session import Session
 
-# Responses a slow engine may leave waiting before its stream is closed; it comes back with a snapshot.
+# Number of waiting responses above which the stream of a slow engine is closed; its agent then reconnects with a
+# snapshot.
 QUEUE_MESSAGES = 1024
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A session and what waits to be sent to its agent; None closes the stream."""
+    """A session and the queue of responses for its agent; None in the queue closes the stream."""
 
     session: Session
     outgoing: asyncio.Queue[agent_pb2.ConnectResponse | None] = field(
         default_factory=lambda: asyncio.Queue(QUEUE_MESSAGES)
     )
     overflowed: bool = False
-    # Why this side ends the stream, once it does.
+    # Reason the control plane gives for ending the stream; empty while the stream is open.
     closing: str = ""
-    # Brings back the last good revision, where the newest was refused.
+    # Task that restores the last good revision after the engine refused the newest; None before that.
     restoring: asyncio.Task[None] | None = None
 
     def close(self, reason: str) -> None:
-        """End the stream, after what waits."""
+        """End the stream after the waiting responses have been sent."""
         self.closing = reason
         self.put([None])
 

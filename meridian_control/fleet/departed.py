@@ -1,7 +1,8 @@
-"""Engines whose stream has ended: shown for a while, few enough and small enough that a flood of them costs little.
+"""Keeps engines whose stream has ended, so that FleetService shows them for a while.
 
-Owns how many are kept, how long, and the state that each is in if it lives. Knows nothing of streams or sessions. Time
-is passed in; belongs to the server's event loop.
+The number, size and age of the kept engines are bounded, so that a flood of short streams costs little memory. The
+module also computes the state that a kept engine is in if its process still runs. Time is passed in. All code runs on
+the server's event loop.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
-# An engine that went away is shown for this long, unless so many went after it.
+# Seconds for which an engine is kept after its stream ended, unless the bounds below make it go earlier.
 FORGET_AFTER_S = 600.0
 MAX_ENGINES, MAX_BYTES = 1024, 2 << 20
 
 
 class _Gone(NamedTuple):
-    """An engine as a message in bytes, which are a sixth of its size in memory, when its stream ended, and for how long
-    it then goes on with what was decided."""
+    """An engine whose stream has ended.
+
+    time: end of the stream. engine: the serialised message, a sixth of the message's size in memory. lease_s: seconds
+    after the end of the stream for which the agent still obeys its decisions.
+    """
 
     time: datetime
     engine: bytes
     lease_s: float
 
     def view(self, now: datetime) -> fleet_pb2.Engine:
-        """The engine as it is now, if it lives."""
+        """Return the engine with the state that it is in now if its process still runs."""
         engine = fleet_pb2.Engine.FromString(self.engine)
         comes_back = engine.HasField("recover_time") and now >= engine.recover_time.ToDatetime(UTC)
         if engine.agent_state != agent_pb2.AGENT_STATE_OFF or comes_back:
@@ -39,7 +43,7 @@ class _Gone(NamedTuple):
 
 
 class Departed:
-    """Engines by id, in the order in which they went."""
+    """The engines whose stream has ended, by id, in the order in which their streams ended."""
 
     def __init__(self) -> None:
         self._gone: dict[str, _Gone] = {}
@@ -52,21 +56,18 @@ class Departed:
         return len(self._gone)
 
     def add(self, engine: fleet_pb2.Engine, lease_s: float, now: datetime) -> None:
-        """`engine` as it was last seen; `lease_s` is how long it goes on with what was decided."""
+        """Keep an engine. engine: its last state. lease_s: seconds for which its agent still obeys its decisions."""
         self.remove(engine.engine_id)
         gone = self._gone[engine.engine_id] = _Gone(now, engine.SerializeToString(), lease_s)
         self._bytes += len(gone.engine)
 
     def remove(self, engine_id: str) -> None:
-        """The engine is back, if it was gone."""
+        """Drop an engine that has connected again."""
         if (gone := self._gone.pop(engine_id, None)) is not None:
             self._bytes -= len(gone.engine)
 
     def forget(self, now: datetime) -> list[str]:
-        """Drop the engines that went first, while there are too many or the first went too long ago.
-
-        Returns their ids.
-        """
+        """Drop the oldest engines while the bounds are exceeded, and return their ids."""
         forgotten = []
         while self._gone:
             engine_id, first = next(iter(self._gone.items()))
@@ -78,5 +79,5 @@ class Departed:
         return forgotten
 
     def views(self, now: datetime) -> Iterator[fleet_pb2.Engine]:
-        """Each engine as it is now, if it lives."""
+        """Yield each engine with the state that it is in now if its process still runs."""
         return (gone.view(now) for gone in self._gone.values())

@@ -1,6 +1,6 @@
-"""All engines: their sessions, the policy they should have, and what FleetService shows of them.
+"""Holds all engines of this replica: their connections, the policies that they should have, and their counters.
 
-Owns the set of connections. Runs on the server's event loop.
+The fleet owns the set of connections. All code runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A changed policy is sent once nothing newer has come for QUIET_S, or MAX_WAIT_S after the first change.
+# A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
-# Between two attempts to read from the store.
+# Seconds between two attempts to read from the store.
 RETRY_S = 1.0
 
 
 class Fleet:
-    """The engines of this replica. `clock` gives the current UTC time. `revision` reads a policy revision from the
-    store; it raises NotFound, StoreUnavailable and StoredPolicyUnreadable. `decisions` is where decisions are kept."""
+    """The engines of this replica.
+
+    `clock` gives the current UTC time. `revision` reads a policy revision from the store, and raises NotFound,
+    StoreUnavailable or StoredPolicyUnreadable. `decisions` is the log that keeps decisions.
+    """
 
     def __init__(
         self,
@@ -64,13 +67,14 @@ class Fleet:
     ) -> None:
         self.clock = clock
         self._revision = revision
-        # Tasks that wait for the store; never cancelled, for a driver that is leaves its connection behind.
+        # Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection.
         self._waiting: set[asyncio.Task[None]] = set()
         self.decisions = decisions or DecisionLog()
-        # By engine, over its streams.
+        # Comparisons of rules in shadow, by engine id; each outlives the engine's streams.
         self.shadows: dict[str, Comparison] = {}
         self.connections: set[Connection] = set()
-        # With those that a newer stream of their engine has replaced and that have not ended yet: counters never fall.
+        # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
+        # that counters never fall.
         self._counted: set[Connection] = set()
         self.recordings: set[Recording] = set()
         self.departed = Departed()
@@ -79,18 +83,19 @@ class Fleet:
         self._policy: StoredRevision | None = None
         # The active rollout and its candidate.
         self._staged: tuple[Rollout, StoredRevision] | None = None
-        # When engines are to be given it, and by when at the latest, in the event loop's time.
+        # Timer that sends changed policies to engines, and the latest time at which it runs, in the event loop's time.
         self._sending: asyncio.TimerHandle | None = None
         self._send_by = 0.0
         self._freezes: tuple[Freeze, ...] = ()
-        # When the next of them ends.
+        # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
 
     def join(self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None) -> Connection:
-        """Begin a session; its first messages are queued. Raises InvalidRequest.
+        """Begin a session and queue its first messages. Raises InvalidRequest.
 
-        `refresh` brings what the store holds to this fleet, for an engine that has a newer policy; it raises
-        StoreUnavailable and StoredPolicyUnreadable. Without it such an engine keeps its policy.
+        refresh: brings the newest state of the store to this fleet, and raises StoreUnavailable or
+        StoredPolicyUnreadable. `refresh` is called if the engine has a newer policy than this fleet knows; without
+        `refresh` such an engine keeps its policy.
         """
         now = self.clock()
         session_id = uuid.uuid4().hex
@@ -112,7 +117,7 @@ class Fleet:
             self._give_policy(connection, wanted, now)
         same = (hello.engine_id, hello.incarnation)
         for older in [c for c in self.connections if c.session.identity == same]:
-            # The agent has one stream: this one's end has not been noticed yet.
+            # An agent has one stream, so the older stream has ended although its end was not noticed yet.
             self.connections.discard(older)
             older.close("replaced")
         self.connections.add(connection)
@@ -127,27 +132,31 @@ class Fleet:
         return task
 
     async def settle(self) -> None:
-        """Wait for what still waits for the store; with every connection gone that is one answer."""
+        """Wait for the tasks that wait for the store; once all connections are gone, each ends with its next answer."""
         await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Serve an engine that has a newer policy than this replica knows of: it gets no older one than the store's.
+        """Give an engine that has a newer policy than this replica knows the newest policy of the store.
 
-        While the store does not answer it keeps what it has.
+        While the store does not answer, the engine keeps its policy.
         """
         while connection in self.connections:
             try:
                 await refresh()
                 break
             except MeridianError as error:
-                logger.warning("engine %s is ahead of this replica: %s", connection.session.hello.engine_id, error)
+                engine_id = connection.session.hello.engine_id
+                logger.warning("engine %s has a newer policy than this replica: %s", engine_id, error)
                 await asyncio.sleep(RETRY_S)
         wanted = self._wanted(connection.session)
         if wanted is not None and connection in self.connections and not connection.session.revision:
             self._give_policy(connection, wanted, self.clock())
 
     def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
-        """A message of an agent's; the answers are queued. Raises InvalidRequest, and then no trace has the message."""
+        """Take in a message of an agent and queue the responses.
+
+        Raises InvalidRequest for a message that breaks the contract; recordings leave such a message out.
+        """
         session, now = connection.session, self.clock()
         responses = session.on_message(message, now)
         for recording in self._recording(session):
@@ -156,7 +165,7 @@ class Fleet:
         self._restore_last_good(connection)
 
     def _restore_last_good(self, connection: Connection) -> None:
-        """See to it that an engine which refuses the newest revision is governed by the one that it has in force."""
+        """Start to read the policy that is in force on the engine, if the engine refuses the newest revision."""
         wanted = connection.session.last_good_wanted
         if wanted and connection.restoring is None and self._revision is not None:
             connection.restoring = self._start(self._give_last_good(connection, wanted, self._revision))
@@ -172,7 +181,7 @@ class Fleet:
                 await asyncio.sleep(RETRY_S)
                 continue
             except MeridianError as error:
-                logger.warning("engine %s has no policy that it takes: %s", session.hello.engine_id, error)
+                logger.warning("the policy in force on engine %s cannot be read: %s", session.hello.engine_id, error)
                 return
             if session.last_good_wanted == revision and connection in self.connections:
                 now = self.clock()
@@ -200,7 +209,7 @@ class Fleet:
         return [recording for recording in self.recordings if recording.wants(session)] if self.recordings else []
 
     def record(self, engine_id: str) -> Recording:
-        """Begin to record; the sessions under way come first. To be discarded from `recordings` in the end."""
+        """Begin a recording with records of the open sessions; the caller later discards it from `recordings`."""
         recording, now = Recording(engine_id), self.clock()
         for session in (c.session for c in self.connections):
             if recording.wants(session):
@@ -213,7 +222,7 @@ class Fleet:
         return recording
 
     def leave(self, connection: Connection, reason: str) -> None:
-        """End a session; `reason` is counted."""
+        """End a session and count the reason."""
         self.connections.discard(connection)
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
@@ -221,7 +230,7 @@ class Fleet:
         self.closed_totals.add(session.totals)
         self.count_end(reason)
         engine_id = session.hello.engine_id
-        # One whose newer stream goes on is not gone: what is kept of it must not be forgotten.
+        # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
         if all(c.session.hello.engine_id != engine_id for c in self.connections):
             session.shadow.new_stream()
             self.departed.add(engine_view(session, connected=False), session.lease_s, now)
@@ -232,25 +241,26 @@ class Fleet:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1
 
     def set_policy(self, stored: StoredRevision) -> None:
-        """Bring a revision to every engine: at once to those that connect, to the others when changes have settled."""
+        """Bring a revision to every engine: to connecting engines at once, to others after QUIET_S without a change."""
         if self._policy is None or stored.revision > self._policy.revision:
             self._policy = stored
             self._send_soon()
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
-        """The same, with the candidate to the engines of an active rollout's group; None for no rollout."""
+        """Bring the candidate to the engines of the active rollout's group; both are None without an active rollout."""
         self._staged = (rollout, candidate) if rollout is not None and candidate is not None else None
         self._send_soon()
 
     def _wanted(self, session: Session) -> StoredRevision | None:
-        """The policy that an engine is to have."""
+        """Return the policy that an engine should have."""
         stored, hello = self._policy, session.hello
         if self._staged is None or stored is None:
             return stored
         rollout, candidate = self._staged
         has = session.revision or hello.revision
         mine = revision_of(rollout, hello.engine_id, hello.labels, has) == candidate.revision
-        # A newer one is in force where the end of the rollout is still to be heard of.
+        # If a policy newer than the candidate is in force, the rollout has ended although this fleet does not know it
+        # yet.
         return candidate if mine and candidate.revision > stored.revision else stored
 
     def _send_soon(self) -> None:
@@ -265,14 +275,14 @@ class Fleet:
         self._sending, now = None, self.clock()
         for connection in self.connections:
             session, wanted = connection.session, self._wanted(connection.session)
-            # To be caught up with first.
+            # `_catch_up` serves an engine that has a newer policy than this replica knows.
             ahead = wanted is not None and not session.revision and session.hello.revision > wanted.revision
-            # Engines that came meanwhile have it, and may have refused it.
+            # Engines that connected after the change were already sent the policy, and may have refused it.
             if wanted is not None and wanted.revision > session.revision and not ahead:
                 self._give_policy(connection, wanted, now)
 
     def set_freezes(self, freezes: tuple[Freeze, ...]) -> None:
-        """Tell every engine at once whose freezes have changed; again when the first of these ends."""
+        """Send each engine its freezes if they have changed, now and when the next freeze ends."""
         self._freezes, now = freezes, self.clock()
         if self._thawing is not None:
             self._thawing.cancel()
@@ -296,7 +306,7 @@ class Fleet:
         return tuple(f for f in self.freezes if f.match.matches(hello.engine_id, hello.model, hello.labels))
 
     def going_away(self, reason: str) -> None:
-        """Ask every agent to connect elsewhere, and end the streams, the recordings too."""
+        """Ask every agent to connect to another replica, and end all streams and recordings."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         for connection in self.connections:
             self._say(connection, [message], self.clock())
@@ -306,11 +316,11 @@ class Fleet:
 
     @property
     def revision(self) -> int:
-        """The revision of the policy that engines are given; 0 before there is one."""
+        """The revision of the policy in force; 0 before the first policy."""
         return self._policy.revision if self._policy is not None else 0
 
     def totals(self) -> Totals:
-        """Counters over all sessions since the server started."""
+        """Return the counters summed over all sessions since the server started."""
         total = Totals()
         total.add(self.closed_totals)
         for connection in self._counted:
@@ -330,9 +340,9 @@ class Fleet:
         return sorted(found, key=lambda r: (r.engine_id, r.request_id))
 
     def subject(self, engine_id: str, request_id: str) -> Subject:
-        """Whom a policy is explained for: an engine, a live request of any engine, or one of this one's.
+        """Return the engine or live request for which a policy is explained.
 
-        Raises NotFound when this replica knows neither.
+        An empty `engine_id` stands for any engine. Raises NotFound if this replica does not know the engine or request.
         """
         sessions = [c.session for c in self.connections if engine_id in ("", c.session.hello.engine_id)]
         if engine_id and not sessions:

@@ -1,8 +1,7 @@
-"""The freezes in the database: which engines run as stock vLLM, and until when.
+"""Stores freezes in the database: which engines run as stock vLLM, and until when.
 
-Owns the identity of a freeze. Knows nothing of gRPC or of how an engine is frozen. A freeze never
-changes but for its end, which thawing brings forward. Runs on the control plane's event loop; the driver does the
-waiting.
+The store owns the ids of freezes. A stored freeze never changes, except that a thaw moves its end to the present. The
+module does not know how an engine is frozen. All code runs on the control plane's event loop and never blocks it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _freezes = Table(
     "freezes",
     MetaData(),
     Column("freeze_id", Integer, primary_key=True, autoincrement=False),
-    # JSON: the globs and labels of `Match`.
+    # The globs and labels of `Match` as JSON.
     Column("engines", Text, nullable=False),
     Column("author", Text, nullable=False),
     Column("reason", Text, nullable=False),
@@ -37,17 +36,20 @@ _freezes = Table(
 
 
 class FreezeStore:
-    """The freezes in a database. `clock` gives aware time, `on_change` is given those in force whenever they change."""
+    """The freezes in a database.
+
+    `clock` gives aware time. `on_change` is called with the freezes in force after each read.
+    """
 
     def __init__(
         self, database: Database, clock: Callable[[], datetime], on_change: Callable[[tuple[Freeze, ...]], None]
     ) -> None:
         self._database, self._clock, self._on_change = database, clock, on_change
-        # The freezes that are handed over are never older than those before.
+        # Serialises reads, so that `on_change` never gets freezes that are older than those it got before.
         self._looking = asyncio.Lock()
 
     async def look(self) -> tuple[Freeze, ...]:
-        """Read the freezes in force, newest first, and hand them over. Raises StoreUnavailable."""
+        """Read the freezes in force, newest first, and pass them to `on_change`. Raises StoreUnavailable."""
         query = select(_freezes).order_by(_freezes.c.freeze_id.desc())
         async with self._looking:
             in_force = query.where(_freezes.c.end_time > self._clock().astimezone(UTC))
@@ -57,7 +59,7 @@ class FreezeStore:
         return found
 
     async def add(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
-        """Begin a freeze; on return it is on disk and handed over. Raises StoreUnavailable."""
+        """Begin a freeze; on return the freeze is on disk and `on_change` has it. Raises StoreUnavailable."""
         while True:
             now = self._clock()
             async with self._database.reading() as connection:
@@ -68,13 +70,13 @@ class FreezeStore:
                 async with self._database.writing() as connection:
                     await connection.execute(insert(_freezes).values(row | {"engines": json.dumps(vars(match))}))
             except IntegrityError:
-                # Somebody else took the number.
+                # Another caller took the id.
                 continue
             await self.look()
             return made
 
     async def thaw(self, freeze_id: int) -> list[Freeze]:
-        """End a freeze now, or for 0 all of them; those that were. Raises NotFound, StoreUnavailable."""
+        """End a freeze now, or all freezes for 0, and return the ended freezes. Raises NotFound, StoreUnavailable."""
         ended = [freeze for freeze in await self.look() if freeze_id in (0, freeze.freeze_id)]
         if freeze_id and not ended:
             raise NotFound(f"freeze {freeze_id} is not in force")
@@ -86,7 +88,7 @@ class FreezeStore:
         return [replace(freeze, end_time=now) for freeze in ended]
 
     async def follow(self) -> None:
-        """Look whenever another replica may have changed something, until cancelled; on SQLite not at all."""
+        """Call `look` when another replica may have changed the store, until cancelled; return at once on SQLite."""
 
         async def look() -> None:
             await self.look()

@@ -1,6 +1,6 @@
-"""Holds what FleetService.RecordTrace sends: the records of one client, until it leaves or falls too far behind.
+"""Queues the records of one client of FleetService.RecordTrace, until the client leaves or falls too far behind.
 
-Owns the queue between the agents' streams and that client. Never waits on the side of the agents. Runs on the server's
+The queue lies between the agents' streams and the client; adding a record never waits. All code runs on the server's
 event loop.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from meridian_control.session.session import Session
 
-# Records that a slow client may leave waiting.
+# Bounds for the records that wait for a slow client.
 QUEUE_BYTES = 64 << 20
 QUEUE_RECORDS = 1 << 18
 
@@ -39,14 +39,14 @@ class Recording:
         self._waiting_bytes = 0
         self._more = asyncio.Event()
         self._closed = self.overflowed = False
-        # Replicas whose records are missing at the moment.
+        # Ids of replicas from which no records arrive at present.
         self.unreachable: list[str] = []
 
     def wants(self, session: Session) -> bool:
         return self.engine_id in ("", session.hello.engine_id)
 
     def add(self, record: fleet_pb2.TraceRecord) -> None:
-        """Queue a record. Where there is no room the recording ends, and what waited is dropped with it."""
+        """Queue a record. If the queue is full, drop the waiting records and end the recording."""
         if self._closed:
             return
         self._waiting.append(record)
@@ -56,18 +56,18 @@ class Recording:
         self._more.set()
 
     def overflow(self) -> None:
-        """End the recording: its client is too slow."""
+        """Drop the waiting records and end the recording, because its client is too slow."""
         self._waiting.clear()
         self.overflowed = True
         self.close()
 
     def close(self) -> None:
-        """End the recording after what waits."""
+        """End the recording after the waiting records."""
         self._closed = True
         self._more.set()
 
     async def records(self) -> AsyncIterator[fleet_pb2.TraceRecord]:
-        """Records as they come, until the recording is closed. Raises RecordingTooSlow."""
+        """Yield the records until the recording is closed. Raises RecordingTooSlow if the queue overflowed."""
         while True:
             while self._waiting:
                 record = self._waiting.popleft()
@@ -108,7 +108,7 @@ def policy_record(session: Session, now: datetime, revision: int, policy: schema
 
 
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
-    """How it stands with freezes, for a recording that begins now: what the agent was told, and what it confirmed."""
+    """Return records of the freeze that the agent was sent and of its confirmation, for a recording that begins now."""
     if not (told := session.freezing.told(now)).nonce:
         return []
     records = [down_record(session, now, agent_pb2.ConnectResponse(freeze=told))]
@@ -119,8 +119,10 @@ def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecor
 
 
 def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
-    """The freezes that a session had been given when it said `record.down.freeze`: until when, and why; not which
-    freezes."""
+    """Return a freeze that stands for all freezes of the session when it sent the recorded message.
+
+    The end time and the reason are the recorded ones; the id and the match are not recorded.
+    """
     now, said = record.time.ToDatetime(UTC), record.down.freeze
     end = now + timedelta(milliseconds=said.remaining_ms)
     return (Freeze(0, Match(), "", said.reason, now, end),) if said.remaining_ms else ()

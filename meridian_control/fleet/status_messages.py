@@ -1,4 +1,4 @@
-"""A session as FleetService shows it. Pure functions of what the session knows."""
+"""Turns the state of a session into FleetService messages. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
-    """Its engine."""
+    """Return the session's engine as a message. connected: whether the engine's stream is open."""
     hello, report, table = session.hello, session.last_report, session.table
     running = table.live & ~table.preempted
     state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
@@ -68,7 +68,7 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
 
 
 def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:
-    """Its live requests."""
+    """Return the session's live requests as messages."""
     ratio = rpdi(session.table)
     return [_request(session, slot, info, float(ratio[slot])) for slot, info in session.table.requests()]
 
