@@ -1,4 +1,4 @@
-"""The composition root of `meridian-control`: reads the flags, makes every part once, and runs them.
+"""Holds the program `meridian-control`: it reads the flags, makes every part once, and runs the parts.
 
-No other package imports it.
+No other package imports this package.
 """

@@ -1,6 +1,6 @@
-"""The composition root: makes every part of one control plane once, and hands each part the parts that it needs.
+"""The composition root makes every part of a control plane once and hands each part the parts that it needs.
 
-`build` makes the parts that need no flags, so that tests can use it; `assemble` opens the store as the flags say.
+`build` makes the parts around a given store and fleet, so that tests can use it; `assemble` also reads the flags.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ logger = logging.getLogger("meridian_control")
 
 @dataclass(frozen=True)
 class Parts:
-    """One control plane. `replicas` is None where there can be no other, `directory` without `--policy-dir`."""
+    """The parts of one control plane.
+
+    `replicas` is None if the store is a SQLite file, which allows one replica. `directory` is None without
+    `--policy-dir`.
+    """
 
     store: PolicyStore
     whole: WholeFleet
@@ -68,14 +72,14 @@ class Parts:
     async def look(self) -> None:
         """Read the active rollout and the freezes in force from the store, and hand them to the fleet.
 
-        To be done before engines connect: those of a rollout's group must not be given what is older. Raises
-        StoreUnavailable, StoredPolicyUnreadable.
+        Call `look` before engines connect, because the engines of a rollout's group must not get an older revision.
+        Raises StoreUnavailable, StoredPolicyUnreadable.
         """
         await self.rollouts.look()
         await self.freezes.look()
 
     def jobs(self) -> list[Coroutine[Any, Any, None]]:
-        """The tasks beside the server."""
+        """Return the tasks that run beside the server."""
         more = [self.replicas.run()] if self.replicas is not None else []
         more += [self.directory.watch()] if self.directory is not None else []
         return [
@@ -99,7 +103,7 @@ def build(
     directory: PolicyDirectory | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Parts:
-    """The parts of a control plane around a store and a fleet. `clock` gives aware time."""
+    """Make the parts of a control plane around a store and a fleet. `clock` gives aware time."""
     fleet, database, faults = whole.fleet, store.database, ClientFaults()
     audit = AuditLog(database, clock)
     freezes = FreezeStore(database, clock, fleet.set_freezes)
@@ -124,7 +128,7 @@ async def assemble(
     ending: AsyncExitStack,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
-    """Open the store and build on it; `ending` closes what was opened. Raises MeridianError, OSError or ValueError."""
+    """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
     access, limits = Access(args.access, everybody=everybody_may_change(args)), CallLimits(engines=args.max_engines)
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}")
@@ -156,16 +160,20 @@ def clock() -> datetime:
 
 
 async def initial_policy(store: PolicyStore, path: Path | None) -> StoredRevision:
-    """The policy in the store; an empty store begins with the policy file, or the defaults where there is none."""
+    """Return the policy in force; an empty store gets the policy of the file first, or the defaults without a file."""
     found = forms.find(path)
     wanted = forms.load(found) if found is not None else model.Policy()
     source = str(found) if found is not None else "defaults"
     current = await store.current()
     while current is None:
-        # One replica is first, where several start at once.
+        # If several replicas start at once, one of them stores the policy and the others get EtagMismatch.
         with suppress(EtagMismatch):
             await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=clock())
         current = await store.current()
     if found is not None and current.policy != wanted:
-        logger.warning("revision %d of the store is in force, not %s: use meridianctl", current.revision, found)
+        logger.warning(
+            "revision %d of the store stays in force, not the policy file %s: apply the file with meridianctl",
+            current.revision,
+            found,
+        )
     return current

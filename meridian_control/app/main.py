@@ -1,4 +1,4 @@
-"""`meridian-control`: reads the flags, assembles the parts, and runs them on one event loop until SIGTERM or SIGINT."""
+"""Runs `meridian-control`: reads the flags, assembles the parts, and runs them on one event loop until a signal."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("meridian_control")
 
 STOP_GRACE_S = 5.0
-# How long a database that does not answer may keep a replica from ending.
+# Seconds for which a replica waits, at its end, for a database that does not answer.
 LEAVE_S = 2.0
 
 
 @contextmanager
 def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None] | None]:
-    """Where lives go that are over; None without an endpoint. Raises ValueError."""
+    """Yield the function that exports a finished request as a trace; None without an endpoint. Raises ValueError."""
     if not endpoint:
         yield None
         return
@@ -54,7 +54,7 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
 
 
 def serve_metrics(address: str, parts: Parts) -> None:
-    """Answer scrapes, on a thread of their own; not without an address. Raises OSError or ValueError."""
+    """Serve /metrics on a thread of its own, unless the address is empty. Raises OSError or ValueError."""
     if not address:
         return
     host, port = split_address(address)
@@ -69,7 +69,7 @@ def serve_metrics(address: str, parts: Parts) -> None:
 
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
-    """Run until a signal. Raises MeridianError, OSError or ValueError if it cannot start."""
+    """Run a control plane until a signal. Raises MeridianError, OSError or ValueError if the start fails."""
     address, tls = listener(args)
     async with AsyncExitStack() as ending:
         parts = await assemble(args, log, ending, [ServerMetrics(REGISTRY)])
@@ -88,25 +88,25 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if notice := access_notice(args):
             logger.warning("%s", notice)
         await until_signal(parts.jobs())
-        logger.info("draining")
+        logger.info("shutting down: draining the streams")
 
 
 def _where(args: argparse.Namespace, address: str, port: int) -> tuple[str, str, str]:
-    """For the log: the address, how it is secured, the store, whose address may hold a password."""
+    """Return address, security and store for the log; the store's address is left out, as it may hold a password."""
     security = f"{'TLS' if args.tls_cert else 'no TLS'}, {args.access or 'no access file'}"
     where = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
     return where, security, "PostgreSQL" if "://" in args.store else args.store
 
 
 async def leave(replicas: Replicas) -> None:
-    """Let the other replicas know, as far as the database answers."""
+    """Tell the other replicas through the database that this replica ends, unless the database does not answer."""
     with suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(LEAVE_S):
             await replicas.leave()
 
 
 async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run jobs until SIGTERM or SIGINT; one that fails ends them all."""
+    """Run the jobs until SIGTERM or SIGINT; a job that fails ends all jobs."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

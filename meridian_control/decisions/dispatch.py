@@ -97,7 +97,7 @@ class StepCost:
         gain /= self.LAMBDA + x @ gain
         self._weights += gain * (step_time_ms - x @ self._weights)
         covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / self.LAMBDA
-        # In directions in which the input does not vary, the covariance would grow without bound.
+        # The covariance would grow without bound in directions in which the input does not vary.
         if np.trace(covariance) < 1e6:
             self._covariance = (covariance + covariance.T) / 2
         self.steps += 1

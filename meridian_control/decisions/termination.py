@@ -163,7 +163,7 @@ def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool
 
 
 def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.ValueType, NDArray[np.bool_]]]:
-    """Yield the enabled rules in their order of precedence, each with a mask of where it fires, as long as `seen`."""
+    """Yield the enabled rules in their order of precedence, each with a mask over `seen` of where the rule fires."""
     entropy, scheduler = policy.entropy, policy.scheduler
     if entropy.enabled:
         above_floor = seen.think_tokens >= np.maximum(scheduler.min_think_tokens, seen.own_min_think_tokens)

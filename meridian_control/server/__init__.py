@@ -1,4 +1,4 @@
-"""The gRPC services: each turns a call into calls of the fleet and of the stores.
+"""Holds the gRPC services. Each service turns a call into calls of the fleet and of the stores.
 
-Knows no rule and no session.
+The package knows no rule and no session.
 """

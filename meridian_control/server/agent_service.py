@@ -1,4 +1,4 @@
-"""AgentService over the fleet: one call of Connect for each engine. Runs on the event loop of the gRPC server."""
+"""Implements AgentService: each agent holds one call of Connect. All methods run on the gRPC server's event loop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A stream must begin within this time.
+# Seconds within which an agent must send its Hello on a new stream.
 HELLO_S = 10.0
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    """One call of Connect per engine. `refresh` brings what the store holds to the fleet, for `Fleet.join`."""
+    """The servicer. `refresh` brings the newest state of the store to the fleet; `Fleet.join` may call it."""
 
     def __init__(self, fleet: Fleet, faults: ClientFaults, refresh: Callable[[], Awaitable[None]]) -> None:
         self._fleet, self._faults, self._refresh = fleet, faults, refresh
@@ -49,7 +49,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._fleet.count_end(error.code)
             raise
         reader = asyncio.create_task(self._read(connection, request_iterator))
-        # Engine ids are the caller's to choose: there may be no end of them.
+        # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
         told = self._faults.may_log(host_of(context.peer()), "connections", CONNECTIONS)
         if told:
             logger.info("engine %s connected (%s)", first.hello.engine_id, first.hello.incarnation)
@@ -84,7 +84,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 
 async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:
-    """Raises for a caller that says nothing: it must not keep an engine's place."""
+    """Return the first message of a stream, None if the stream ends or HELLO_S pass without one.
+
+    The timeout keeps a silent caller from occupying the place of an engine.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(HELLO_S):
             return await anext(aiter(requests), None)

@@ -1,4 +1,4 @@
-"""AuditService over the audit records. Runs on the event loop of the gRPC server."""
+"""Implements AuditService, which lists audit records. All methods run on the gRPC server's event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from meridian_control.access.audit_log import AuditLog, Record
 
-# The bits of a record's id.
+# Largest number of decimal digits of a record's id.
 ID_DIGITS = 19
 
 
@@ -49,7 +49,7 @@ def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
     if not request.HasField(name):  # type: ignore[arg-type]
         return None
     stamp: Timestamp = getattr(request, name)
-    # A record's id can hold this much.
+    # The time is part of a record's id, which has room for these years only.
     if not 0 <= stamp.seconds < 2**32 or not 0 <= stamp.nanos < 10**9:
         raise InvalidRequest(name, f"must be between 1970 and 2106; got {stamp.seconds} s {stamp.nanos} ns")
     return stamp.ToDatetime(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""FleetService over the fleet of all replicas. Runs on the event loop of the gRPC server."""
+"""Implements FleetService over the fleet of all replicas. All methods run on the gRPC server's event loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     @staticmethod
     def _page(found: list[Shown], request: Paged) -> tuple[list[Shown], str]:
-        """The part that was asked for, and the next page's token; all of it where a replica asks."""
+        """Return the requested page and the token of the next page; a request from a replica gets all entries."""
         if request.local_only:
             return found, ""
         begin, end, token = page(len(found), request.page_size, request.page_token)
@@ -69,7 +69,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         clock = asyncio.get_running_loop().time
         while not self._stopped.is_set() and not context.cancelled():
             yield await (self._whole.state(local_only=True) if request.local_only else self._whole.watched())
-            # At times that are the same for all: they share a look.
+            # All watchers wake at the same multiples of the interval, so that they share one look at the fleet.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)
 
@@ -89,7 +89,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         logger.info("recording begins: %s", request.engine_id or "all engines")
         try:
             async with self._whole.recording(request.engine_id, request.local_only) as recording:
-                # Headers first: a client knows from them that the recording has begun.
+                # The headers tell the client that the recording has begun.
                 await context.send_initial_metadata(())
                 async for record in recording.records():
                     yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)

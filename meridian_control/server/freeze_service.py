@@ -1,4 +1,4 @@
-"""FreezeService over the freeze store: checks what is asked for. Runs on the event loop of the gRPC server."""
+"""Implements FreezeService: checks requests for the freeze store. All methods run on the gRPC server's event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 MIN_DURATION, MAX_DURATION = timedelta(seconds=1), timedelta(days=7)
-# Limits of one freeze: globs and labels, and the characters of each.
+# Largest number of globs and labels of a freeze, and of characters in each.
 MAX_PARTS, MAX_CHARS = 100, 256
 MAX_TEXT_CHARS = 2000
 
@@ -55,7 +55,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
 
 
 def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:
-    """Raises InvalidRequest."""
+    """Return the requested duration. Raises InvalidRequest if the duration is out of range."""
     seconds = request.duration.seconds + request.duration.nanos / 1e9
     low, high = MIN_DURATION.total_seconds(), MAX_DURATION.total_seconds()
     if not low <= seconds <= high:
@@ -64,7 +64,7 @@ def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:
 
 
 def _match(message: freeze_pb2.FreezeMatch) -> Match:
-    """Raises InvalidRequest."""
+    """Return the requested match. Raises InvalidRequest if the match has too many parts or an invalid text."""
     if (count := len(message.engine_ids) + len(message.engine_labels)) > MAX_PARTS:
         raise InvalidRequest("match", f"must have at most {MAX_PARTS} globs and labels; got {count}")
     for index, glob in enumerate(message.engine_ids):
@@ -79,7 +79,7 @@ def _match(message: freeze_pb2.FreezeMatch) -> Match:
 
 
 def _check_text(field: str, text: str, limit: int) -> None:
-    """Refuse what a database cannot hold. Raises InvalidRequest."""
+    """Raise InvalidRequest for a text that is too long or that a database cannot hold."""
     if "\0" in text:
         raise InvalidRequest(field, "must not contain the character U+0000")
     if len(text) > limit:

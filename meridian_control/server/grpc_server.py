@@ -1,10 +1,10 @@
-"""A server of grpc.aio that no call can end.
+"""Provides a grpc.aio server that no call can bring down, as a workaround for a bug of grpcio, seen in version 1.85.
 
-Owns the way round a fault of grpcio's, seen in 1.85: its asyncio server decodes the path of a call to a method that
-nobody has registered in the loop that accepts all calls, so that one path which is not UTF-8 ends the server, and the
-process goes on without it. Every method of ours is registered. So the calls to all others are taken here, and answered
-with UNIMPLEMENTED as grpcio answers them, whatever their path is. Uses parts of grpcio that are not public, and where
-they are missing or others leaves grpcio as it is. Runs on the server's event loop.
+For a call to an unregistered method, grpcio's asyncio server decodes the path in the loop that accepts all calls. A
+path that is not UTF-8 therefore ends the server, and the process goes on without a server. All methods of the control
+plane are registered, so this module accepts all other calls itself and answers them with UNIMPLEMENTED, as grpcio does.
+The module uses private parts of grpcio; if these parts are missing or changed, the module uses grpcio's own server.
+All code runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _AioServer: Any = cygrpc.AioServer
-# The functions of grpcio that are called here, with their parameters.
+# Private functions of grpcio that this module calls, with their parameters.
 _USED = {
     "_handle_rpc": ("method_name", "method_resolver", "interceptors", "rpc_state", "loop", "concurrency_exceeded"),
     "_schedule_rpc_coro": ("rpc_coro", "rpc_state", "loop", "method_name"),
@@ -33,7 +33,7 @@ _FITS = all(
 
 
 def server(options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> Any:
-    """A grpc.aio.Server, for services whose methods are all registered, as generated code registers them."""
+    """Return a grpc.aio.Server for services whose methods are all registered, as generated code registers them."""
     if not _FITS:
         return grpc.aio.server(options=options, interceptors=interceptors)
     return _Server(options, interceptors)
@@ -48,13 +48,13 @@ class _Server(aio_server.Server):
 
 class _Accepting(_AioServer):  # type: ignore[misc]
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """The next call of a method; of None for those that nobody has registered, which never comes."""
+        """Return a future of the next call of a method; the future for unregistered methods (None) never completes."""
         if method is not None:
             return super()._make_request_call_future(method)  # type: ignore[no-any-return]
         return asyncio.get_running_loop().create_task(self._refuse_unknown())
 
     async def _refuse_unknown(self) -> None:
-        """Answer calls of unknown methods, until the server stops: then what is awaited raises what grpcio expects."""
+        """Answer calls of unregistered methods until the server stops; the await then raises, as grpcio expects."""
         loop, nothing = asyncio.get_running_loop(), cygrpc._MethodResolver([], {})
         answering: set[asyncio.Task[Any]] = set()
         while True:

@@ -1,8 +1,8 @@
-"""PolicyService over the policy store.
+"""Implements PolicyService over the policy store.
 
-Owns the order of checks and the hand-over of an accepted policy. Knows nothing of engines or of how a policy reaches
-them. The interceptor in front of the service tells callers of failures, and sees to it that a caller who hangs up does
-not stop a change half-way. Runs on the event loop of the gRPC server.
+The service owns the order of checks and hands each accepted policy over; it does not know how a policy reaches engines.
+The interceptor in front of the service reports failures to callers, and completes a change even if its caller hangs up.
+All methods run on the gRPC server's event loop.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ Elsewhere: TypeAlias = Callable[
 class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     """The servicer.
 
-    `clock` gives aware time. `on_change` is called on the event loop with each revision this service stored, in order,
-    before its caller has the answer, and again where a request is repeated; it must neither block nor raise. `subject`
-    finds an engine or a request of this replica by their ids and raises NotFound; `elsewhere` asks the other replicas.
+    `clock` gives aware time. `on_change` is called with each revision that this service stored, in order, before the
+    caller gets the answer, and again if a request is repeated; `on_change` must neither block nor raise. `subject`
+    finds an engine or a request of this replica by its id and raises NotFound; `elsewhere` asks the other replicas.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)
 
     async def _stored(self, revision: int) -> StoredRevision:
-        """One revision, or for 0 the one in force."""
+        """Return a revision; 0 stands for the revision in force. Raises NotFound."""
         stored = await self._store.get(revision) if revision else await self._store.current()
         if stored is None:
             raise NotFound("no policy is stored yet")
         return stored
 
     async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
-        """Store a policy, or with validate_only fail as that would; and what it changes."""
+        """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
         stored: StoredRevision | None
         if request.validate_only:
@@ -146,7 +146,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             return stored
 
     async def _readable(self, revision: int) -> StoredRevision | None:
-        """A revision; None for 0 and for what this version cannot read."""
+        """Return a revision; None for 0 and for a revision that this version of the control plane cannot read."""
         try:
             return await self._store.get(revision) if revision else None
         except StoredPolicyUnreadable:
@@ -154,7 +154,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
 
 
 def check_texts(request: Any) -> None:
-    """Author, reason and request id, as far as a database can hold them. Raises InvalidRequest."""
+    """Raise InvalidRequest if the author, the reason or the request id cannot be stored in a database."""
     for name in ("author", "reason", "request_id"):
         if "\0" in getattr(request, name):
             raise InvalidRequest(name, "must not contain the character U+0000")
@@ -163,7 +163,7 @@ def check_texts(request: Any) -> None:
 
 
 def _subject(request: policy_pb2.ExplainPolicyRequest, found: Subject | None) -> Subject:
-    """The caller's own words about itself, and for the rest what was found."""
+    """Return the subject of an explanation: the fields that the caller set, and for the rest the fields found."""
     who = found.who if found else Who()
     said = {name: getattr(request, name) for name in ("model", "tenant", "slo_class", "effort")}
     who = who._replace(**{name: value for name, value in said.items() if value})

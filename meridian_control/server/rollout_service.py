@@ -1,6 +1,7 @@
-"""RolloutService over the rollout store: checks what is asked for, and has what was changed brought to the engines.
+"""Implements RolloutService: checks requests, changes rollouts in the store, and has the fleet take up the change.
 
-Knows nothing of engines, nor of how a rollout goes on. Runs on the event loop of the gRPC server.
+The service knows neither engines nor the rules by which a rollout proceeds. All methods run on the gRPC server's event
+loop.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ Steering: TypeAlias = (
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """The servicer. `clock` gives aware time. A caller that hangs up does not undo what is stored; the fleet then hears
-    of it from `Rollouts.follow` or its next tick."""
+    """The servicer. `clock` gives aware time.
+
+    If a caller hangs up, a stored change stays, and the fleet gets the change from `Rollouts.follow` or the next tick.
+    """
 
     def __init__(self, rollouts: Rollouts, clock: Callable[[], datetime]) -> None:
         self._rollouts, self._store, self._clock = rollouts, rollouts.store, clock

@@ -1,4 +1,4 @@
-"""The gRPC server: every service behind one gate, and health. Runs on the event loop of the control plane."""
+"""Serves all gRPC services behind one gate, and gRPC health. All methods run on the control plane's event loop."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
-    # A caller that opens a connection and says nothing, or makes no call for a while, does not keep it.
+    # Connections without a handshake, or without a call for a while, are closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 5 * 60_000),
-    # Streams move to other replicas now and then; gRPC adds its own jitter.
+    # An age limit makes streams move to other replicas from time to time; gRPC adds jitter to the limit.
     ("grpc.max_connection_age_ms", 30 * 60_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
     ("grpc.max_receive_message_length", 16 << 20),
@@ -67,7 +67,7 @@ SERVICES = (
 
 @dataclass(frozen=True)
 class Services:
-    """One servicer for each service."""
+    """The servicers, one for each gRPC service."""
 
     agent: AgentService
     policy: PolicyService
@@ -78,9 +78,9 @@ class Services:
 
 
 class ControlServer:
-    """The gRPC server with all services behind a gate. `start` binds, `stop` drains.
+    """The gRPC server with all services behind a gate. `start` binds the address and `stop` drains the server.
 
-    `interceptors` run before the gate.
+    interceptors: interceptors that run before the gate.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ControlServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def _serve_health(self, listen: str) -> None:
-        """Without TLS, for probes that do not speak it."""
+        """Serve gRPC health alone and without TLS, for probes that do not support TLS. Raises OSError."""
         self._probed = grpc_server.server([("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         try:
@@ -111,9 +111,9 @@ class ControlServer:
         await self._probed.start()
 
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
-        """Bind and serve, at `health` health alone; returns the port.
+        """Serve on the address `listen` and return the port. Raises OSError if an address cannot be bound.
 
-        Raises OSError when an address cannot be had.
+        health: address that serves gRPC health alone, none if empty.
         """
         if health:
             await self._serve_health(health)
@@ -127,7 +127,7 @@ class ControlServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Health goes NOT_SERVING, streams get a GoingAway, then everything closes within the grace period."""
+        """Set health to NOT_SERVING, send a GoingAway to each stream, and close the server within the grace period."""
         await self._health.enter_graceful_shutdown()
         self._watching.end_watches()
         self._fleet.going_away("the control plane is shutting down")

@@ -45,7 +45,7 @@ class Decider:
 
     def __init__(self, hello: agent_pb2.Hello, table: RequestTable, groups: Groups, ledger: Ledger) -> None:
         self._can, self._table, self._groups, self._ledger = hello.capabilities, table, groups, ledger
-        # Without the thinking markers no request is known to think.
+        # No request is known to think if the engine's thinking markers are unknown.
         self._knows_markers = not hello.unknown_markers
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
         self.cost = dispatch.StepCost()

@@ -320,8 +320,8 @@ async def test_an_access_file_without_tls(own: Process) -> None:
     (access := own.folder / "access.toml").write_text("")
     own.target, own.options = ":50051", ("--access", str(access))
     assert await complaint_of(own) == (
-        "meridian-control: --access needs --tls-cert and --tls-key where --listen :50051 can be reached from other "
-        "machines: without TLS nobody can show who they are"
+        "meridian-control: --access needs --tls-cert and --tls-key if other machines can reach --listen :50051: "
+        "without TLS callers cannot prove who they are"
     )
 
 
@@ -351,9 +351,9 @@ async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -
     (line,) = warnings(own)
     notice = line.removeprefix("meridian_control ")
     assert notice == (
-        f"Everybody who reaches :{port} may read, and connect engines. What changes anything is taken from this host "
-        "only, until --access FILE or --client-ca FILE, both with --tls-cert and --tls-key, says who may, or "
-        "--insecure lets everybody."
+        f"Every caller that reaches :{port} may read, and connect engines. Changes are accepted from this host only. "
+        "To accept changes from other hosts, give --access FILE or --client-ca FILE, both with --tls-cert and "
+        "--tls-key, or give --insecure."
     )
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{page_port}/events") as events:
         told = json.loads((await events.content.readline()).removeprefix(b"data: "))
@@ -369,7 +369,7 @@ async def test_insecure_is_said_aloud(own: Process) -> None:
     port = own.target.rpartition(":")[2]
     own.options = ("--listen", f":{port}", "--insecure")
     await own.started()
-    assert warnings(own) == [f"meridian_control Everybody who reaches :{port} may change everything (--insecure)."]
+    assert warnings(own) == [f"meridian_control Every caller that reaches :{port} may change everything (--insecure)."]
     assert await own.terminate() == 0
     (own.folder / "log").unlink()
     own.target = f"unix:{own.folder / 'socket'}"

@@ -7,7 +7,7 @@ import pytest
 
 from meridian_control.app.flags import access_notice, everybody_may_change, listener, parser
 
-OPEN = "What changes anything is taken from this host only"
+OPEN = "Changes are accepted from this host only"
 ALL = "may change everything (--insecure)"
 
 
