@@ -199,6 +199,8 @@ def _unavailable() -> Iterator[None]:
         sqlite3.Error,
         asyncpg.PostgresError,
         asyncpg.InterfaceError,
+        # asyncpg raises this error if a connection is lost at an unlucky moment.
+        asyncpg.InternalClientError,
         OSError,
         ImportError,
     ) as error:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
+import asyncpg  # type: ignore[import-untyped]
 import pytest
 
 from meridian_control.common.errors import (
@@ -332,6 +333,29 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
             await asyncio.to_thread(postgres.start)
             second = await append(one)
             assert await heard.get() == second
+
+
+@pytest.mark.parametrize(
+    "error", [asyncpg.InternalClientError("another operation (2) is in progress"), OSError("gone")]
+)
+async def test_replicas_hear_again_after_any_error_of_the_driver(
+    error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, failures = database_module.postgres.changes, [error]
+
+    async def fails_once(url: str) -> AsyncIterator[None]:
+        if failures:
+            raise failures.pop()
+        async for change in changes(url):
+            yield change
+
+    monkeypatch.setattr(database_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(database_module.postgres, "changes", fails_once)
+    async with opened(postgres_address) as one, following(one) as heard, asyncio.timeout(120):
+        while failures:
+            await asyncio.sleep(0.01)
+        stored = await append(one)
+        assert await heard.get() == stored
 
 
 async def test_a_revision_of_a_newer_version_is_passed_over(
