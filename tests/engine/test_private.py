@@ -129,7 +129,9 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     scheduler._agent.link.restart()
     again = scheduler._agent.link
     wait_for(
-        lambda: sum(m.HasField("hello") for m in wiretap.messages()) > hellos and again.connected, 20, "the next stream"
+        lambda: sum(m.HasField("hello") for m in wiretap.messages()) > hellos and again.lease.connected,
+        20,
+        "the next stream",
     )
     run.until(lambda: wiretap.messages()[-1].HasField("step"))
     wait_for(lambda: wiretap.messages()[-1].HasField("step"), 20, "a report on the next stream")
