@@ -25,6 +25,7 @@ from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage import database as database_module
 from meridian_control.storage import migrations
+from meridian_control.storage import postgres as postgres_module
 from meridian_control.storage.database import Database
 from meridian_control.storage.postgres import FOLLOWER
 from tests.postgres import Postgres
@@ -341,7 +342,7 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
 async def test_replicas_hear_again_after_any_error_of_the_driver(
     error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes, failures = database_module.postgres.changes, [error]
+    changes, failures = postgres_module.changes, [error]
 
     async def fails_once(url: str) -> AsyncIterator[None]:
         if failures:
@@ -350,7 +351,7 @@ async def test_replicas_hear_again_after_any_error_of_the_driver(
             yield change
 
     monkeypatch.setattr(database_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(database_module.postgres, "changes", fails_once)
+    monkeypatch.setattr(postgres_module, "changes", fails_once)
     async with opened(postgres_address) as one, following(one) as heard, asyncio.timeout(120):
         while failures:
             await asyncio.sleep(0.01)
