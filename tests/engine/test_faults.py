@@ -29,8 +29,12 @@ SECRET = "somebody's prompt"
 
 
 @pytest.fixture
-def rebuilt(scheduler: Any) -> Iterator[None]:
-    """Replace the agent that a test has broken by a new one."""
+def rebuilt(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace the agent that a test has broken by a new one.
+
+    Until then no agent comes back by itself, however long a busy machine takes for the requests of the test.
+    """
+    monkeypatch.setattr(guard_module, "RESTS_S", (3600.0,))
     yield
     rebuild(scheduler)
 

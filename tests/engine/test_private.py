@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Length of a piece of a request, in tokens or, for texts, in words.
 PIECE = 3
+# The same for tokens of a byte each: three bytes in a row also stand in a message by chance.
+PACKED_PIECE = 8
 
 
 @pytest.fixture
@@ -58,17 +60,21 @@ def varint(number: int) -> bytes:
 
 
 def spellings(tokens: list[int]) -> list[bytes]:
-    """Return the forms that consecutive tokens may have in bytes: decimal, packed by protobuf, integers of either
-    width."""
+    """Return the forms that consecutive tokens may have in bytes: decimal, and integers of either width."""
     texts = [f"{separator}".join(map(str, tokens)).encode() for separator in (", ", ",", " ")]
-    return [*texts, b"".join(map(varint, tokens)), *(struct.pack(f"<{len(tokens)}{kind}", *tokens) for kind in "Iq")]
+    return [*texts, *(struct.pack(f"<{len(tokens)}{kind}", *tokens) for kind in "Iq")]
 
 
-def pieces(tokens: list[int]) -> Iterator[list[int]]:
-    """Yield runs of tokens that are not one token repeated."""
-    for at in range(len(tokens) - PIECE + 1):
-        if len(set(tokens[at : at + PIECE])) == PIECE:
-            yield tokens[at : at + PIECE]
+def packed(tokens: list[int]) -> bytes:
+    """Return the form that consecutive tokens have if protobuf packs them: mostly a byte for each."""
+    return b"".join(map(varint, tokens))
+
+
+def pieces(tokens: list[int], size: int = PIECE) -> Iterator[list[int]]:
+    """Yield runs of `size` tokens that are not one token repeated."""
+    for at in range(len(tokens) - size + 1):
+        if len(set(tokens[at : at + size])) >= PIECE:
+            yield tokens[at : at + size]
 
 
 def quoting(*said: Any) -> Any:
@@ -149,6 +155,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
             found = [spelled for spelled in spellings(piece) if spelled in sent]
             words = [separator.join(vocabulary(piece)).encode() for separator in (" ", "", "Ġ")]
             assert [*found, *(word for word in words if word in sent)] == [], piece
+        assert [piece for piece in pieces(tokens, PACKED_PIECE) if packed(piece) in sent] == []
     texts = {text for message in messages for text in strings(message)}
     said = {word for tokens in [*prompts, *run.tokens.values()] for word in vocabulary(tokens) if ">" in word}
     assert len(said) > 50
