@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.bench import cache_load, cache_report, program, random_model, scheduling_runs
 from tests.bench.cache_report import LRU, NEVER_HIT, TIERS, ChatRun
-from tests.bench.machine import Calm
+from tests.bench.machine import Calm, add_calm_options
 from tests.bench.scheduling_runs import STOCK, Arm
 from tests.bench.streamed import Setup, engine
 from tests.processes import ROOT
@@ -163,18 +163,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--quick", action="store_true", help="run one repetition of one size")
     add("--output", type=Path, default=ROOT / "build" / "bench-cache")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add(
-        "--quiet-cores",
-        type=float,
-        default=0.3,
-        help="processor cores that other programs may use before a run is repeated",
-    )
-    add(
-        "--patience-s",
-        type=float,
-        default=600.0,
-        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
-    )
+    add_calm_options(parser)
     given = parser.parse_args(arguments)
     if given.quick:
         given.repetitions, given.other_shares = 1, []

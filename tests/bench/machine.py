@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Awaitable, Callable
 
 Measured = TypeVar("Measured")
@@ -49,6 +50,22 @@ class Others:
         """Return the used cores, averaged over `wall_s`. Time stolen from a virtual machine counts as used."""
         used = _all_ticks() - self._all - (_own_ticks() - self._own)
         return max(0.0, used / TICKS_PER_S / wall_s)
+
+
+def add_calm_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `Calm` takes."""
+    parser.add_argument(
+        "--quiet-cores",
+        type=float,
+        default=0.3,
+        help="processor cores that other programs may use before a run is repeated",
+    )
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        default=600.0,
+        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
+    )
 
 
 class Calm:

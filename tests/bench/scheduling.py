@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench import program, random_model, scheduling_arms, scheduling_report, scheduling_runs
-from tests.bench.machine import Calm
+from tests.bench.machine import Calm, add_calm_options
 from tests.bench.scheduling_arms import DEFAULT, PLAIN, STOCK_FCFS, STOCK_PRIORITY
 from tests.bench.scheduling_metrics import Case
 from tests.bench.scheduling_runs import STOCK, Arm, Plan
@@ -177,18 +177,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--quick", action="store_true", help="run one short repetition of the Poisson cases")
     add("--output", type=Path, default=ROOT / "build" / "bench-scheduling")
     add("--save", action="store_true", help="copy the results to tests/bench/results")
-    add(
-        "--quiet-cores",
-        type=float,
-        default=0.3,
-        help="processor cores that other programs may use before a run is repeated",
-    )
-    add(
-        "--patience-s",
-        type=float,
-        default=600.0,
-        help="longest total time to wait for a quiet machine and to repeat runs, in seconds",
-    )
+    add_calm_options(parser)
     given = parser.parse_args(arguments)
     if given.quick:
         given.repetitions, given.counted = 1, min(given.counted, 24)

@@ -16,7 +16,7 @@ from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
 from tests.fakes.agent import hello
-from tests.fakes.control import control_plane, kill
+from tests.fakes.control import control_plane, kill, running
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -132,12 +132,8 @@ def starting(*steps: dict[str, Any], **fields: Any) -> rollout_pb2.StartRolloutR
 async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control]:
     store = PolicyStore(await Database.open(address))
     control = Control(store, leads)
-    await control.start()
-    try:
+    async with running(control):
         yield control
-    finally:
-        await control.kill()
-        await store.database.close()
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:

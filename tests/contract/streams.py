@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 from meridian_control.decisions.request_table import MAX_SLOTS
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
-from tests.fakes.control import control_plane, kill, utc_now
+from tests.fakes.control import control_plane, kill, running, utc_now
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -65,12 +65,8 @@ class Control:
 async def controlling(path: Path) -> AsyncIterator[Control]:
     store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
     control = Control(store)
-    await control.start()
-    try:
+    async with running(control):
         yield control
-    finally:
-        await control.kill()
-        await store.database.close()
 
 
 class Scripted(agent_pb2_grpc.AgentServiceServicer):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.app.assembly import Parts, build
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.fleet.fleet import Fleet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from meridian_control.access.rate_limits import CallLimits
     from meridian_control.access.roles import Access
@@ -30,13 +31,35 @@ def control_plane(
     access: Access | None = None,
     limits: CallLimits | None = None,
 ) -> Parts:
-    """A control plane that has not started: `look` and `server.start` start it."""
+    """Return a control plane that has not started; `look` and `server.start` start it."""
     fleet = Fleet(clock, revision=store.get)
     return build(store, WholeFleet(fleet, replica_id, None, leads), clock, access, limits)
 
 
 async def kill(parts: Parts) -> None:
-    """End the server without a word to anybody; no database connection in use is left behind."""
+    """End the server without a GoingAway, and wait for calls that still use a database connection."""
     await parts.server._server.stop(None)
     await parts.gate.settle()
     await parts.whole.fleet.settle()
+
+
+class Startable(Protocol):
+    """A control plane of a test, which can be started and killed."""
+
+    @property
+    def store(self) -> PolicyStore: ...
+
+    async def start(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+@asynccontextmanager
+async def running(control: Startable) -> AsyncIterator[None]:
+    """Start a control plane, and at the end kill it and close its store."""
+    await control.start()
+    try:
+        yield
+    finally:
+        await control.kill()
+        await control.store.database.close()

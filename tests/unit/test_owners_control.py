@@ -18,7 +18,7 @@ SOURCES = sorted((ROOT / "meridian_control").rglob("*.py"))
 OWNER = ROOT / "meridian_control/decisions/request_table.py"
 # The columns, and what else the table keeps by slot.
 NAMES = {*COLUMNS, "window", "boundary_ranks", "info", "slot"}
-# What the table's `history` keeps by slot.
+# Attributes of the table's `history` that are kept by slot.
 KEPT = {"sampled", "probed"}
 TABLES = {"table", "_table"}
 # Methods of arrays and lists that change them in place.
