@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # that wait. All other groups follow in the order of collection.
 FIRST = (
     "engine",
+    "engine under faults",
     "tests/chaos/test_faults.py",
     "tests/contract/test_rollout_guardrails.py",
     "tests/contract/test_rollout.py",
@@ -51,20 +52,24 @@ OF_THEIR_OWN = (
     "served",
     "templates",
 )
+# Files in tests/engine whose tests break the agent, the engine or the control plane. The files share a second engine,
+# so that both halves run side by side.
+UNDER_FAULTS = ("fail_static", "faults", "foreign", "hostile", "inner_faults")
 
 
 def group(nodeid: str) -> str:
     """Return the group of a test; tests of one group run in one process, one after the other.
 
-    Groups are: the tests on the shared engine, those of one build of the engine matrix, and otherwise those of one
-    file, whose module-wide fixtures start only once.
+    Groups are: the tests on each of the two shared engines, those of one build of the engine matrix, and otherwise
+    those of one file, whose module-wide fixtures start only once.
     """
     path, _, test = nodeid.partition("::")
     folder, _, file = path.rpartition("/")
+    name = file.removeprefix("test_").removesuffix(".py")
     if file == "test_matrix.py":
         return f"{path}[{test.partition('[')[2].partition(':')[0]}"
-    if folder == "tests/engine" and file.removeprefix("test_").removesuffix(".py") not in OF_THEIR_OWN:
-        return "engine"
+    if folder == "tests/engine" and name not in OF_THEIR_OWN:
+        return "engine under faults" if name in UNDER_FAULTS else "engine"
     return path
 
 
