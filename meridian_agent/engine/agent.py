@@ -228,7 +228,7 @@ class Agent:
         if request.request_id in self.probing.placed:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
         elif (live := self.tracker.by_id.get(request.request_id)) is not None:
-            self.blocks.freeing(scheduler, request, live)
+            self.blocks.freeing(scheduler, request, live, self.probing.under_way(live))
 
     # ------------------------------------------------------------------------------------------------------ each step
 

@@ -6,6 +6,7 @@ later prompt can hit. Runs on the engine-core thread, while vLLM frees or preemp
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.directives import Outcome
@@ -37,9 +38,9 @@ class KvBlocks:
         before."""
         self._tool_call = tool_call
 
-    def freeing(self, scheduler: Any, request: Any, live: LiveRequest) -> None:
+    def freeing(self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str]) -> None:
         """Unhash the blocks of a finished request that no later prompt can hit, if its tier says so; note the blocks of
-        a preempted answer."""
+        a preempted answer. probes: the ids of the request's own probes that vLLM has not freed yet."""
         if not request.is_finished():
             if live.state.phase is Phase.OUTPUT:
                 _remember(scheduler, request, live)
@@ -51,29 +52,30 @@ class KvBlocks:
         if tier == Tier.UNREACHABLE and shadow:
             outcome = Outcome.SHADOWED
         elif tier == Tier.UNREACHABLE:
-            outcome, detail = self._reclaim(scheduler, request, live)
+            outcome, detail = self._reclaim(scheduler, request, live, probes)
         self._directives.report(decision_id, outcome, detail=detail)
 
-    def _reclaim(self, scheduler: Any, request: Any, live: LiveRequest) -> tuple[Outcome, str]:
+    def _reclaim(self, scheduler: Any, request: Any, live: LiveRequest, probes: Iterable[str]) -> tuple[Outcome, str]:
         if request.num_output_tokens > LONGEST_TOKENS:
             return Outcome.REFUSED, f"an output of over {LONGEST_TOKENS} tokens"
         if len(scheduler.kv_cache_manager.get_block_ids(request.request_id)) != 1:
             return Outcome.REFUSED, "several KV cache groups"
         if self._tool_call is not None and self._tool_call in request.output_token_ids:
             return Outcome.REFUSED, "a tool call: the next turn repeats its thinking"
-        count = self.evict(scheduler, request, live.info.prompt_tokens)
+        count = self.evict(scheduler, request, live.info.prompt_tokens, probes)
         self.reclaimed += count
         return Outcome.APPLIED, f"{count} blocks"
 
-    def evict(self, scheduler: Any, request: Any, reachable_tokens: int) -> int:
-        """Unhash, in each KV cache group, the request's unshared blocks after this many tokens; return the number of
-        blocks."""
+    def evict(self, scheduler: Any, request: Any, reachable_tokens: int, probes: Iterable[str] = ()) -> int:
+        """Unhash, in each KV cache group, the blocks after this many tokens that no other request shares; return the
+        number of blocks. probes: the request's own probes, which do not count as other requests."""
         manager = scheduler.kv_cache_manager
         pool = manager.block_pool.blocks
         blocks = set[int]()
+        probed = Counter(b for probe in probes for ids in manager.get_block_ids(probe) for b in ids)
         ids_of_groups = manager.get_block_ids(request.request_id)
         for ids, group in zip(ids_of_groups, manager.coordinator.single_type_managers, strict=True):
-            found = unreachable_blocks(ids, reachable_tokens, group.block_size, lambda b: int(pool[b].ref_cnt))
+            found = unreachable_blocks(ids, reachable_tokens, group.block_size, lambda b: pool[b].ref_cnt - probed[b])
             blocks.update(b for b in found if pool[b].block_hash is not None)
         manager.evict_blocks(blocks)
         return len(blocks)

@@ -116,6 +116,10 @@ class ProbeRunner:
             return None
         return placed.parent.info.request_id, placed.shared_tokens
 
+    def under_way(self, parent: LiveRequest) -> list[str]:
+        """Return the ids of the probes of this request that the current step computes."""
+        return [name for name, placed in self.placed.items() if placed.parent is parent and placed.cost_tokens]
+
     def hold(self, scheduler: Any, answered_step: int) -> None:
         """Leave held requests out of the coming step, until the report with the probe's result is answered or the hold
         is over."""

@@ -9,7 +9,7 @@ import pytest
 from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from tests.data import maze
 from tests.engine import Run, cases, chat, paced, prompt_ids
-from tests.engine.policies import NEUTRAL
+from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
 
@@ -273,4 +273,37 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     assert all(kept[:prompt_blocks])
     assert all(kept[prompt_blocks:]) != reclaimed
     assert any(kept[prompt_blocks:]) != reclaimed
+    control.settled()
+
+
+def test_a_probe_under_way_keeps_no_unreachable_block(
+    llm: Any, agent: Any, control: Control, scheduler: Any, settled: Settled
+) -> None:
+    """A request ends in the step that computes its probe. The probe still shares the request's blocks then.
+
+    The request is short, because a request has at most 64 probes.
+    """
+    llm.llm_engine.reset_prefix_cache()
+    control.apply(DENSE)
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=60))
+    run.until(lambda: len(run.tokens["r"]) == 59, settled=settled)
+    (name,) = agent.tracker.by_id
+    (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
+    prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
+    probed, freeing = [], agent.blocks.freeing
+
+    def watched(scheduler: Any, request: Any, live: Any, probes: Any) -> None:
+        probed.extend(probes)
+        freeing(scheduler, request, live, probes)
+
+    agent.blocks.freeing = watched
+    try:
+        run.until()
+    finally:
+        del agent.blocks.freeing
+    assert probed
+    full = blocks[: (len(prompt_ids(llm, opened())) + 59) // agent.block_size]
+    assert len(full) > prompt_blocks
+    assert not any(cached(scheduler, full)[prompt_blocks:])
     control.settled()
