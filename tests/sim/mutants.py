@@ -436,7 +436,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "shared blocks unhashed",
         BLOCKS,
-        "lambda b: int(pool[b].ref_cnt))",
+        "lambda b: pool[b].ref_cnt - probed[b])",
         "lambda b: 1)",
     ),
     # Settings: an acknowledged revision is in force, and a refused one is not sent again.

@@ -178,8 +178,15 @@ class Steps:
         assert not late or preempted, f"{sorted(late)} were placed in a step without room for them"
 
     def _watched_evict(self, block_ids: set[int]) -> Any:
-        pool = self._scheduler.kv_cache_manager.block_pool.blocks
-        shared = [b for b in block_ids if pool[b].ref_cnt > 1]
+        """Check that one request alone has the blocks that are given up. A probe's blocks are its request's."""
+        manager, placed = self._scheduler.kv_cache_manager, self._agent.probing.placed
+        owners: dict[int, set[str]] = {b: set() for b in block_ids}
+        for name in self._scheduler.requests:
+            parent = placed[name].parent.info.request_id if name in placed else name
+            for blocks in manager.get_block_ids(name):
+                for block in block_ids.intersection(blocks):
+                    owners[block].add(parent)
+        shared = [block for block, names in owners.items() if len(names) > 1]
         assert not shared, f"blocks {shared} are given up although somebody else has them"
         return self._evict(block_ids)
 
