@@ -115,8 +115,10 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     """
     free = chat(llm, CASES[:2], GREEDY)
     end, words = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids(list(maze.NODES))
-    # A request is held until its decision comes, so that a busy machine does not change the result.
-    control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "eat_hold_ms": 5000}})
+    # A request is held until its decision comes, and no plan shares steps by their measured time, so that a busy
+    # machine does not change the result.
+    scheduling = {**CONVERGED["scheduler"], "strategy": "stock"}
+    control.apply({"scheduler": scheduling, "entropy": {**CONVERGED["entropy"], "eat_hold_ms": 5000}})
     before = control.settled().ends["eat"]
     monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 32)
     threshold = scheduler.scheduler_config.long_prefill_token_threshold
@@ -148,7 +150,7 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
     run.until()
     # vLLM fills a step less if the last piece of a prompt leaves room but too few blocks are free for the next prompt.
     assert probed[32] > 0
-    assert all(free < 400 / agent.block_size for free in free_blocks)
+    assert all(free < 400 / agent.block_size for free in free_blocks), free_blocks
     assert scheduler.scheduler_config.long_prefill_token_threshold == threshold
     assert control.settled().ends["eat"] > before
     for name, f in zip(names, free, strict=True):
