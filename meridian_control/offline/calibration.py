@@ -28,7 +28,7 @@ from meridian_control.offline.rule_replay import (
 )
 from meridian_control.offline.statistics import Area, Interval, harmful_bound, percentiles, resampled
 from meridian_control.policy.model import Policy
-from meridian_control.policy.schema import INT32_MAX
+from meridian_control.policy.section import INT32_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

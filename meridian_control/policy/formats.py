@@ -22,7 +22,7 @@ from pydantic import (
 
 from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import Policy
-from meridian_control.policy.schema import Section
+from meridian_control.policy.section import Section
 from meridian_control.policy.validation_errors import syntax_message, violation
 
 FILE_NAME = "meridian.toml"

@@ -6,50 +6,17 @@ The module knows nothing of engines, storage or gRPC. The module's values are im
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-INT32_MAX = 2**31 - 1
-MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
-
-
-def _advice(text: str, **more: str) -> dict[str, JsonValue]:
-    """Return a field's extras for the reference: when to change it and, in `more`, its `range` if needed."""
-    return {"advice": text, **more}
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _lease(value: int) -> int:
-    if 0 < value < MIN_LEASE_MS or not 0 <= value <= MAX_LEASE_MS:
-        raise PydanticCustomError(
-            "lease", "must be 0 or in [{low}, {high}]", {"low": MIN_LEASE_MS, "high": MAX_LEASE_MS}
-        )
-    return value
-
-
-SectionLease = Annotated[
-    int,
-    AfterValidator(_lease),
-    Field(
-        description="Milliseconds for which this section's decisions, its caps included, stay in force without a "
-        "stream, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.",
-        json_schema_extra=_advice(
-            "Set it for an experiment that must end with the control plane.", range="0, or 100 to 86,400,000"
-        ),
-    ),
-]
+from meridian_control.policy.section import (
+    INT32_MAX,
+    MAX_LEASE_MS,
+    MIN_LEASE_MS,
+    Section,
+    SectionLease,
+    advice,
+)
 
 
 class SchedulerPolicy(Section):
@@ -58,12 +25,12 @@ class SchedulerPolicy(Section):
     enabled: bool = Field(
         True,
         description="Order requests and share steps by phase; false keeps the engine's own order.",
-        json_schema_extra=_advice("Set it to false to compare with the engine's own scheduling."),
+        json_schema_extra=advice("Set it to false to compare with the engine's own scheduling."),
     )
     shadow: bool = Field(
         False,
         description="Make and count decisions, but do not apply them.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Set it to true to see in `meridianctl shadow` which requests caps and soft close would end."
         ),
     )
@@ -71,7 +38,7 @@ class SchedulerPolicy(Section):
         "output_first",
         description="The most urgent requests: answering ones (output_first), those nearest to missing their budget "
         "(deadline), or thinking ones, with answers paced at their budget (reasoning_first); stock keeps vLLM's order.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Keep output_first for chat. Choose deadline where both budgets are set, reasoning_first for batch work."
         ),
     )
@@ -80,7 +47,7 @@ class SchedulerPolicy(Section):
         ge=0,
         description="Milliseconds for which a thinking sequence may go without a token while it is left out of steps; "
         "0 means four times the output budget.",
-        json_schema_extra=_advice("Lower it if users watch the thinking; below a step's time no sequence is left out."),
+        json_schema_extra=advice("Lower it if users watch the thinking; below a step's time no sequence is left out."),
     )
     output_tpot_budget_ms: float = Field(
         0.0,
@@ -88,7 +55,7 @@ class SchedulerPolicy(Section):
         description="Target for the step time in milliseconds while answers stream; thinking sequences are left out "
         "only if steps exceed it. 0 means 1.75 times the duration of a step of all running sequences, so that only "
         "prompts are held back.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Set it to the gap between answer tokens that you promise; a short gap costs throughput."
         ),
     )
@@ -97,7 +64,7 @@ class SchedulerPolicy(Section):
         gt=0,
         description="Thinking sequences per answering sequence that may join a step while answers stream and steps "
         "exceed the output budget.",
-        json_schema_extra=_advice("Lower it to make steps shorter while answers stream."),
+        json_schema_extra=advice("Lower it to make steps shorter while answers stream."),
     )
     min_prefill_tokens: int = Field(
         0,
@@ -105,21 +72,21 @@ class SchedulerPolicy(Section):
         le=INT32_MAX,
         description="Prompt tokens that may join a step while answers stream even if the output budget leaves less "
         "room; 0 means twice the prompt tokens of recent steps.",
-        json_schema_extra=_advice("Raise it if prompts wait too long while answers stream."),
+        json_schema_extra=advice("Raise it if prompts wait too long while answers stream."),
     )
     long_think_tokens: int = Field(
         8192,
         ge=1,
         le=INT32_MAX,
         description="Strategy reasoning_first: a request with at least this many thinking tokens is least urgent.",
-        json_schema_extra=_advice("Set it near the 90th percentile of your requests' thinking tokens."),
+        json_schema_extra=advice("Set it near the 90th percentile of your requests' thinking tokens."),
     )
     max_think_tokens: int = Field(
         32768,
         ge=1,
         le=INT32_MAX,
         description="Hard cap on a request's thinking, in tokens, which the agent itself enforces.",
-        json_schema_extra=_advice("Set it above the longest thinking that still leads to right answers."),
+        json_schema_extra=advice("Set it above the longest thinking that still leads to right answers."),
     )
     soft_think_tokens: int = Field(
         0,
@@ -127,14 +94,14 @@ class SchedulerPolicy(Section):
         le=INT32_MAX,
         description="Soft close: from this many thinking tokens on, thinking ends at the first sentence end where the "
         "end marker's rank is at most soft_close_rank; 0 switches the rule off.",
-        json_schema_extra=_advice("Set it below the cap, so that most long thinking ends with a sentence."),
+        json_schema_extra=advice("Set it below the cap, so that most long thinking ends with a sentence."),
     )
     soft_close_rank: int = Field(
         20,
         ge=1,
         le=INT32_MAX,
         description="Soft close: highest rank of the end marker at which thinking ends.",
-        json_schema_extra=_advice("Raise it to end thinking sooner past soft_think_tokens."),
+        json_schema_extra=advice("Raise it to end thinking sooner past soft_think_tokens."),
     )
     empty_answer_extension_tokens: int = Field(
         0,
@@ -142,7 +109,7 @@ class SchedulerPolicy(Section):
         le=INT32_MAX,
         description="Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; "
         "no rule ends the request's thinking while its answer would be empty. 0 switches the extension off.",
-        json_schema_extra=_advice("Set it to a few hundred if capped requests return empty answers."),
+        json_schema_extra=advice("Set it to a few hundred if capped requests return empty answers."),
     )
     lease_ms: SectionLease = 0
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
@@ -152,7 +119,7 @@ class SchedulerPolicy(Section):
         le=INT32_MAX,
         description="Thinking tokens before which no entropy rule ends thinking. The floor may not exceed the hard "
         "cap; if only a lower cap is set, the floor is lowered to the cap.",
-        json_schema_extra=_advice("Take the floor from `meridianctl calibrate`."),
+        json_schema_extra=advice("Take the floor from `meridianctl calibrate`."),
     )
 
     @model_validator(mode="before")
@@ -181,7 +148,7 @@ class RankCondition(Section):
             (5,),
             strict=False,
             description="Highest allowed rank of the end marker at each of the newest sentence ends, newest first.",
-            json_schema_extra=_advice(
+            json_schema_extra=advice(
                 "Published, for vocabularies of 150,000 tokens: [5]; [10, 50, 100, 1000]; [20, 20, 20]; six times 50."
             ),
         )
@@ -194,19 +161,19 @@ class EntropyPolicy(Section):
     enabled: bool = Field(
         True,
         description="Evaluate the EAT, rank and RPDI rules; false switches all three off.",
-        json_schema_extra=_advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
+        json_schema_extra=advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
     )
     shadow: bool = Field(
         True,
         description="Make and count decisions, but do not end thinking.",
-        json_schema_extra=_advice("Set it to false once `meridianctl calibrate` recommends a rule."),
+        json_schema_extra=advice("Set it to false once `meridianctl calibrate` recommends a rule."),
     )
     ema_alpha: float = Field(
         0.2,
         gt=0,
         le=1,
         description="Weight of the newest EAT sample in the moving mean and variance, a fraction.",
-        json_schema_extra=_advice("Published values are 0.075 to 0.2; a smaller weight needs more samples."),
+        json_schema_extra=advice("Published values are 0.075 to 0.2; a smaller weight needs more samples."),
     )
     eat_warmup_samples: int = Field(
         20,
@@ -214,33 +181,33 @@ class EntropyPolicy(Section):
         le=1000,
         description="EAT rule: samples before the rule may fire. The variance starts at 0 without bias correction, so "
         "it is meaningful only after about 4 / ema_alpha samples.",
-        json_schema_extra=_advice("Keep it near 4 / ema_alpha."),
+        json_schema_extra=advice("Keep it near 4 / ema_alpha."),
     )
     eat_ema_variance_threshold: float = Field(
         1e-4,
         ge=0,
         description="EAT rule: the EMA variance, in nats squared, below which EAT counts as settled; the level "
         "threshold must be met too.",
-        json_schema_extra=_advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
+        json_schema_extra=advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
     )
     eat_level_threshold_nats: float = Field(
         0.1,
         ge=0,
         description="EAT rule: the EMA level, in nats, below which the answer counts as decided; the variance "
         "threshold must be met too.",
-        json_schema_extra=_advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
+        json_schema_extra=advice("Take it from `meridianctl calibrate`; a published value fits only its own model."),
     )
     eat_probe_interval_tokens: int = Field(
         64,
         ge=1,
         le=INT32_MAX,
         description="Thinking tokens between two EAT probes of a request.",
-        json_schema_extra=_advice("Lower it to end thinking sooner; each probe costs the engine about two tokens."),
+        json_schema_extra=advice("Lower it to end thinking sooner; each probe costs the engine about two tokens."),
     )
     eat_probe_placement: Literal["anywhere", "sentence", "paragraph"] = Field(
         "sentence",
         description="Place of a probe that is due: at once (anywhere), or when the next sentence or paragraph ends.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Choose paragraph for models that write paragraphs; anywhere measures EAT in the middle of a thought."
         ),
     )
@@ -250,7 +217,7 @@ class EntropyPolicy(Section):
         le=INT32_MAX,
         description="Gate: a probe is requested only after a sentence end where the end marker's rank is at most this "
         "value, and is then placed at once; 0 switches the gate off.",
-        json_schema_extra=_advice("Set it to save probes if the end marker's rank is large until thinking can end."),
+        json_schema_extra=advice("Set it to save probes if the end marker's rank is large until thinking can end."),
     )
     eat_hold_ms: int = Field(
         50,
@@ -258,7 +225,7 @@ class EntropyPolicy(Section):
         le=10_000,
         description="Milliseconds for which a probed request waits at most for the decision from its probe, so that "
         "thinking ends where EAT was measured; 0 lets the request think on. In shadow no request waits.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Raise it above the round trip of reports; set it to 0 if ending a few tokens late does no harm."
         ),
     )
@@ -267,21 +234,21 @@ class EntropyPolicy(Section):
         strict=False,
         max_length=16,
         description="Rank rule: thinking ends at a sentence end where any of these conditions is met.",
-        json_schema_extra=_advice("Take the conditions from `meridianctl calibrate`."),
+        json_schema_extra=advice("Take the conditions from `meridianctl calibrate`."),
     )
     rpdi_threshold: float = Field(
         2.0,
         ge=0,
         description="RPDI rule: ratio of local to global mean token entropy above which thinking ends; 0 switches the "
         "rule off.",
-        json_schema_extra=_advice("The published threshold is 2.0, with a window of 512 tokens."),
+        json_schema_extra=advice("The published threshold is 2.0, with a window of 512 tokens."),
     )
     rpdi_window_tokens: int = Field(
         512,
         ge=1,
         le=65536,
         description="RPDI rule: number of newest thinking tokens that the local mean covers.",
-        json_schema_extra=_advice("With a shorter window the rule fires sooner, and more often by chance."),
+        json_schema_extra=advice("With a shorter window the rule fires sooner, and more often by chance."),
     )
     lease_ms: SectionLease = 0
 
@@ -292,12 +259,12 @@ class KvMemoryPolicy(Section):
     enabled: bool = Field(
         True,
         description="Act on KV pressure; false leaves eviction and admission to the engine.",
-        json_schema_extra=_advice("Set it to false to compare with the engine's own eviction."),
+        json_schema_extra=advice("Set it to false to compare with the engine's own eviction."),
     )
     shadow: bool = Field(
         False,
         description="Make and count decisions, but do not apply them.",
-        json_schema_extra=_advice("Set it to true to see decisions without their effect."),
+        json_schema_extra=advice("Set it to true to see decisions without their effect."),
     )
     think_phase_memory_fraction: float = Field(
         0.40,
@@ -305,7 +272,7 @@ class KvMemoryPolicy(Section):
         le=1,
         description="Share of the KV cache, a fraction, that thinking may hold while preempted answers wait; above "
         "that share no new request is admitted.",
-        json_schema_extra=_advice("Lower it if preempted answers wait long; 1.0 never holds a request back."),
+        json_schema_extra=advice("Lower it if preempted answers wait long; 1.0 never holds a request back."),
     )
     lease_ms: SectionLease = 0
 
@@ -320,14 +287,14 @@ class TelemetryPolicy(Section):
         description="Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means "
         "8 steps, but 1 step if the strategy is deadline, if a rule reads ranks at sentence ends, or if probes without "
         "a hold may be less than 8 tokens apart.",
-        json_schema_extra=_advice("Leave it at 0; raise it if the control plane has too little processor time."),
+        json_schema_extra=advice("Leave it at 0; raise it if the control plane has too little processor time."),
     )
     decision_log_sample_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
         description="Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them.",
-        json_schema_extra=_advice(
+        json_schema_extra=advice(
             "Lower it if the log takes too much memory; `meridianctl explain` then knows fewer requests."
         ),
     )
@@ -341,7 +308,7 @@ class FallbackPolicy(Section):
         ge=MIN_LEASE_MS,
         le=MAX_LEASE_MS,
         description="Milliseconds for which decisions stay in force without a stream; caps stay in force for good.",
-        json_schema_extra=_advice("Keep it above the time that a restart of the control plane takes."),
+        json_schema_extra=advice("Keep it above the time that a restart of the control plane takes."),
     )
 
 
@@ -357,34 +324,34 @@ class ModelPolicy(Section):
         (),
         strict=False,
         description="Token ids that begin thinking; empty means those of the reasoning parser.",
-        json_schema_extra=_advice("Set it only if `meridianctl engines` says that the markers are unknown."),
+        json_schema_extra=advice("Set it only if `meridianctl engines` says that the markers are unknown."),
     )
     think_end_token_ids: TokenIds = Field(
         (),
         strict=False,
         description="Token ids that end thinking; empty means those of the reasoning parser.",
-        json_schema_extra=_advice("Set it only if `meridianctl engines` says that the markers are unknown."),
+        json_schema_extra=advice("Set it only if `meridianctl engines` says that the markers are unknown."),
     )
     reasoning_parser: str = Field(
         "",
         max_length=256,
         description="Name of the vLLM reasoning parser; empty means the engine's own parser.",
-        json_schema_extra=_advice("Set it if vLLM was started without the model's parser."),
+        json_schema_extra=advice("Set it if vLLM was started without the model's parser."),
     )
     supports_think_disable: bool = Field(
         True,
         description="Whether a closed think block at the end of the prompt means that the request does not think.",
-        json_schema_extra=_advice("Set it to false for models that think in spite of a closed think block."),
+        json_schema_extra=advice("Set it to false for models that think in spite of a closed think block."),
     )
     closing_text: str = Field(
         "",
         max_length=2000,
         description="Text that a forced end writes before the end marker; the text counts as thinking.",
-        json_schema_extra=_advice("Use the sentence with which the model's authors train or advise to cut thinking."),
+        json_schema_extra=advice("Use the sentence with which the model's authors train or advise to cut thinking."),
     )
     eat_answer_prefix: str = Field(
         "",
         max_length=2000,
         description="Text that an EAT probe appends after the end marker, before the answer.",
-        json_schema_extra=_advice("Use the words that precede the first meaningful token of your model's answers."),
+        json_schema_extra=advice("Use the words that precede the first meaningful token of your model's answers."),
     )

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from meridian_control.common.errors import Violation
-from meridian_control.policy.schema import Section
+from meridian_control.policy.section import Section
 
 MAX_VALUE_CHARS = 60
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.model import Glob
-from meridian_control.policy.schema import INT32_MAX, Section
+from meridian_control.policy.section import INT32_MAX, Section
 
 # Largest latency in milliseconds that the histograms measure.
 MAX_MS = 10_000.0

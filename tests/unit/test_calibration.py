@@ -36,6 +36,7 @@ from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
+from meridian_control.policy.section import INT32_MAX
 from tests.fakes import traces
 from tests.fakes.tables import policy
 
@@ -96,7 +97,7 @@ def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
         family for family, points in found.fronts.items() if points and points[0].rule.either and "EAT" in family
     ]
     entropy = found.policy.entropy
-    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, sections.INT32_MAX)
+    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, INT32_MAX)
 
 
 def test_eat_alone(tmp_path: Path) -> None:

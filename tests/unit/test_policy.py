@@ -18,9 +18,6 @@ from meridian_control.common.errors import PolicyError
 from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
-    INT32_MAX,
-    MAX_LEASE_MS,
-    MIN_LEASE_MS,
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
@@ -29,6 +26,7 @@ from meridian_control.policy.schema import (
     SchedulerPolicy,
     TelemetryPolicy,
 )
+from meridian_control.policy.section import INT32_MAX, MAX_LEASE_MS, MIN_LEASE_MS
 
 CORPUS = Path(__file__).parent.parent / "data" / "policies"
 ACCEPTED = sorted(CORPUS.glob("accepted/*.toml"))

@@ -1,0 +1,42 @@
+"""The parts that all sections of a policy share: the base class, the lease field, and the extras of a field.
+
+The module knows no field of its own. Its values are immutable, so any thread may use them.
+"""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+INT32_MAX = 2**31 - 1
+MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
+
+
+def advice(text: str, **more: str) -> dict[str, JsonValue]:
+    """Return a field's extras for the reference: when to change it and, in `more`, its `range` if needed."""
+    return {"advice": text, **more}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _lease(value: int) -> int:
+    if 0 < value < MIN_LEASE_MS or not 0 <= value <= MAX_LEASE_MS:
+        raise PydanticCustomError(
+            "lease", "must be 0 or in [{low}, {high}]", {"low": MIN_LEASE_MS, "high": MAX_LEASE_MS}
+        )
+    return value
+
+
+SectionLease = Annotated[
+    int,
+    AfterValidator(_lease),
+    Field(
+        description="Milliseconds for which this section's decisions, its caps included, stay in force without a "
+        "stream, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.",
+        json_schema_extra=advice(
+            "Set it for an experiment that must end with the control plane.", range="0, or 100 to 86,400,000"
+        ),
+    ),
+]
