@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.diff import spelled
+from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST
 from meridian_control.policy.schema import (
-    INT32_MAX,
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
@@ -20,16 +20,18 @@ from meridian_control.policy.schema import (
     SchedulerPolicy,
     TelemetryPolicy,
 )
+from meridian_control.policy.section import INT32_MAX
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
-    from meridian_control.policy.schema import Section
+    from meridian_control.policy.section import Section
 
 REFERENCE = ROOT / "meridian_control" / "policy" / "reference.md"
 SECTIONS: dict[str, type[Section]] = {
     "scheduler": SchedulerPolicy,
     "entropy": EntropyPolicy,
     "entropy.rank_conditions[]": RankCondition,
+    "loop": LoopPolicy,
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,
     "fallback": FallbackPolicy,

@@ -42,6 +42,8 @@ class StepRecord:
     # Results of EAT probes: (decision id, slot, thinking tokens, EAT in nats, cost in tokens, same answers in a row,
     # answer would be empty).
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
+    # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).
+    loops: list[tuple[int, int, int]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)
@@ -61,8 +63,8 @@ class StepRecord:
     @property
     def is_empty(self) -> bool:
         """Whether the step changed no request and no decision."""
-        lists = (self.opened, self.slots, self.probes, self.preempted, self.resumed, self.closed, self.outcomes)
-        return not any(lists)
+        requests = (self.opened, self.slots, self.preempted, self.resumed, self.closed)
+        return not any((*requests, self.probes, self.loops, self.outcomes))
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""

@@ -6,6 +6,7 @@ unpickle a class or an array would take longer than everything else that the age
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,3 +97,15 @@ class StepSignals:
         entropy, end_rank, end_logprob = np.frombuffer(columns, np.float32).reshape(3, -1)
         first = None if first_row is None else np.frombuffer(first_row, np.int32)
         return cls(first, entropy, end_rank.view(np.int32), end_logprob)
+
+
+def expected_backend(device_type: str) -> tuple[str, str]:
+    """Return the backend (cpu, cuda, torch or none) that is expected on this kind of device, without touching the
+    device, and the reason if it is torch or none."""
+    if device_type == "cpu":
+        return "cpu", ""
+    if device_type != "cuda":
+        return "none", f"there are no entropy kernels for {device_type}"
+    if importlib.util.find_spec("cupy") is None:
+        return "torch", "CuPy is not installed (extras cuda12, cuda13)"
+    return "cuda", ""

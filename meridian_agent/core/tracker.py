@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun, opened_row
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.token_cycles import LoopWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 class Tracker:
     """The live requests by id and by slot, and the record of the current step."""
 
-    def __init__(self, markers: Markers) -> None:
+    def __init__(self, markers: Markers, tokens_per_step: int = 1) -> None:
         self.markers = markers
         self.run = TextRun()
+        self.loops = LoopWatch(tokens_per_step)
         self.supports_think_disable = True
         self.default_cap: int | None = None
         self.by_id: dict[str, LiveRequest] = {}
@@ -198,6 +200,12 @@ class Tracker:
             live.own_boundary = 0
         self.record.add_row(live.slot, state.phase, live.own_boundary, row)
         return False
+
+    def look_for_loops(self) -> None:
+        """Add to the record the cycles that are found among the requests whose turn it is."""
+        if found := self.loops.look(self.by_slot, self._next_slot):
+            self.record.loops += found
+            self.record.urgent = True
 
     def close(self, live: LiveRequest, reason: int) -> None:
         """Forget a request; its slot becomes free once the record that reports its end is taken."""

@@ -54,7 +54,7 @@ class Agent:
         self.link, self.lease, self.mailbox, self.facts = link, link.lease, link.mailbox, facts
         self.is_async = scheduler_api.is_async(scheduler)
         self.block_size = scheduler.block_size
-        self.tracker = tracker = Tracker(markers)
+        self.tracker = tracker = Tracker(markers, 1 + scheduler.num_spec_tokens)
         tracker.boundaries = facts.boundaries
         # A step may bring draft tokens beyond its first token; under asynchronous scheduling the previous step counts
         # too.
@@ -98,7 +98,7 @@ class Agent:
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
         self.tracker.default_cap = None if self._lapsed & CAPS else self.default_cap
-        self.observe_entropy = settings.observe_entropy
+        self.observe_entropy, self.tracker.loops.enabled = settings.observe_entropy, settings.find_loops
         if markers.known != was_known:
             self._read_anew()
 

@@ -41,6 +41,8 @@ class StepAccounting:
         the clients. told: signals of the step's rows. ended: a request may have ended in the step."""
         if ended or not self._all_text(runner_output, outputs, told):
             self._singly(runner_output, outputs, None if told is None else StepSignals.decode(told))
+        if self._tracker.loops.enabled and runner_output.req_ids:
+            self._tracker.look_for_loops()
 
     def _all_text(self, runner_output: Any, outputs: dict[int, Any], told: SignalBytes | None) -> bool:
         """Process a step as a whole if it brought each of its requests one token of text and nothing else; return False

@@ -105,6 +105,10 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         _add_tokens(report.tokens, record)
     for name, column in zip(PROBE_COLUMNS, zip(*record.probes, strict=True), strict=False):
         getattr(report.probes, name).extend(column)
+    for slot, period, tokens in record.loops:
+        report.loops.slot.append(slot)
+        report.loops.period_tokens.append(period)
+        report.loops.loop_tokens.append(tokens)
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
     report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]

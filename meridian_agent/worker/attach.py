@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_kernels import EntropyProbe, KernelError
 
-from meridian_agent.core.entropy_backend import expected_backend
+from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.worker.observer import Observer
 
 if TYPE_CHECKING:

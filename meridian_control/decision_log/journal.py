@@ -156,4 +156,6 @@ def signals_of(seen: Seen, index: int) -> Signals:
         seen.eat_count.item(index),
         tuple(seen.boundary_ranks[index, :known].tolist()),
         cap if cap > NO_CAP and cap >= 0 else None,
+        seen.loop_period.item(index),
+        seen.loop_tokens.item(index),
     )

@@ -189,6 +189,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "rank"): _rank,
         ("force", "rpdi"): _rpdi,
         ("force", "soft_close"): _soft_close,
+        ("force", "loop"): _loop,
         ("cap", "hard_cap"): _cap,
         ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
@@ -229,6 +230,15 @@ def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield THINK_TOKENS, made.signals.think_tokens, ">=", name, max(soft, own)
     rank, limit = made.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
     yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
+
+
+def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+    seen, loop = made.signals, policy.loop
+    if own := made.life.opened.min_think_tokens:
+        yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
+    rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
+    yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
+    yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
 
 
 def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

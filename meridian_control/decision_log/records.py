@@ -39,6 +39,9 @@ class Signals(NamedTuple):
     boundary_ranks: tuple[int, ...]
     # Cap in thinking tokens, None for no cap.
     max_think_tokens: int | None
+    # Cycle in which the thinking repeats: tokens of a round, and tokens that repeat; 0 for no cycle.
+    loop_period_tokens: int = 0
+    loop_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -50,6 +50,8 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     for name in NEEDS:
         yield from _set(name, getattr(policy, name), name)
     yield from _rules("entropy", policy.entropy)
+    if policy.loop.enabled and not policy.loop.shadow:
+        yield "loop.enabled", "force_end"
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -61,6 +63,9 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             yield from ((path, capability) for path, capability in asked if path.rpartition(".")[2] in changes)
         if changes := _changes(override, "entropy"):
             yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=changes))
+        loop = policy.loop.model_copy(update=_changes(override, "loop"))
+        if loop != policy.loop and loop.enabled and not loop.shadow:
+            yield f"override[{index}].loop.enabled", "force_end"
 
 
 def _changes(override: Override, section: str) -> dict[str, Any]:

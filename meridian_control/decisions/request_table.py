@@ -75,6 +75,7 @@ class RequestTable(Columns):
         # Rows of the newest report, from which the state of requests within the report is computed.
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
+        self._loops_known = False
         self._resize(capacity)
 
     @classmethod
@@ -284,6 +285,13 @@ class RequestTable(Columns):
     def mark_closing(self, slot: int) -> None:
         """Note that the newest report closes the request."""
         self.closing[slot] = True
+
+    def set_loops(self, slots: NDArray[np.int64], periods: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Note the cycles in which the thinking of these slots ends, [loops]; all other slots have none."""
+        if self._loops_known:
+            self.loop_period[:] = self.loop_tokens[:] = 0
+        self.loop_period[slots], self.loop_tokens[slots] = periods, tokens
+        self._loops_known = len(slots) > 0
 
     def set_group(self, slot: int, group: int) -> None:
         """Note which of the session's policies holds for a request."""

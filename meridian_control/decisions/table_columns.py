@@ -59,6 +59,10 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "empty_answer": (bool, False),
     "cap_probed": (bool, False),
     "extended": (bool, False),
+    # Cycle in which the newest thinking tokens repeat, as of the newest report: tokens of a round, and tokens that
+    # repeat; 0 for no cycle.
+    "loop_period": (np.int64, 0),
+    "loop_tokens": (np.int64, 0),
     # Whether the newest report closes the request.
     "closing": (bool, False),
     # Decisions that were sent to the agent last.
@@ -107,6 +111,8 @@ class Columns:
     empty_answer: NDArray[np.bool_]
     cap_probed: NDArray[np.bool_]
     extended: NDArray[np.bool_]
+    loop_period: NDArray[np.int64]
+    loop_tokens: NDArray[np.int64]
     closing: NDArray[np.bool_]
     rank: NDArray[np.int64]
     tier: NDArray[np.uint8]

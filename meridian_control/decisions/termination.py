@@ -64,6 +64,12 @@ def reads_sentence_ends(policy: Policy) -> bool:
     return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
 
+def finds_loops(policy: Policy) -> bool:
+    """Return whether the loop rule is on for any request."""
+    sections: list[Any] = [policy, *policy.override]
+    return any(section.loop.enabled for section in sections)
+
+
 def probes_within(policy: Policy, tokens: int) -> bool:
     """Whether a request may be probed at intervals of fewer than `tokens` tokens without being held for the results."""
     entropy, _ = _of_any_request(policy)
@@ -158,6 +164,8 @@ def _first(
 
 def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
     """Whether the section of the rule is in shadow, so that its decisions are only counted."""
+    if reason == agent_pb2.FORCE_REASON_LOOP:
+        return policy.loop.shadow
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
     return section.shadow
 
@@ -213,6 +221,23 @@ def soft_closed(policy: SchedulerPolicy, seen: Seen) -> NDArray[np.bool_]:
     over = seen.boundary_now & (seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))
     likely: NDArray[np.bool_] = seen.boundary_ranks[:, 0] <= policy.soft_close_rank
     return over & likely
+
+
+def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Return the slots whose thinking ends now because it repeats itself, [found].
+
+    No thinking floor holds except the request's own: a loop adds nothing, however early it begins. among: [slots] with
+    the requests that the policy holds for, all requests if absent.
+    """
+    loop = policy.loop
+    if not loop.enabled or not table.loop_tokens.any():
+        return np.zeros(0, np.intp)
+    found = table.thinking & (table.end_decided == 0) & (table.loop_tokens >= loop.min_tokens)
+    found &= table.loop_tokens >= loop.min_rounds * table.loop_period
+    found &= table.think_tokens >= table.own_min_think_tokens
+    if loop.shadow:
+        found &= (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_LOOP)) == 0
+    return np.flatnonzero(found if among is None else found & among)
 
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:

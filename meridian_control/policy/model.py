@@ -13,15 +13,16 @@ from pydantic import (
     create_model,
 )
 
+from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
     ModelPolicy,
     SchedulerPolicy,
-    Section,
     TelemetryPolicy,
 )
+from meridian_control.policy.section import Section
 
 
 def _override(section: type[Section], *names: str) -> type[Section]:
@@ -59,9 +60,11 @@ PER_REQUEST = {
         "rank_conditions",
         "rpdi_threshold",
     ),
+    "loop": ("enabled", "shadow", "min_rounds", "min_tokens"),
 }
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
+LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
 
 Glob = Annotated[str, Field(max_length=256)]
 
@@ -86,6 +89,7 @@ class Override(Section):
     engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels that the engine must have.")
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
+    loop: LoopOverride = Field(LoopOverride(), description="Other loop values.")  # type: ignore[valid-type]
 
     def matches(self, who: Who) -> bool:
         pairs = ((self.model, who.model), (self.tenant, who.tenant), (self.slo_class, who.slo_class))
@@ -102,6 +106,7 @@ class Policy(Section):
     kv_memory: KvMemoryPolicy = KvMemoryPolicy()
     telemetry: TelemetryPolicy = TelemetryPolicy()
     fallback: FallbackPolicy = FallbackPolicy()
+    loop: LoopPolicy = LoopPolicy()
     model: Mapping[str, ModelPolicy] = Field(
         {}, max_length=256, description="Facts about models, by the name under which the engine serves the model."
     )
@@ -117,7 +122,7 @@ class Policy(Section):
 
         If the thinking floor exceeds the cap, the cap wins.
         """
-        changes: dict[str, dict[str, Any]] = {"scheduler": {}, "entropy": {}}
+        changes: dict[str, dict[str, Any]] = {name: {} for name in PER_REQUEST}
         for override in self.override:
             if override.matches(who):
                 for name, changed in changes.items():
@@ -129,4 +134,5 @@ class Policy(Section):
         floor = min(scheduler.min_think_tokens, scheduler.max_think_tokens)
         scheduler = scheduler.model_copy(update={"min_think_tokens": floor})
         entropy = self.entropy.model_copy(update=changes["entropy"])
-        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy})
+        loop = self.loop.model_copy(update=changes["loop"])
+        return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop})

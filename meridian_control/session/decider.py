@@ -77,6 +77,9 @@ class Decider:
             for own, among in groups:
                 stays = ~self._table.closing
                 self._ends(own, out, self._table, stays if among is None else among & stays)
+        for own, among in groups:
+            for slot in termination.loops(own, self._table, among).tolist():
+                self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Decide probes, the plan and tiers, once the table has dropped closed requests."""
@@ -118,15 +121,25 @@ class Decider:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
 
     def _ends(self, policy: Policy, out: Out, seen: termination.Seen, among: Among) -> None:
-        table = self._table
         for index, reason in termination.ends(policy, seen, among):
-            slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
-            table.note_end(slot, reason, shadow)
-            made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
-            if table.closing[slot]:
-                self._ledger.too_late(made)
-            else:
-                out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
+            self._end(policy, reason, seen, index, out)
+
+    def _end(
+        self,
+        policy: Policy,
+        reason: agent_pb2.ForceReason.ValueType,
+        seen: termination.Seen,
+        index: int,
+        out: Out,
+    ) -> None:
+        table = self._table
+        slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
+        table.note_end(slot, reason, shadow)
+        made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
+        if table.closing[slot]:
+            self._ledger.too_late(made)
+        else:
+            out.forces.add(decision_id=made, slot=slot, reason=reason, shadow=shadow)
 
     def _probes(self, policy: Policy, out: Out, among: Among) -> None:
         table, entropy = self._table, policy.entropy

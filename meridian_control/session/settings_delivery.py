@@ -107,6 +107,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         scheduler_lease_ms=policy.scheduler.lease_ms,
         entropy_lease_ms=policy.entropy.lease_ms,
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
+        find_loops=termination.finds_loops(policy) and hello.capabilities.force_end,
     )
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         made.max_think_tokens = policy.scheduler.max_think_tokens

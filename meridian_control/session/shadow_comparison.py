@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Policy section of each rule, by the rule's reason.
-SECTIONS = {"soft_close": "scheduler", "hard_cap": "scheduler", "eat": "entropy", "rank": "entropy", "rpdi": "entropy"}
+SECTIONS = {
+    "soft_close": "scheduler",
+    "hard_cap": "scheduler",
+    "eat": "entropy",
+    "rank": "entropy",
+    "rpdi": "entropy",
+    "loop": "loop",
+}
 
 
 @dataclass
@@ -69,7 +76,7 @@ class Comparison:
 
     def applied(self, revision: int, policy: Policy) -> None:
         """Note the policy that came into force, and start again if its rules differ from the previous ones."""
-        rules = (policy.scheduler, policy.entropy, policy.override)
+        rules = (policy.scheduler, policy.entropy, policy.loop, policy.override)
         if rules != self._rules:
             self._rules = rules
             self._begin(revision)
@@ -96,7 +103,7 @@ class Comparison:
         fired = self._fired.pop(slot, {})
         if cap >= 0:
             fired["hard_cap"] = cap
-        for section in ("scheduler", "entropy"):
+        for section in ("scheduler", "entropy", "loop"):
             settings = getattr(policy, section)
             if not (settings.enabled and settings.shadow):
                 continue

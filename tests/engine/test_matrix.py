@@ -14,8 +14,8 @@ from tests.engine.matrix.builds import BUILDS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Entropy, EAT and exact ends, which are guaranteed for every runner and scheduler.
-SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps")
+# Entropy, EAT, exact ends and the end of loops, which are guaranteed for every runner and scheduler.
+SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps", "loops")
 # The guaranteed features and those that have found most bugs, on the builds that differ most; each by its name's
 # beginning.
 CHOSEN = {

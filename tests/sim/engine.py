@@ -139,6 +139,8 @@ class Script:
     restless: bool
     max_tokens: int = 100
     priority: int = 0
+    # Tokens of the round that the thinking repeats from its beginning on; 0 for thinking that does not loop.
+    loop: int = 0
 
 
 class Model:
@@ -163,6 +165,8 @@ class Model:
         x = mix(script.seed, len(tokens), tokens[-1])
         chance, word = (x & 0xFFFF) / 65536, self.text[(x >> 16) % len(self.text)]
         if self._thinking[request_id]:
+            if script.loop:
+                return self.text[len(tokens) % script.loop % len(self.text)]
             if chance < 1 / script.think_mean:
                 return self.end
             return self.start if script.restless and chance > 0.99 else word

@@ -105,9 +105,16 @@ class Invariants:
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
         assert info is not None
-        floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else own.scheduler.soft_think_tokens
+        floors = {agent_pb2.FORCE_REASON_SOFT_CLOSE: own.scheduler.soft_think_tokens, agent_pb2.FORCE_REASON_LOOP: 0}
+        floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else floors[force.reason]
         floor = max(floor, info.min_think_tokens)
         told = int(session.table.think_tokens[force.slot])
+        if force.reason == agent_pb2.FORCE_REASON_LOOP:
+            period, repeated = int(session.table.loop_period[force.slot]), int(session.table.loop_tokens[force.slot])
+            assert own.loop.enabled, f"{info.request_id} loops, and nothing is to be decided from it"
+            assert force.shadow == own.loop.shadow
+            assert repeated >= max(own.loop.min_tokens, own.loop.min_rounds * period), f"{repeated} tokens are no loop"
+            assert repeated <= told, f"{info.request_id} repeats {repeated} of {told} thinking tokens"
         assert told >= floor, f"thinking of {info.request_id} is ended at {told} tokens, before its floor of {floor}"
 
     def _within_policy(self, session: Session, cap: agent_pb2.ThinkCap) -> None:

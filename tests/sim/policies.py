@@ -5,19 +5,20 @@ Values are usually near those that matter at the scale of a test, and sometimes 
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST, Policy
-from meridian_control.policy.schema import INT32_MAX, EntropyPolicy, FallbackPolicy, SchedulerPolicy
+from meridian_control.policy.schema import EntropyPolicy, FallbackPolicy, SchedulerPolicy
+from meridian_control.policy.section import INT32_MAX
 
 if TYPE_CHECKING:
-    import random
-
     from pydantic.fields import FieldInfo
 
-    from meridian_control.policy.schema import Section
+    from meridian_control.policy.section import Section
 
 LARGEST = 1e308
 # Values that have an effect within a few hundred tokens.
@@ -44,6 +45,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "report_interval_steps": (0, 0, 1, 2, 5),
     "lease_ms": (100, 500, 3000, 30000),
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),
+    "min_rounds": (2, 3, 4),
+    "min_tokens": (32, 32, 48, 192),
 }
 GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
 
@@ -88,6 +91,7 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
         drawn["engine_labels"] = {"zone": rng.choice("ab")}
     drawn["scheduler"] = _section(rng, SchedulerPolicy, extreme, PER_REQUEST["scheduler"])
     drawn["entropy"] = _section(rng, EntropyPolicy, extreme, PER_REQUEST["entropy"])
+    drawn["loop"] = _section(random.Random(rng.getstate()[1][0]), LoopPolicy, extreme)
     return drawn
 
 
@@ -97,8 +101,11 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         values: dict[str, Any] = {
             name: _section(rng, info.annotation, extreme)  # type: ignore[arg-type]
             for name, info in Policy.model_fields.items()
-            if name not in ("model", "override")
+            if name not in ("model", "override", "loop")
         }
+        # Drawn from a copy of the generator, so that existing seeds keep their other sections.
+        aside = random.Random(rng.getstate()[1][0])
+        values["loop"] = _section(aside, LoopPolicy, extreme)
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
         for name, fixed in sections.items():

@@ -160,6 +160,8 @@ class World:
         self.rng, self.work = random.Random(f"faults {seed}"), random.Random(f"work {seed}")
         self.invariants = Invariants()
         self.invariants.trace = [] if options.trace else None
+        # Whether some of the requests repeat themselves while they think.
+        self.loops = random.Random(f"loops {seed}").random() < 0.2
         kinds = random.Random(f"kind {seed}")
         # Whether policies decide nothing, or only in shadow, so that the engine must do what stock vLLM does.
         self.is_quiet = kinds.random() < 0.15
@@ -257,6 +259,8 @@ class World:
     def open(self) -> None:
         """Open a request on some engine; it depends only on the workload's seed."""
         work, (start, end, _, text) = self.work, words()
+        # Drawn from a copy of the generator, so that existing seeds keep their runs wherever nothing loops.
+        aside = random.Random(work.getstate()[1][0])
         plant = work.choice(self.plants)
         self.opened += 1
         prompt = [work.choice(text) for _ in range(work.choice((1, 6, 20, 40)))]
@@ -274,6 +278,7 @@ class World:
             restless=work.random() < 0.3,
             max_tokens=min(work.choice((1, 10, 60, 100)), self.options.longest),
             priority=work.choice((0, 0, 5)),
+            loop=aside.choice((1, 2, 7, 16)) if self.loops and aside.random() < 0.3 else 0,
         )
         name = f"r{self.opened}"
         plant.open(name, prompt, script, own)
@@ -301,7 +306,9 @@ class World:
         if self.is_quiet:
             # Whether an answer would be empty is measured in shadow, too, by probes, which take part in steps.
             shadow = {"shadow": True, "empty_answer_extension_tokens": 0} if rng.random() < 0.5 else NOTHING
-            return draw(rng, scheduler=shadow, entropy=NOTHING, kv_memory={"shadow": True}, override=[])
+            return draw(
+                rng, scheduler=shadow, entropy=NOTHING, loop={"shadow": True}, kv_memory={"shadow": True}, override=[]
+            )
         sections: dict[str, Any] = {}
         if rng.random() < 0.5:
             sections["entropy"] = {"enabled": True, "shadow": False, "eat_warmup_samples": 1}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, reference, torch_ops
 
-from meridian_agent.core.entropy_backend import expected_backend
 from meridian_agent.core.step_signals import (
     BACKEND,
     REQUEST,
@@ -22,6 +21,7 @@ from meridian_agent.core.step_signals import (
     StepSignals,
     WorkerRequestDecoder,
     WorkerRequestEncoder,
+    expected_backend,
 )
 from meridian_agent.worker.attach import attach
 from tests.fakes.worker import END_TOKEN, asked, step, worker

@@ -31,7 +31,7 @@ def told(made: Comparison) -> dict[tuple[str, str], tuple[int, ...]]:
 def test_a_request_for_which_several_rules_fire_is_counted_once_where_the_first_would_have_ended_it() -> None:
     made = Comparison()
     made.applied(1, SHADOWED)
-    for slot, places in enumerate(({"eat": 100, "rpdi": 40, "soft_close": 70}, {"rpdi": 10}, {})):
+    for slot, places in enumerate(({"eat": 100, "rpdi": 40, "soft_close": 70}, {"rpdi": 10, "loop": 150}, {})):
         for reason, tokens in places.items():
             made.fired(slot, reason, tokens)
         made.ended(slot, 200, SHADOWED, NO_CAP)
@@ -39,6 +39,8 @@ def test_a_request_for_which_several_rules_fire_is_counted_once_where_the_first_
         ("entropy", ""): (3, 600, 2, 50, 350),
         ("entropy", "eat"): (3, 600, 1, 100, 100),
         ("entropy", "rpdi"): (3, 600, 2, 50, 350),
+        ("loop", ""): (3, 600, 1, 150, 50),
+        ("loop", "loop"): (3, 600, 1, 150, 50),
         ("scheduler", ""): (3, 600, 1, 70, 130),
         ("scheduler", "soft_close"): (3, 600, 1, 70, 130),
     }
@@ -56,7 +58,7 @@ def test_a_cap_in_shadow_would_have_ended_what_went_further(cap: int, expected: 
 
 
 def test_only_sections_in_shadow_are_compared_and_only_the_first_end() -> None:
-    half = policy(scheduler={"shadow": False}, entropy={"shadow": True})
+    half = policy(scheduler={"shadow": False}, entropy={"shadow": True}, loop={"enabled": False})
     made = Comparison()
     made.applied(1, half)
     made.fired(0, "eat", 10)

@@ -332,6 +332,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The end marker has ranked high at sentence ends."""
     FORCE_REASON_SOFT_CLOSE: _ForceReason.ValueType  # 5
     """The request is past its soft limit, and the end marker ranks high enough."""
+    FORCE_REASON_LOOP: _ForceReason.ValueType  # 6
+    """The thinking repeats the same tokens, round after round."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -348,6 +350,8 @@ FORCE_REASON_RANK: ForceReason.ValueType  # 4
 """The end marker has ranked high at sentence ends."""
 FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
 """The request is past its soft limit, and the end marker ranks high enough."""
+FORCE_REASON_LOOP: ForceReason.ValueType  # 6
+"""The thinking repeats the same tokens, round after round."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:
@@ -1047,6 +1051,42 @@ class ProbeColumns(_message.Message):
 Global___ProbeColumns: _TypeAlias = ProbeColumns  # noqa: Y015
 
 @_typing.final
+class LoopColumns(_message.Message):
+    """Exact cycles in the newest thinking tokens of requests. All columns have the same length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOP_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot of the request."""
+
+    @_builtins.property
+    def period_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of one round of the cycle."""
+
+    @_builtins.property
+    def loop_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Newest thinking tokens that repeat with this period, the first round included; at most a bound of the agent."""
+
+    def __init__(
+        self,
+        *,
+        slot: _abc.Iterable[_builtins.int] | None = ...,
+        period_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        loop_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loop_tokens", b"loop_tokens", "period_tokens", b"period_tokens", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopColumns: _TypeAlias = LoopColumns  # noqa: Y015
+
+@_typing.final
 class StepColumns(_message.Message):
     """The steps of a report that merges several, one row per step, oldest first. Every column that is not empty has as many
     rows as StepReport.steps says.
@@ -1139,6 +1179,7 @@ class StepReport(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     MERGED_FIELD_NUMBER: _builtins.int
+    LOOPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the last engine step in this report."""
     steps: _builtins.int
@@ -1193,6 +1234,10 @@ class StepReport(_message.Message):
     def merged(self) -> Global___StepColumns:
         """The single steps of the report; absent if the report has only one step."""
 
+    @_builtins.property
+    def loops(self) -> Global___LoopColumns:
+        """Requests whose newest thinking tokens repeat in a cycle; reported only if Settings.find_loops is set."""
+
     def __init__(
         self,
         *,
@@ -1213,10 +1258,11 @@ class StepReport(_message.Message):
         prefill_tokens: _builtins.int = ...,
         state: Global___AgentState.ValueType = ...,
         merged: Global___StepColumns | None = ...,
+        loops: Global___LoopColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "merged", b"merged", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "loops", b"loops", "merged", b"merged", "probes", b"probes", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counters", b"counters", "kv_used", b"kv_used", "loops", b"loops", "merged", b"merged", "opened", b"opened", "outcomes", b"outcomes", "preempted", b"preempted", "prefill_tokens", b"prefill_tokens", "probes", b"probes", "resumed", b"resumed", "running", b"running", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "steps", b"steps", "tokens", b"tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1444,6 +1490,7 @@ class Settings(_message.Message):
     SCHEDULER_LEASE_MS_FIELD_NUMBER: _builtins.int
     ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
+    FIND_LOOPS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -1478,6 +1525,8 @@ class Settings(_message.Message):
     """Milliseconds without a stream after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms
     counts.
     """
+    find_loops: _builtins.bool
+    """Whether the agent looks for cycles of tokens in the thinking and reports them."""
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the start marker, in place of those that the tokenizer and the reasoning parser name; empty keeps
@@ -1506,10 +1555,11 @@ class Settings(_message.Message):
         scheduler_lease_ms: _builtins.int = ...,
         entropy_lease_ms: _builtins.int = ...,
         kv_memory_lease_ms: _builtins.int = ...,
+        find_loops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

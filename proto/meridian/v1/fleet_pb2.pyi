@@ -266,8 +266,8 @@ class Engine(_message.Message):
 
     @_builtins.property
     def ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of ends of thinking by reason: natural, hard_cap, eat, rpdi, rank, soft_close. The suffix _shadowed marks
-        ends that a rule in shadow decided but that did not happen.
+        """Number of ends of thinking by reason: natural, hard_cap, eat, rpdi, rank, soft_close, loop. The suffix _shadowed
+        marks ends that a rule in shadow decided but that did not happen.
         """
 
     @_builtins.property
@@ -1247,8 +1247,8 @@ class LoggedDecision(_message.Message):
     kind: _builtins.str
     """Kind of the decision: cap, force, probe or tier."""
     reason: _builtins.str
-    """Reason of the decision. For a force: hard_cap, eat, rpdi, rank or soft_close. For a cap: hard_cap, empty_answer or
-    lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable.
+    """Reason of the decision. For a force: hard_cap, eat, rpdi, rank, soft_close or loop. For a cap: hard_cap, empty_answer
+    or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable.
     """
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
@@ -1327,6 +1327,8 @@ class Signals(_message.Message):
     EAT_SAMPLES_FIELD_NUMBER: _builtins.int
     BOUNDARY_RANKS_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOP_PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
+    LOOP_TOKENS_FIELD_NUMBER: _builtins.int
     phase: _agent_pb2.Phase.ValueType
     """Phase that the request was in."""
     think_tokens: _builtins.int
@@ -1349,6 +1351,10 @@ class Signals(_message.Message):
     """Number of EAT samples up to that moment."""
     max_think_tokens: _builtins.int
     """Cap in thinking tokens that the agent was given; absent for no cap."""
+    loop_period_tokens: _builtins.int
+    """Tokens of one round of the cycle in which the thinking repeats; 0 for no cycle."""
+    loop_tokens: _builtins.int
+    """Newest thinking tokens that repeat in that cycle."""
     @_builtins.property
     def boundary_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks of the end marker at the newest sentence ends, newest first."""
@@ -1368,10 +1374,12 @@ class Signals(_message.Message):
         eat_samples: _builtins.int = ...,
         boundary_ranks: _abc.Iterable[_builtins.int] | None = ...,
         max_think_tokens: _builtins.int | None = ...,
+        loop_period_tokens: _builtins.int = ...,
+        loop_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

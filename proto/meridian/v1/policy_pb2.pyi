@@ -55,6 +55,7 @@ class Policy(_message.Message):
     FALLBACK_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     OVERRIDE_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def scheduler(self) -> Global___SchedulerPolicy:
         """Order of requests, share of steps, and caps."""
@@ -83,6 +84,10 @@ class Policy(_message.Message):
     def override(self) -> _containers.RepeatedCompositeFieldContainer[Global___Override]:
         """Overrides for some requests. If several match a request, later ones win, field by field."""
 
+    @_builtins.property
+    def loop(self) -> Global___LoopPolicy:
+        """The rule that ends thinking which repeats itself."""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class Policy(_message.Message):
         fallback: Global___FallbackPolicy | None = ...,
         model: _abc.Mapping[_builtins.str, Global___ModelPolicy] | None = ...,
         override: _abc.Iterable[Global___Override] | None = ...,
+        loop: Global___LoopPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "fallback", b"fallback", "kv_memory", b"kv_memory", "loop", b"loop", "model", b"model", "override", b"override", "scheduler", b"scheduler", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -137,6 +143,7 @@ class Override(_message.Message):
     ENGINE_LABELS_FIELD_NUMBER: _builtins.int
     SCHEDULER_FIELD_NUMBER: _builtins.int
     ENTROPY_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Glob over the name of the model or LoRA adapter."""
     tenant: _builtins.str
@@ -157,6 +164,10 @@ class Override(_message.Message):
     def entropy(self) -> Global___EntropyOverride:
         """Values that replace those of EntropyPolicy."""
 
+    @_builtins.property
+    def loop(self) -> Global___LoopOverride:
+        """Values that replace those of LoopPolicy."""
+
     def __init__(
         self,
         *,
@@ -167,10 +178,11 @@ class Override(_message.Message):
         engine_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         scheduler: Global___SchedulerOverride | None = ...,
         entropy: Global___EntropyOverride | None = ...,
+        loop: Global___LoopOverride | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "scheduler", b"scheduler"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entropy", b"entropy", "loop", b"loop", "scheduler", b"scheduler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_labels", b"engine_labels", "entropy", b"entropy", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effort", b"effort", "engine_labels", b"engine_labels", "entropy", b"entropy", "loop", b"loop", "model", b"model", "scheduler", b"scheduler", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,6 +244,55 @@ class SchedulerOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__soft_think_tokens) -> _WhichOneofReturnType__soft_think_tokens | None: ...
 
 Global___SchedulerOverride: _TypeAlias = SchedulerOverride  # noqa: Y015
+
+@_typing.final
+class LoopOverride(_message.Message):
+    """The fields of LoopPolicy that are decided per request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    MIN_ROUNDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Replaces LoopPolicy.enabled."""
+    shadow: _builtins.bool
+    """Replaces LoopPolicy.shadow."""
+    min_rounds: _builtins.int
+    """Replaces LoopPolicy.min_rounds."""
+    min_tokens: _builtins.int
+    """Replaces LoopPolicy.min_tokens."""
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        shadow: _builtins.bool | None = ...,
+        min_rounds: _builtins.int | None = ...,
+        min_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
+    _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+
+Global___LoopOverride: _TypeAlias = LoopOverride  # noqa: Y015
 
 @_typing.final
 class EntropyOverride(_message.Message):
@@ -655,6 +716,55 @@ class RankCondition(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankCondition: _TypeAlias = RankCondition  # noqa: Y015
+
+@_typing.final
+class LoopPolicy(_message.Message):
+    """Ends thinking that repeats the same tokens, round after round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    MIN_ROUNDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Have agents look for cycles of up to 512 tokens in the thinking; false looks for none."""
+    shadow: _builtins.bool
+    """Make and count decisions, but do not end thinking."""
+    min_rounds: _builtins.int
+    """Rounds of a cycle, the first one included, from which on thinking ends; min_tokens must be reached too."""
+    min_tokens: _builtins.int
+    """Thinking tokens that repeat, the first round included, from which on thinking ends; min_rounds must be reached too."""
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        shadow: _builtins.bool | None = ...,
+        min_rounds: _builtins.int | None = ...,
+        min_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
+    _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
+    _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
+
+Global___LoopPolicy: _TypeAlias = LoopPolicy  # noqa: Y015
 
 @_typing.final
 class KvMemoryPolicy(_message.Message):

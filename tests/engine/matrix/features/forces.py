@@ -9,7 +9,7 @@ from meridian.v1 import agent_pb2
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.features.signals import EVERYWHERE, RANKS
+from tests.engine.matrix.features.signals import ALL, EVERYWHERE, RANKS
 from tests.engine.policies import CONVERGED
 from tests.processes import wait_for
 
@@ -55,6 +55,26 @@ def rules(engine: Engine) -> None:
     assert late
     assert set(late) <= set(range(1 + engine.agent.tracker.lookahead)), late
     assert engine.control.settled().ends["eat"] > before
+
+
+@feature("loops end within 256 tokens; other thinking stays", *ALL)
+def loops(engine: Engine) -> None:
+    """A bias makes two requests repeat one token for ever; the others think as without the rule."""
+    biased = [engine.endless(max_tokens=300, logit_bias={engine.token(t): 100.0, engine.end: -30.0}) for t in "AB"]
+    usual = [Ask(engine.prompt(i), {**GREEDY, "max_tokens": 60}) for i in range(4)]
+    asks = [*(Ask(engine.prompt(4 + i), params) for i, params in enumerate(biased)), *usual]
+    expected = [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    assert engine.end not in expected[0] + expected[1]
+    before = engine.control.settled().ends["loop"]
+    engine.control.apply({"loop": {"shadow": False}, "entropy": {"enabled": False}})
+    *looping, a, b, c, d = engine.paced(asks)
+    assert [a, b, c, d] == expected[2:]
+    for tokens, free in zip(looping, expected, strict=False):
+        at = tokens.index(engine.end)
+        assert at <= 256
+        assert tokens[:at] == free[:at]
+        assert len(tokens) == len(free), "an answer follows"
+    assert engine.control.settled().ends["loop"] == before + 2
 
 
 @feature("closing text before a forced end", *EVERYWHERE)
