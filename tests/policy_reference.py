@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST
+from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
-    ModelPolicy,
     RankCondition,
     SchedulerPolicy,
     TelemetryPolicy,

@@ -78,6 +78,7 @@ RULES: dict[str, AccessRule] = {
     "meridian.v1.AgentService/Connect": CONNECT,
     "meridian.v1.AuditService/ListAudit": AccessRule(Role.ADMIN),
     "meridian.v1.FleetService/ExplainRequest": READ,
+    "meridian.v1.FleetService/GetSavings": READ,
     "meridian.v1.FleetService/ListDecisions": READ,
     "meridian.v1.FleetService/ListEngines": READ,
     "meridian.v1.FleetService/ListRequests": READ,

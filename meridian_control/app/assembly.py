@@ -19,6 +19,7 @@ from meridian_control.access.rate_limits import CallLimits, Limiter
 from meridian_control.access.roles import Access
 from meridian_control.app.flags import advertised, everybody_may_change
 from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.cluster.harm_guard import HarmGuard
 from meridian_control.cluster.membership import Replica, Replicas, new_id
 from meridian_control.cluster.peers import Peers
 from meridian_control.common.errors import EtagMismatch
@@ -63,6 +64,7 @@ class Parts:
     store: PolicyStore
     whole: WholeFleet
     rollouts: Rollouts
+    guard: HarmGuard
     freezes: FreezeStore
     gate: Gate
     server: ControlServer
@@ -88,6 +90,7 @@ class Parts:
             self.rollouts.follow(),
             self.rollouts.drive(),
             self.whole.watch(),
+            self.guard.run(),
             *more,
         ]
 
@@ -119,7 +122,8 @@ def build(
     )
     gate = Gate(access or Access(), Limiter(limits or CallLimits()), audit, faults)
     server = ControlServer(services, fleet, gate, interceptors)
-    return Parts(store, whole, rollouts, freezes, gate, server, replicas, directory)
+    guard = HarmGuard(whole, rollouts, clock)
+    return Parts(store, whole, rollouts, guard, freezes, gate, server, replicas, directory)
 
 
 async def assemble(

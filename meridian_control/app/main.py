@@ -65,7 +65,10 @@ def serve_metrics(address: str, parts: Parts) -> None:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     loop = asyncio.get_running_loop()
     whole, rollouts, faults = parts.whole, parts.rollouts, parts.gate.faults.counts
-    REGISTRY.register(FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, faults, loop))
+    guard = parts.guard
+    REGISTRY.register(
+        FleetCollector(whole.fleet, whole.leads, lambda: rollouts.newest, faults, loop, savings=lambda: guard.newest)
+    )
 
 
 async def serve(args: argparse.Namespace, log: DecisionLog) -> None:

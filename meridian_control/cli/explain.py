@@ -1,5 +1,5 @@
-"""Implements `meridianctl explain`, `decisions` and `shadow`, which show the decisions about requests and their
-reasons.
+"""Implements `meridianctl explain`, `decisions`, `shadow` and `savings`, which show the decisions about requests, their
+reasons and their effects.
 
 The module uses the control plane only through its gRPC API, on one thread with blocking calls.
 """
@@ -26,6 +26,7 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
+from meridian_control.cli.tables import savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
 
 Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
@@ -105,6 +106,29 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
             counts = row.since_revision, row.requests, row.would_end, mean, row.saved_tokens, share
             add(rows, e.engine_id, row.section, row.reason or "first rule to fire", *counts)
     console().print(rows)
+
+
+def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
+    """Compare treated requests with the control group: tokens saved and harm, with 95 % intervals."""
+    with connect(context) as client:
+        answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
+    warn_unreachable(answer.unreachable_replicas)
+    if output is not Output.table:
+        show_value(as_dict(answer), output)
+        return
+    terminal = console()
+    if answer.withdrawn_revision:
+        line = f"revision {answer.withdrawn_revision} put the entropy rules into shadow: {answer.withdrawn_reason}"
+        terminal.print(escape(line), highlight=False)
+    for row in answer.savings:
+        force = "in force" if row.in_force else "no longer in force"
+        terminal.print(f"rules since revision {row.since_revision}, {force}", highlight=False)
+        terminal.print(savings_table(row))
+        for line in savings_lines(row):
+            terminal.print(escape(line), highlight=False)
+    if not any(row.treated.requests or row.control.requests for row in answer.savings):
+        none = "No request counts: the entropy section is in shadow or off, or entropy.holdout_share is 0."
+        terminal.print(none, highlight=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- words

@@ -24,7 +24,7 @@ from meridian_control.cli.console import (
     show,
     warn_unreachable,
 )
-from meridian_control.cli.explain import decisions, explain, shadow
+from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
 from meridian_control.cli.rollout import rollout_app
@@ -53,7 +53,7 @@ Exit codes:
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
 app.add_typer(rollout_app, name="rollout")
-for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, record, calibrate, replay):
+for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, savings, record, calibrate, replay):
     app.command()(command)
 
 
@@ -88,6 +88,9 @@ def engines(context: typer.Context, output: OutputOption = Output.table) -> None
     if output is Output.table:
         for refused in (engine for engine in found if engine.nack_error):
             typer.echo(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+        for reason in dict.fromkeys(engine.withdrawn for engine in found if engine.withdrawn):
+            names = ", ".join(engine.engine_id for engine in found if engine.withdrawn == reason)
+            typer.echo(f"{names}: the control plane has put the entropy rules into shadow: {reason}")
         for noted in (engine for engine in found if engine.entropy_note):
             backend = entropy_backend_name(noted.entropy_backend)
             typer.echo(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")

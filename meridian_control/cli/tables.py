@@ -1,6 +1,6 @@
-"""Formats engines and live requests as tables for a terminal."""
+"""Formats engines, live requests, and comparisons with the control group as tables for a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
@@ -46,6 +46,44 @@ def _outlook(engine: fleet_pb2.Engine) -> str:
     if not engine.HasField("recover_time"):
         return "off until the engine is started again"
     return f"off until {engine.recover_time.ToDatetime():%H:%M:%S} UTC"
+
+
+def savings_table(row: fleet_pb2.Savings) -> Table:
+    """Return the treated requests and the control group side by side."""
+    columns = ("requests", "thinking, mean", "stopped", "answer, mean", "re-entries", "aborted", "by length")
+    shown = new_table("arm", *columns)
+    for name, arm in (("treated", row.treated), ("control", row.control)):
+        answer = f"{arm.answer_tokens / arm.answers:.1f}" if arm.answers else ""
+        thinking = f"{arm.think_tokens / arm.requests:.1f}" if arm.requests else ""
+        shares = (_share(count, arm.requests) for count in (arm.reentries, arm.aborts, arm.lengths))
+        add(shown, name, arm.requests, thinking, _share(arm.stopped, arm.requests), answer, *shares)
+    return shown
+
+
+def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
+    """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
+    if row.HasField("saved_tokens"):
+        total = row.treated.requests * row.saved_tokens.value
+        low, high = (row.treated.requests * end for end in (row.saved_tokens.low, row.saved_tokens.high))
+        share = f"{row.saved_ratio.value:.1%} of the thinking ({row.saved_ratio.low:.1%} to {row.saved_ratio.high:.1%})"
+        yield f"saved: {share}, {total:,.0f} tokens in all ({low:,.0f} to {high:,.0f})"
+    else:
+        yield "saved: not known yet, because an arm has too few requests"
+    if row.control.think_tokens:
+        yield f"shadow's own estimate: {row.shadow_saved_tokens / row.control.think_tokens:.1%} of the thinking"
+    unjudged = f", {row.unjudged} not judged for want of a probe" if row.unjudged else ""
+    if row.HasField("harm_ratio"):
+        harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
+        yield f"harm: {harm.value:.2%} ({of}), at most {harm.high:.2%}; allowed {row.max_loss:.2%}"
+    else:
+        why = "no probe came at the places where rules would have ended thinking" if row.unjudged else "no request yet"
+        yield f"harm: not measured, {why}{unjudged}"
+    if row.HasField("evidence_ratio"):
+        yield f"evidence of more harm: {row.evidence_ratio:.3g} of the level at which the rules go into shadow"
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count / of:.1%}" if of else ""
 
 
 def request_table(rows: Iterable[fleet_pb2.LiveRequest]) -> Table:

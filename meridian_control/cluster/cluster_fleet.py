@@ -14,6 +14,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.cluster.peers import CALL_TIMEOUT_S
 from meridian_control.common.errors import NotFound
+from meridian_control.fleet import savings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -119,6 +120,32 @@ class WholeFleet:
         if unreachable:
             raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}")
         raise unknown
+
+    def local_savings(self) -> fleet_pb2.GetSavingsResponse:
+        """Return the counts of treated requests and of the control group on this replica, without estimates."""
+        fleet = self.fleet
+        told = fleet_pb2.GetSavingsResponse(savings=savings.messages(fleet.experiments, fleet.policy))
+        if (withdrawal := savings.withdrawn(fleet.policy)) is not None:
+            told.withdrawn_revision, told.withdrawn_reason = withdrawal.revision, withdrawal.reason
+        return told
+
+    async def heard_savings(self) -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        """Return the counts of each replica by its id, and the ids of the replicas that did not answer."""
+
+        async def ask(peer: Peer) -> fleet_pb2.GetSavingsResponse:
+            return await peer.fleet.GetSavings(fleet_pb2.GetSavingsRequest(local_only=True), timeout=CALL_TIMEOUT_S)
+
+        heard, unreachable = await self.peers.ask(ask) if self.peers is not None else ({}, [])
+        return {self.replica_id: self.local_savings()} | heard, unreachable
+
+    async def savings(self, local_only: bool = False) -> fleet_pb2.GetSavingsResponse:
+        """Return the counts of all replicas, added up, with estimates."""
+        if local_only:
+            return self.local_savings()
+        heard, unreachable = await self.heard_savings()
+        told = savings.merged(heard.values())
+        told.unreachable_replicas.extend(unreachable)
+        return told
 
     @asynccontextmanager
     async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:

@@ -87,6 +87,12 @@ class Journal:
             life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
             self._note(life, change.kind, change.phase, detail)
 
+    def in_control_group(self, slot: int) -> None:
+        """Note, once in a life, that the entropy rules only shadow the request."""
+        life = self._lives.get(slot)
+        if life is not None and all(event.kind != "control_group" for event in life.events):
+            self._note(life, "control_group", agent_pb2.PHASE_UNSPECIFIED, "the entropy rules only shadow this request")
+
     def lost(self) -> None:
         """Note that the stream is lost. A later stream may continue with the same requests."""
         for life in self._lives.values():

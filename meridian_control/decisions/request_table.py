@@ -297,12 +297,17 @@ class RequestTable(Columns):
         """Note which of the session's policies holds for a request."""
         self.group[slot] = group
 
+    def set_arm(self, slot: int, control: bool, counted: bool) -> None:
+        """Note whether a request belongs to the control group, and whether it counts when it closes."""
+        self.control[slot], self.counted[slot] = control, counted
+
     def set_groups(self, groups: NDArray[np.int64] | int) -> None:
         """Note which of the session's policies hold for all requests, [slots] or one for all."""
         self.group[:] = groups
 
     def note_think_end(self, slot: int, forced: bool) -> None:
         """Note that the request's thinking has ended. forced: whether the agent forced the end."""
+        self.reentered[slot] |= self.ended[slot]
         self.ended[slot], self.forced[slot] = True, forced
 
     def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:
@@ -310,9 +315,15 @@ class RequestTable(Columns):
         self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
         self.eat_count[slot] += 1
 
-    def note_empty_answer(self, slot: int, empty: bool) -> None:
-        """Note whether the request's newest probe found that the answer would be empty."""
-        self.empty_answer[slot] = empty
+    def note_trial_answer(self, slot: int, empty: bool, same_answer: int) -> None:
+        """Note whether the request's newest probe found that the answer would be empty.
+
+        same_answer: number of newest probes of the request, this one included, with the same likeliest next token.
+        """
+        self.empty_answer[slot], self.same_answer[slot] = empty, same_answer
+        if self.probes_since_stop[slot] >= 0:
+            self.probes_since_stop[slot] += 1
+            self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
 
     # ------------------------------------------------------------------------------ decided by the control plane
 
@@ -346,6 +357,20 @@ class RequestTable(Columns):
             self.shadow_decided[slot] |= 1 << reason
         else:
             self.end_decided[slot] = reason
+
+    def note_stop_decided(self, slot: int, probed: bool) -> None:
+        """Note that an entropy rule has decided to end the thinking of a request of the control group, in shadow.
+
+        probed: whether the rule has just seen the request's newest probe. Only the first such decision counts.
+        """
+        if self.probes_since_stop[slot] < 0:
+            self.probes_since_stop[slot] = int(probed)
+            self.stop_is_empty[slot] = probed and self.empty_answer[slot]
+
+    def note_stop(self, slot: int, think_tokens: int) -> None:
+        """Note the thinking tokens at which the first such decision would have ended the thinking."""
+        if self.stop_tokens[slot] < 0:
+            self.stop_tokens[slot] = think_tokens
 
     def restore_end(self, slot: int, reason: int) -> None:
         """Note an end of thinking that the engine still carries out, unless the request has a newer one."""

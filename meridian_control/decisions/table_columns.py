@@ -73,6 +73,20 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # Whether thinking has ended at least once; whether its newest end was forced.
     "ended": (bool, False),
     "forced": (bool, False),
+    # Whether thinking has ended more than once.
+    "reentered": (bool, False),
+    # Whether the entropy rules only shadow the request, because it belongs to the control group; whether it counts as
+    # treated or as control when it closes.
+    "control": (bool, False),
+    "counted": (bool, False),
+    # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
+    # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
+    # been empty at the first of these probes. Of all requests: number of newest probes with the same likeliest answer
+    # token.
+    "stop_tokens": (np.int64, -1),
+    "probes_since_stop": (np.int64, -1),
+    "stop_is_empty": (bool, False),
+    "same_answer": (np.int64, 0),
     # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
     # The rules in shadow that fired for the request, one bit for each ForceReason.
@@ -120,5 +134,12 @@ class Columns:
     cap_shadow: NDArray[np.bool_]
     ended: NDArray[np.bool_]
     forced: NDArray[np.bool_]
+    reentered: NDArray[np.bool_]
+    control: NDArray[np.bool_]
+    counted: NDArray[np.bool_]
+    stop_tokens: NDArray[np.int64]
+    probes_since_stop: NDArray[np.int64]
+    stop_is_empty: NDArray[np.bool_]
+    same_answer: NDArray[np.int64]
     end_decided: NDArray[np.uint8]
     shadow_decided: NDArray[np.uint8]

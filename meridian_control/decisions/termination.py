@@ -286,7 +286,8 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
 
 
 def _wait_for_probe(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    measured = (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_EAT)) != 0
+    # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
+    measured = ~table.control & ((table.shadow_decided & (1 << agent_pb2.FORCE_REASON_EAT)) != 0)
     waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
     return waits
 

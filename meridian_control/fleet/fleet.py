@@ -26,10 +26,12 @@ from meridian_control.fleet.recording import (
     policy_record,
     up_record,
 )
+from meridian_control.fleet.savings import withdrawn
 from meridian_control.fleet.status_messages import engine_view, request_views
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
 from meridian_control.rollout.transitions import revision_of
+from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.session import Session
 
@@ -72,6 +74,8 @@ class Fleet:
         self.decisions = decisions or DecisionLog()
         # Comparisons of rules in shadow, by engine id; each outlives the engine's streams.
         self.shadows: dict[str, Comparison] = {}
+        # Counts of treated requests and of the control group, over all engines.
+        self.experiments = Experiments()
         self.connections: set[Connection] = set()
         # Connections whose counters are summed. Connections that a newer stream has replaced stay until they end, so
         # that counters never fall.
@@ -100,7 +104,7 @@ class Fleet:
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
-        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id))
+        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id), self.experiments)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
         for recording in self._recording(session):
@@ -244,6 +248,7 @@ class Fleet:
         """Bring a revision to every engine: to connecting engines at once, to others after QUIET_S without a change."""
         if self._policy is None or stored.revision > self._policy.revision:
             self._policy = stored
+            self.experiments.of(stored.revision, stored.policy)
             self._send_soon()
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
@@ -319,6 +324,11 @@ class Fleet:
         """The revision of the policy in force; 0 before the first policy."""
         return self._policy.revision if self._policy is not None else 0
 
+    @property
+    def policy(self) -> StoredRevision | None:
+        """The revision that engines outside a rollout's group are given; None before there is one."""
+        return self._policy
+
     def totals(self) -> Totals:
         """Return the counters summed over all sessions since the server started."""
         total = Totals()
@@ -332,6 +342,9 @@ class Fleet:
         ids = {e.engine_id for e in live}
         now = self.clock()
         gone = [engine for engine in self.departed.views(now) if engine.engine_id not in ids]
+        if (withdrawal := withdrawn(self._policy)) is not None:
+            for engine in live:
+                engine.withdrawn = withdrawal.reason if engine.revision == withdrawal.revision else ""
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:

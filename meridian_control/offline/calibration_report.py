@@ -12,7 +12,7 @@ from rich.table import Table
 
 from meridian_control.offline.rule_replay import CAP
 from meridian_control.policy import formats as forms
-from meridian_control.policy.schema import ModelPolicy
+from meridian_control.policy.model_section import ModelPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

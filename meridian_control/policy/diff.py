@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meridian_control.policy.model import PER_REQUEST, Policy, Who
-from meridian_control.policy.schema import ModelPolicy
+from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.validation_errors import dotted, quoted
 
 DEFAULT, POLICY, REQUEST = "default", "policy", "request"

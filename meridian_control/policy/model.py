@@ -14,11 +14,11 @@ from pydantic import (
 )
 
 from meridian_control.policy.loop_schema import LoopPolicy
+from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
-    ModelPolicy,
     SchedulerPolicy,
     TelemetryPolicy,
 )

@@ -250,6 +250,22 @@ class EntropyPolicy(Section):
         description="RPDI rule: number of newest thinking tokens that the local mean covers.",
         json_schema_extra=advice("With a shorter window the rule fires sooner, and more often by chance."),
     )
+    holdout_share: float = Field(
+        0.02,
+        ge=0,
+        le=0.5,
+        description="Share of requests, a fraction, in the control group: while the section is in force, its rules only "
+        "shadow these requests, which a hash of the request id chooses. 0 switches the control group off.",
+        json_schema_extra=advice("Raise it to measure savings and harm sooner; set it to 0 to save every token."),
+    )
+    max_loss: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="Largest share of requests, a fraction, whose answer the rules may change for the worse. If the "
+        "control group shows more harm, the control plane puts the section into shadow. 1 switches this off.",
+        json_schema_extra=advice("Set it to the `--max-loss` of `meridianctl calibrate`."),
+    )
     lease_ms: SectionLease = 0
 
 
@@ -309,49 +325,4 @@ class FallbackPolicy(Section):
         le=MAX_LEASE_MS,
         description="Milliseconds for which decisions stay in force without a stream; caps stay in force for good.",
         json_schema_extra=advice("Keep it above the time that a restart of the control plane takes."),
-    )
-
-
-# Largest number of tokens in a marker; real markers are much shorter.
-MAX_MARKER_TOKENS = 64
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...], Field(max_length=MAX_MARKER_TOKENS)]
-
-
-class ModelPolicy(Section):
-    """Tells an engine facts about one model that the engine cannot find out by itself."""
-
-    think_start_token_ids: TokenIds = Field(
-        (),
-        strict=False,
-        description="Token ids that begin thinking; empty means those of the reasoning parser.",
-        json_schema_extra=advice("Set it only if `meridianctl engines` says that the markers are unknown."),
-    )
-    think_end_token_ids: TokenIds = Field(
-        (),
-        strict=False,
-        description="Token ids that end thinking; empty means those of the reasoning parser.",
-        json_schema_extra=advice("Set it only if `meridianctl engines` says that the markers are unknown."),
-    )
-    reasoning_parser: str = Field(
-        "",
-        max_length=256,
-        description="Name of the vLLM reasoning parser; empty means the engine's own parser.",
-        json_schema_extra=advice("Set it if vLLM was started without the model's parser."),
-    )
-    supports_think_disable: bool = Field(
-        True,
-        description="Whether a closed think block at the end of the prompt means that the request does not think.",
-        json_schema_extra=advice("Set it to false for models that think in spite of a closed think block."),
-    )
-    closing_text: str = Field(
-        "",
-        max_length=2000,
-        description="Text that a forced end writes before the end marker; the text counts as thinking.",
-        json_schema_extra=advice("Use the sentence with which the model's authors train or advise to cut thinking."),
-    )
-    eat_answer_prefix: str = Field(
-        "",
-        max_length=2000,
-        description="Text that an EAT probe appends after the end marker, before the answer.",
-        json_schema_extra=advice("Use the words that precede the first meaningful token of your model's answers."),
     )

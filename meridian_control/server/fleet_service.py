@@ -83,6 +83,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListDecisionsResponse:
         return await decision_queries.decisions(self._whole, request)
 
+    async def GetSavings(  # noqa: N802
+        self, request: fleet_pb2.GetSavingsRequest, context: Context
+    ) -> fleet_pb2.GetSavingsResponse:
+        return await self._whole.savings(request.local_only)
+
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Context
     ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:

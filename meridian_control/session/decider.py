@@ -19,6 +19,7 @@ from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
 from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
 from meridian_control.session.merged_steps import steps
+from meridian_control.session.shadow_comparison import SECTIONS
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -135,6 +136,10 @@ class Decider:
         table = self._table
         slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
         table.note_end(slot, reason, shadow)
+        if shadow and table.control[slot] and SECTIONS.get(reason_name(reason)) == "entropy":
+            # EAT fires on the newest probe, except if a request passes its floor or a policy changes later.
+            is_eat = reason == agent_pb2.FORCE_REASON_EAT
+            table.note_stop_decided(slot, probed=is_eat and self._reported and slot in table.history.sampled)
         made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
         if table.closing[slot]:
             self._ledger.too_late(made)

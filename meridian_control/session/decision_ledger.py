@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
+from meridian_control.session.shadow_comparison import SECTIONS
 
 if TYPE_CHECKING:
     from meridian_control.decision_log.journal import Journal
@@ -135,3 +136,5 @@ class Ledger:
             self.last[decision.slot] = decision
             if shadowed and decision.kind == "force":
                 self._shadow.fired(decision.slot, decision.reason, think_tokens)
+                if self._table.control[decision.slot] and SECTIONS.get(decision.reason) == "entropy":
+                    self._table.note_stop(decision.slot, think_tokens)

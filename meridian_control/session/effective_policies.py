@@ -1,4 +1,5 @@
-"""Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides.
+"""Finds the policy that holds for each live request of one engine: the policy in force with the matching overrides, and
+with its entropy rules in shadow for the control group.
 
 The table's column `group` holds indices into this module's list of policies. The module does not know how a policy
 reaches the engine. The code does no I/O and reads no clock; each object belongs to one session.
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from meridian_control.decisions.control_group import has_control_group, held_out, in_shadow
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
+    from meridian_control.decision_log.journal import Journal
     from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.session.arms import Experiment, Experiments
 
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
@@ -29,8 +33,12 @@ Among: TypeAlias = "NDArray[np.bool_] | None"
 class Groups:
     """The policies of one engine's requests. `policy` is None and `revision` 0 until a policy is in force."""
 
-    def __init__(self, table: RequestTable, hello: agent_pb2.Hello) -> None:
+    def __init__(
+        self, table: RequestTable, hello: agent_pb2.Hello, experiments: Experiments, journal: Journal | None
+    ) -> None:
         self._table, self._labels = table, dict(hello.labels)
+        self._experiments, self._journal = experiments, journal
+        self._experiment: Experiment | None = None
         self.policy: Policy | None = None
         self.revision = 0
         self._policies: list[Policy] = []
@@ -39,21 +47,43 @@ class Groups:
     def apply(self, revision: int, policy: Policy) -> None:
         """Put a policy in force and find the policy of each live request under it."""
         self.policy, self.revision, self._policies = policy, revision, [policy]
+        before, self._experiment = self._experiment, self._experiments.of(revision, policy)
         self._table.set_window(policy.entropy.rpdi_window_tokens)
         self._table.set_groups(0)
         for slot, opened in self._table.requests():
-            self.assign(slot, opened)
+            self.assign(slot, opened, same_rules=self._experiment is before)
 
-    def assign(self, slot: int, opened: agent_pb2.RequestOpened) -> None:
-        """Find the policy that holds for a request, which the table has already opened."""
-        if self.policy is None or not self.policy.override:
+    def assign(self, slot: int, opened: agent_pb2.RequestOpened, same_rules: bool = False) -> None:
+        """Find the policy that holds for a request, which the table has already opened.
+
+        same_rules: whether the policy has the same rules as the previous policy, so that a request that counts under
+        them goes on counting.
+        """
+        if self.policy is None:
             return
-        own = self.policy.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels))
+        own = self.policy
+        if own.override:
+            own = own.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels))
+        in_force = has_control_group(own.entropy)
+        control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
+        begins = not (self._table.think_tokens[slot] or self._table.output_tokens[slot])
+        self._table.set_arm(slot, control, in_force and (begins or (same_rules and bool(self._table.counted[slot]))))
+        if control:
+            own = in_shadow(own)
+            if self._journal is not None:
+                self._journal.in_control_group(slot)
+        if own is self.policy:
+            return
         if own not in self._policies:
             if len(self._policies) >= self._room:
                 self._forget_unused()
             self._policies.append(own)
         self._table.set_group(slot, self._policies.index(own))
+
+    def count_closed(self, closed: agent_pb2.RequestClosed) -> None:
+        """Count a request that closes, which the table still holds, as treated or as control."""
+        if self._experiment is not None and self._table.holds(closed.slot):
+            self._experiment.closed(self._table, closed.slot, closed.reason)
 
     def _forget_unused(self) -> None:
         """Drop policies that no live request uses. Clients choose which overrides match, so the list could grow."""

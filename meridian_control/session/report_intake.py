@@ -59,10 +59,11 @@ class Intake:
         self._table.clear()
         for opened in snapshot.requests:
             self._table.open(opened, now_ms)
-            self._groups.assign(opened.slot, opened)
         self._shadow.new_stream()
         if self._journal is not None:
             self._journal.snapshot(snapshot.requests, self._sample_ratio)
+        for opened in snapshot.requests:
+            self._groups.assign(opened.slot, opened)
 
     def take(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         """Take in a report, but keep the requests that it closes in the table, because decisions follow.
@@ -103,6 +104,7 @@ class Intake:
             self._journal.closed(report.closed, table)
         for closed in report.closed:
             self._endings.count_answer(closed)
+            self._groups.count_closed(closed)
             table.close(closed.slot)
             self._ledger.last.pop(closed.slot, None)
 
@@ -130,10 +132,10 @@ class Intake:
         # A request that already has tokens was counted before; an agent that rested reports it again.
         self._totals.requests += not (opened.think_tokens or opened.output_tokens)
         self._table.open(opened, now_ms)
-        self._groups.assign(opened.slot, opened)
         self._shadow.opened(opened.slot)
         if self._journal is not None:
             self._journal.opened(opened, self._sample_ratio)
+        self._groups.assign(opened.slot, opened)
 
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
@@ -141,17 +143,18 @@ class Intake:
         self._totals.ttot.add(self._table.ttot_ms / 1e3)
 
     def _add_probes(self, probes: agent_pb2.ProbeColumns, steps: list[int]) -> None:
-        # Agents of the first version do not report whether the answer would be empty.
+        # Agents of the first version do not report whether the answer would be empty, nor whether it changes.
         empty_answers = probes.empty_answer or [False] * len(probes.slot)
-        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers
+        same_answers = probes.same_answer or [0] * len(probes.slot)
+        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        for decision_id, slot, eat_nats, empty_answer, step in zip(*columns, steps, strict=True):
+        for decision_id, slot, eat_nats, empty_answer, same_answer, step in zip(*columns, steps, strict=True):
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
                 self._table.history.sample(self._table, slot, step)
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
-                self._table.note_empty_answer(slot, empty_answer)
+                self._table.note_trial_answer(slot, empty_answer, same_answer)
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 

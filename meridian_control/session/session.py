@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.policy.model import Policy
+from meridian_control.session.arms import Experiments
 from meridian_control.session.counters import Totals
 from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
@@ -45,7 +46,7 @@ class Session:
     """The control plane's side of one stream, after its Hello.
 
     `journal` records the session's decisions. `shadow` compares rules in shadow with real ends of thinking, over all
-    streams of the engine.
+    streams of the engine. `experiments` counts treated requests and the control group, over all engines.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session:
         now: datetime,
         journal: Journal | None = None,
         shadow: Comparison | None = None,
+        experiments: Experiments | None = None,
     ) -> None:
         _check(hello)
         self.session_id, self.hello, self.connected_at = session_id, hello, now
@@ -69,7 +71,7 @@ class Session:
         self.last_report: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
-        self._groups = Groups(self.table, hello)
+        self._groups = Groups(self.table, hello, experiments or Experiments(), journal)
         self._ledger = Ledger(self.table, self._groups, self.totals, self.shadow, journal)
         self._intake = Intake(self.table, self._groups, self._ledger, self.totals, shadow=self.shadow, journal=journal)
         self._decider = Decider(hello, self.table, self._groups, self._ledger)

@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.decisions import capabilities, termination
 from meridian_control.decisions.request_table import MAX_TEXT
-from meridian_control.policy.schema import ModelPolicy
+from meridian_control.policy.model_section import ModelPolicy
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy

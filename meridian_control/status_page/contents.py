@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Largest number of rows in each table; the totals above the tables count everything.
 MAX_ENGINES, MAX_REQUESTS, MAX_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_FREEZES = 200, 100, 50, 10, 5, 50
-ASKED_DECISIONS = 200
+ASKED_DECISIONS, MAX_SAVINGS = 200, 3
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 CARRIED_OUT = (agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED)
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
@@ -41,7 +41,7 @@ PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "out
 
 async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore, now: datetime) -> dict[str, Any]:
     """Return everything on the page except the life of a request. Raises MeridianError."""
-    state, ends = await asyncio.gather(whole.watched(), newest_ends(whole))
+    state, ends, compared = await asyncio.gather(whole.watched(), newest_ends(whole), whole.savings())
     engines, requests = list(state.engines), sorted(state.requests, key=lambda r: -r.think_tokens)
     freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes}
     rows = [engine_row(engine, freezes, now) for engine in engines]
@@ -58,6 +58,8 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
+        "savings": [savings_row(row) for row in compared.savings[:MAX_SAVINGS]],
+        "withdrawn": withdrawal_text(compared),
         **await stored(policies, rollouts, engines),
     }
 
@@ -231,6 +233,22 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
         "last_decision": decision_text(last) if last.decision_id else "",
     }
+
+
+def savings_row(row: fleet_pb2.Savings) -> dict[str, Any]:
+    """Return the comparison of treated requests with the control group; estimates that are not known are missing."""
+    return plain(row) | {
+        name: plain(getattr(row, name))
+        for name in ("saved_tokens", "saved_ratio", "harm_ratio")
+        if row.HasField(name)  # type: ignore[arg-type]
+    }
+
+
+def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
+    """Return why the control plane itself has put the entropy rules into shadow; empty if it has not."""
+    if not compared.withdrawn_revision:
+        return ""
+    return f"Revision {compared.withdrawn_revision} put the entropy rules into shadow: {compared.withdrawn_reason}."
 
 
 def decision_text(last: fleet_pb2.LastDecision) -> str:

@@ -6,33 +6,11 @@ meridian_control.telemetry.catalogue` prints the tables of the operations guide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from meridian_control.telemetry.catalogue_entry import Entry, _counter, _gauge, _histogram
+from meridian_control.telemetry.control_group_entries import CONTROL_GROUP
 
 ENGINE = ("engine",)
 GRPC = ("grpc_type", "grpc_service", "grpc_method")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A metric under its exposed name. `text` is the metric's help; `act` tells an operator how to react to a value."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-    act: str
-
-
-def _counter(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "counter", labels, text, act)
-
-
-def _gauge(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "gauge", labels, text, act)
-
-
-def _histogram(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "histogram", labels, text, act)
 
 
 REPLICA = (
@@ -371,6 +349,7 @@ GROUPS = {
     "Rollouts": ROLLOUT,
     "Decisions": DECISIONS,
     "Thinking": THINKING,
+    "The control group": CONTROL_GROUP,
     "Streams": STREAMS,
     "Engines": ENGINES,
     "Agents, through the control plane": AGENTS,

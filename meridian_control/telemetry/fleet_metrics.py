@@ -20,12 +20,13 @@ from meridian_control.common import enum_names
 from meridian_control.decisions.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.telemetry.control_group_metrics import control_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
-    from meridian.v1 import agent_pb2
+    from meridian.v1 import agent_pb2, fleet_pb2
     from prometheus_client.core import Metric
 
     from meridian_control.common.histogram import Histogram
@@ -91,7 +92,8 @@ class FleetCollector(Collector):
 
     The number of label sets is bounded by engines, phases, states, kinds, reasons, outcomes, causes, sections and
     guardrails. `leads` says whether this replica leads; `rollout` is the newest rollout as the leading replica knows
-    it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop.
+    it; `faults` counts callers' faults by cause; `loop` is the fleet's event loop. `savings` is the newest comparison
+    over all replicas, None on replicas that do not lead.
     """
 
     def __init__(
@@ -101,7 +103,10 @@ class FleetCollector(Collector):
         rollout: Callable[[], Rollout | None],
         faults: Mapping[str, int],
         loop: asyncio.AbstractEventLoop,
+        *,
+        savings: Callable[[], fleet_pb2.GetSavingsResponse | None] = lambda: None,
     ) -> None:
+        self._savings = savings
         self._fleet, self._leads, self._rollout, self._faults, self._loop = fleet, leads, rollout, faults, loop
 
     def collect(self) -> Iterable[Metric]:
@@ -123,6 +128,7 @@ class FleetCollector(Collector):
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None),
             ("meridian_agents", self._agents()),
+            *control_group(self._fleet, self._savings()),
             *self._counted(),
             ("meridian_engine_state", self._states(engines)),
             *_of(engines),

@@ -17,11 +17,11 @@ from pydantic.fields import FieldInfo
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
 from meridian_control.policy.model import Override, Policy, Who
+from meridian_control.policy.model_section import ModelPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,
     KvMemoryPolicy,
-    ModelPolicy,
     RankCondition,
     SchedulerPolicy,
     TelemetryPolicy,

@@ -18,6 +18,7 @@ function show(state) {
   showFreezes(state.freezes);
   if (state.rollouts) showRollouts(state.rollouts);
   showEnds(state.ends);
+  showSavings(state.savings);
   showRequests(state);
   if (state.revisions) showRevisions(state.revisions);
   setText("about", `meridian-control ${state.version}, replica ${state.replica}`);
@@ -33,7 +34,7 @@ function showSummary(state) {
   const missing = state.unreachable.length
     ? `No answer from replica ${state.unreachable.join(", ")}. This page lacks the engines there.` : "";
   notice("access", state.access);
-  notice("notice", [missing, state.store_trouble].filter(Boolean).join(" "));
+  notice("notice", [state.withdrawn, missing, state.store_trouble].filter(Boolean).join(" "));
 }
 
 function tile(name, value, kind, more) {
@@ -93,6 +94,30 @@ function showEnds(ends) {
     [number.format(d.outcome_think_tokens || d.signals.think_tokens), "num"],
     [outcome(d), d.outcome === "OUTCOME_REFUSED" ? "bad" : ""], compared(d, false),
   ], "No end of thinking has been decided.");
+}
+
+const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+const mean = (sum, count) => (+count ? [(sum / count).toFixed(1), "num"] : ["", "num"]);
+const share = (part, whole) => (+whole ? [percent(part / whole), "num"] : ["", "num"]);
+
+function saving(s) {
+  const r = s.saved_ratio;
+  return r ? `${percent(r.value)} (${percent(r.low)} to ${percent(r.high)})` : "too few requests";
+}
+
+function harm(s) {
+  const r = s.harm_ratio;
+  return r ? `${percent(r.value, 2)}, at most ${percent(r.high, 2)}; allowed ${percent(s.max_loss, 2)}` : "not measured";
+}
+
+function showSavings(savings) {
+  const rows = savings.flatMap((s) => ["treated", "control"].map((arm) => ({ s, arm, counts: s[arm] })));
+  table("savings", rows, (r) => `${r.s.rules} ${r.arm}`, ({ s, arm, counts: c }) => [
+    [s.since_revision, "num"], arm, [number.format(c.requests), "num"], mean(c.think_tokens, c.requests),
+    mean(c.answer_tokens, c.answers), share(c.stopped, c.requests), share(c.reentries, c.requests),
+    share(c.aborts, c.requests), share(c.lengths, c.requests), arm === "treated" ? saving(s) : "",
+    arm === "control" ? harm(s) : "",
+  ], "No rules are in force with a control group.");
 }
 
 function showRequests(state) {

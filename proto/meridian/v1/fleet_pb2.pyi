@@ -192,6 +192,7 @@ class Engine(_message.Message):
     UNKNOWN_MARKERS_FIELD_NUMBER: _builtins.int
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -248,6 +249,10 @@ class Engine(_message.Message):
     """Backend that measures entropy on this engine, as in Hello."""
     entropy_note: _builtins.str
     """Reason why no faster backend measures entropy, or why none does; otherwise empty. As in Hello."""
+    withdrawn: _builtins.str
+    """Reason why the control plane itself has put the entropy rules of the engine's revision into shadow; empty if it has
+    not.
+    """
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the engine's stream began."""
@@ -361,10 +366,11 @@ class Engine(_message.Message):
         unknown_markers: _builtins.str = ...,
         entropy_backend: _agent_pb2.EntropyBackend.ValueType = ...,
         entropy_note: _builtins.str = ...,
+        withdrawn: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1167,7 +1173,9 @@ class RequestEvent(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Kind of the event: opened, phase, think_end, preempted, resumed, decision, stream_lost, stream_back or closed."""
+    """Kind of the event: opened, control_group, phase, think_end, preempted, resumed, decision, stream_lost, stream_back
+    or closed. control_group says that the entropy rules only shadow the request from here on.
+    """
     phase: _agent_pb2.Phase.ValueType
     """Phase of the request from this event on."""
     think_tokens: _builtins.int
@@ -1504,3 +1512,256 @@ class ListDecisionsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class GetSavingsRequest(_message.Message):
+    """Selects whose counts to return."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOCAL_ONLY_FIELD_NUMBER: _builtins.int
+    local_only: _builtins.bool
+    """Whether to return only what the asked replica itself knows."""
+    def __init__(
+        self,
+        *,
+        local_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_only", b"local_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSavingsRequest: _TypeAlias = GetSavingsRequest  # noqa: Y015
+
+@_typing.final
+class GetSavingsResponse(_message.Message):
+    """The comparisons of all replicas. A replica loses its counts when it restarts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAVINGS_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_REVISION_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_REASON_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
+    withdrawn_revision: _builtins.int
+    """Policy revision with which the control plane itself put the entropy rules into shadow; 0 if it has not, or if a
+    newer revision is in force.
+    """
+    withdrawn_reason: _builtins.str
+    """Reason for that revision; empty without such a revision."""
+    @_builtins.property
+    def savings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Savings]:
+        """One comparison for each set of rules that engines had lately; the newest comes first."""
+
+    @_builtins.property
+    def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the replicas that did not answer; what they know is missing."""
+
+    def __init__(
+        self,
+        *,
+        savings: _abc.Iterable[Global___Savings] | None = ...,
+        withdrawn_revision: _builtins.int = ...,
+        withdrawn_reason: _builtins.str = ...,
+        unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["savings", b"savings", "unreachable_replicas", b"unreachable_replicas", "withdrawn_reason", b"withdrawn_reason", "withdrawn_revision", b"withdrawn_revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSavingsResponse: _TypeAlias = GetSavingsResponse  # noqa: Y015
+
+@_typing.final
+class Savings(_message.Message):
+    """Compares requests under the same entropy rules: treated requests, and the control group, in which a hash of the
+    request id puts the share entropy.holdout_share. Only closed requests that thought count, and only if they began under
+    these rules on this stream.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULES_FIELD_NUMBER: _builtins.int
+    SINCE_REVISION_FIELD_NUMBER: _builtins.int
+    IN_FORCE_FIELD_NUMBER: _builtins.int
+    MAX_LOSS_FIELD_NUMBER: _builtins.int
+    TREATED_FIELD_NUMBER: _builtins.int
+    CONTROL_FIELD_NUMBER: _builtins.int
+    SHADOW_SAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    JUDGED_FIELD_NUMBER: _builtins.int
+    HARMFUL_FIELD_NUMBER: _builtins.int
+    UNJUDGED_FIELD_NUMBER: _builtins.int
+    SAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAVED_RATIO_FIELD_NUMBER: _builtins.int
+    HARM_RATIO_FIELD_NUMBER: _builtins.int
+    EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
+    JUDGED_STOPS_FIELD_NUMBER: _builtins.int
+    rules: _builtins.str
+    """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
+    since_revision: _builtins.int
+    """Policy revision from which on the requests count."""
+    in_force: _builtins.bool
+    """Whether these are the rules of the policy in force."""
+    max_loss: _builtins.float
+    """Value of entropy.max_loss."""
+    shadow_saved_tokens: _builtins.int
+    """Thinking tokens that the control group generated after the places where a rule would have ended their thinking."""
+    judged: _builtins.int
+    """Finished requests of the control group for which it is known whether a rule would have changed their answer."""
+    harmful: _builtins.int
+    """Judged requests whose answer a rule would have changed: the trial answer at the place of the end was empty, or it
+    was not the trial answer that stayed until the thinking ended.
+    """
+    unjudged: _builtins.int
+    """Finished requests of the control group that a rule would have ended, but that have no probe at the place of the end
+    or after it.
+    """
+    evidence_ratio: _builtins.float
+    """Evidence that the harm exceeds max_loss, as a fraction of the evidence at which the rules are put into shadow.
+    Absent on all replicas but the one that leads.
+    """
+    judged_stops: _builtins.int
+    """Number of judged requests that a rule would have ended."""
+    @_builtins.property
+    def treated(self) -> Global___ArmCounts:
+        """Requests whose thinking the rules may end."""
+
+    @_builtins.property
+    def control(self) -> Global___ArmCounts:
+        """Requests of the control group."""
+
+    @_builtins.property
+    def saved_tokens(self) -> Global___Range:
+        """Thinking tokens saved per request: the mean of the control group minus the mean of the treated requests, with its
+        interval. Absent until both have enough requests.
+        """
+
+    @_builtins.property
+    def saved_ratio(self) -> Global___Range:
+        """`saved_tokens` as a fraction of the control group's mean; absent with it."""
+
+    @_builtins.property
+    def harm_ratio(self) -> Global___Range:
+        """Harmful requests as a fraction of the judged ones, with one-sided exact bounds, each at the confidence of the other
+        intervals. Absent if harm is not measured: while no request is judged, or if `unjudged` exceeds `judged_stops`.
+        """
+
+    def __init__(
+        self,
+        *,
+        rules: _builtins.str = ...,
+        since_revision: _builtins.int = ...,
+        in_force: _builtins.bool = ...,
+        max_loss: _builtins.float = ...,
+        treated: Global___ArmCounts | None = ...,
+        control: Global___ArmCounts | None = ...,
+        shadow_saved_tokens: _builtins.int = ...,
+        judged: _builtins.int = ...,
+        harmful: _builtins.int = ...,
+        unjudged: _builtins.int = ...,
+        saved_tokens: Global___Range | None = ...,
+        saved_ratio: Global___Range | None = ...,
+        harm_ratio: Global___Range | None = ...,
+        evidence_ratio: _builtins.float | None = ...,
+        judged_stops: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "control", b"control", "evidence_ratio", b"evidence_ratio", "harm_ratio", b"harm_ratio", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "treated", b"treated"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "control", b"control", "evidence_ratio", b"evidence_ratio", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "max_loss", b"max_loss", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__evidence_ratio: _TypeAlias = _typing.Literal["evidence_ratio"]  # noqa: Y015
+    _WhichOneofArgType__evidence_ratio: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evidence_ratio) -> _WhichOneofReturnType__evidence_ratio | None: ...
+
+Global___Savings: _TypeAlias = Savings  # noqa: Y015
+
+@_typing.final
+class ArmCounts(_message.Message):
+    """Counts of closed requests that thought."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    THINK_TOKENS_SQUARES_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_SQUARES_FIELD_NUMBER: _builtins.int
+    REENTRIES_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of these requests."""
+    think_tokens: _builtins.int
+    """Sum of their thinking tokens."""
+    think_tokens_squares: _builtins.float
+    """Sum of the squares of their thinking tokens."""
+    stopped: _builtins.int
+    """Number of requests whose thinking an entropy rule ended; in the control group, would have ended."""
+    answers: _builtins.int
+    """Number of requests that finished after their thinking had ended."""
+    answer_tokens: _builtins.int
+    """Sum of the answer tokens of the requests that `answers` counts."""
+    answer_tokens_squares: _builtins.float
+    """Sum of the squares of these answer tokens."""
+    reentries: _builtins.int
+    """Number of requests that thought again after the end of their thinking."""
+    aborts: _builtins.int
+    """Number of requests that their clients aborted."""
+    lengths: _builtins.int
+    """Number of requests that finished by their length."""
+    def __init__(
+        self,
+        *,
+        requests: _builtins.int = ...,
+        think_tokens: _builtins.int = ...,
+        think_tokens_squares: _builtins.float = ...,
+        stopped: _builtins.int = ...,
+        answers: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        answer_tokens_squares: _builtins.float = ...,
+        reentries: _builtins.int = ...,
+        aborts: _builtins.int = ...,
+        lengths: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "answer_tokens", b"answer_tokens", "answer_tokens_squares", b"answer_tokens_squares", "answers", b"answers", "lengths", b"lengths", "reentries", b"reentries", "requests", b"requests", "stopped", b"stopped", "think_tokens", b"think_tokens", "think_tokens_squares", b"think_tokens_squares"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArmCounts: _TypeAlias = ArmCounts  # noqa: Y015
+
+@_typing.final
+class Range(_message.Message):
+    """An estimate and the two ends of its interval."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    value: _builtins.float
+    """The estimate."""
+    low: _builtins.float
+    """Lower end of the interval."""
+    high: _builtins.float
+    """Upper end of the interval."""
+    def __init__(
+        self,
+        *,
+        value: _builtins.float = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high", b"high", "low", b"low", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Range: _TypeAlias = Range  # noqa: Y015

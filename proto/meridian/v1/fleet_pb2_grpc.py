@@ -67,6 +67,11 @@ class FleetServiceStub(object):
                 request_serializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.SerializeToString,
                 response_deserializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.FromString,
                 _registered_method=True)
+        self.GetSavings = channel.unary_unary(
+                '/meridian.v1.FleetService/GetSavings',
+                request_serializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.SerializeToString,
+                response_deserializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -120,6 +125,13 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSavings(self, request, context):
+        """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -152,6 +164,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.ListDecisions,
                     request_deserializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.FromString,
                     response_serializer=meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.SerializeToString,
+            ),
+            'GetSavings': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSavings,
+                    request_deserializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.FromString,
+                    response_serializer=meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -319,6 +336,33 @@ class FleetService(object):
             '/meridian.v1.FleetService/ListDecisions',
             meridian_dot_v1_dot_fleet__pb2.ListDecisionsRequest.SerializeToString,
             meridian_dot_v1_dot_fleet__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSavings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meridian.v1.FleetService/GetSavings',
+            meridian_dot_v1_dot_fleet__pb2.GetSavingsRequest.SerializeToString,
+            meridian_dot_v1_dot_fleet__pb2.GetSavingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

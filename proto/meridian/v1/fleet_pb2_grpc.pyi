@@ -54,6 +54,8 @@ class FleetServiceStub:
     """Lists the decisions in the replicas' logs, newest first. The logs do not contain dispatch plans, which concern no
     single request and are only counted.
     """
+    GetSavings: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]
+    """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -81,6 +83,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Lists the decisions in the replicas' logs, newest first. The logs do not contain dispatch plans, which concern no
     single request and are only counted.
     """
+    GetSavings: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]  # type: ignore[assignment]
+    """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers questions about engines and their live requests, for the whole fleet, whichever replica is asked. A request
@@ -141,5 +145,13 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists the decisions in the replicas' logs, newest first. The logs do not contain dispatch plans, which concern no
         single request and are only counted.
         """
+
+    @_abc_1.abstractmethod
+    def GetSavings(
+        self,
+        request: _fleet_pb2.GetSavingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.GetSavingsResponse, _abc.Awaitable[_fleet_pb2.GetSavingsResponse]]:
+        """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

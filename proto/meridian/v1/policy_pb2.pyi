@@ -574,6 +574,8 @@ class EntropyPolicy(_message.Message):
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    HOLDOUT_SHARE_FIELD_NUMBER: _builtins.int
+    MAX_LOSS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Evaluate the EAT, rank and RPDI rules; false switches all three off."""
     shadow: _builtins.bool
@@ -610,6 +612,14 @@ class EntropyPolicy(_message.Message):
     """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
     experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
+    holdout_share: _builtins.float
+    """Share of requests, a fraction, in the control group: while the section is in force, its rules only shadow these
+    requests, which a hash of the request id chooses. 0 switches the control group off.
+    """
+    max_loss: _builtins.float
+    """Largest share of requests, a fraction, whose answer the rules may change for the worse. If the control group shows
+    more harm, the control plane puts the section into shadow. 1 switches this off.
+    """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
@@ -631,10 +641,12 @@ class EntropyPolicy(_message.Message):
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
+        holdout_share: _builtins.float | None = ...,
+        max_loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "lease_ms", b"lease_ms", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "lease_ms", b"lease_ms", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -654,8 +666,12 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__holdout_share: _TypeAlias = _typing.Literal["holdout_share"]  # noqa: Y015
+    _WhichOneofArgType__holdout_share: _TypeAlias = _typing.Literal["_holdout_share", b"_holdout_share"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_loss: _TypeAlias = _typing.Literal["max_loss"]  # noqa: Y015
+    _WhichOneofArgType__max_loss: _TypeAlias = _typing.Literal["_max_loss", b"_max_loss"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_window_tokens: _TypeAlias = _typing.Literal["rpdi_window_tokens"]  # noqa: Y015
@@ -681,7 +697,11 @@ class EntropyPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__holdout_share) -> _WhichOneofReturnType__holdout_share | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loss) -> _WhichOneofReturnType__max_loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload

@@ -1,0 +1,41 @@
+"""Decides which requests belong to the control group, in which the entropy rules are in shadow. Functions are pure."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.schema import EntropyPolicy
+
+    Withdrawn = TypeVar("Withdrawn", bound=Policy)
+
+SPAN = 1 << 64
+
+
+def held_out(request_id: str, share: float) -> bool:
+    """Return whether a request is in the control group of the share `share`, 0 to 1.
+
+    The hash depends on the id alone, so all replicas agree. It differs from the hashes that choose the decision log's
+    sample and the halves of a calibration. A larger group contains each smaller one.
+    """
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"control-group").digest()
+    return int.from_bytes(digest) < share * SPAN
+
+
+def has_control_group(entropy: EntropyPolicy) -> bool:
+    """Return whether the entropy rules are in force for some requests and in shadow for the control group."""
+    return entropy.enabled and not entropy.shadow and entropy.holdout_share > 0
+
+
+def in_shadow(policy: Withdrawn) -> Withdrawn:
+    """Return the policy with its entropy rules in shadow, also those of overrides."""
+    overrides = [
+        override.model_copy(update={"entropy": override.entropy.model_copy(update={"shadow": True})})
+        if override.entropy.shadow is False  # type: ignore[attr-defined]
+        else override
+        for override in policy.override
+    ]
+    entropy = policy.entropy.model_copy(update={"shadow": True})
+    return policy.model_copy(update={"entropy": entropy, "override": tuple(overrides)})

@@ -1,0 +1,100 @@
+"""The counts of treated requests and of the control group as messages, and the estimates that follow from the counts.
+
+Estimates are computed from sums over all replicas. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
+from meridian_control.session.arms import rules_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meridian_control.common.inference import Estimate
+    from meridian_control.policy.store import StoredRevision
+    from meridian_control.session.arms import Experiments
+
+# Author of the policy revisions by which the control plane itself puts the entropy rules into shadow.
+WITHDRAWER = "meridian-harm-guard"
+# Confidence of all intervals and bounds; smallest number of requests on each side for an estimate of the saving.
+CONFIDENCE, MIN_REQUESTS = 0.95, 30
+# Counts of `Savings` that add up over replicas.
+COUNTS = ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged")
+ARMS = ("treated", "control")
+
+
+def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
+    """Return the revision if the control plane itself has stored it to put the entropy rules into shadow."""
+    return policy if policy is not None and policy.author == WITHDRAWER else None
+
+
+def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fleet_pb2.Savings]:
+    """Return the counts of the newest experiment of each set of rules, without estimates."""
+    in_force = rules_of(policy.policy) if policy is not None else ""
+    return [
+        fleet_pb2.Savings(
+            rules=kept.rules,
+            since_revision=kept.since_revision,
+            in_force=kept.rules == in_force,
+            max_loss=kept.max_loss,
+            treated=fleet_pb2.ArmCounts(**vars(kept.treated)),
+            control=fleet_pb2.ArmCounts(**vars(kept.control)),
+            **{name: getattr(kept, name) for name in COUNTS},
+        )
+        for kept in experiments.newest()
+        if kept.rules == in_force or kept.treated.requests or kept.control.requests
+    ]
+
+
+def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavingsResponse:
+    """Return the sums over the replicas' answers for each set of rules, with estimates; the newest rules first."""
+    told, by_rules = fleet_pb2.GetSavingsResponse(), dict[str, fleet_pb2.Savings]()
+    for answer in answers:
+        if answer.withdrawn_revision > told.withdrawn_revision:
+            told.withdrawn_revision, told.withdrawn_reason = answer.withdrawn_revision, answer.withdrawn_reason
+        for part in answer.savings:
+            if (whole := by_rules.get(part.rules)) is None:
+                by_rules[part.rules] = whole = fleet_pb2.Savings()
+                whole.CopyFrom(part)
+            else:
+                _add(whole, part)
+    for whole in by_rules.values():
+        estimate(whole)
+    told.savings.extend(sorted(by_rules.values(), key=lambda s: (not s.in_force, -s.since_revision)))
+    return told
+
+
+def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
+    whole.since_revision = min(whole.since_revision, part.since_revision)
+    whole.in_force |= part.in_force
+    for name in COUNTS:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
+    for arm in ARMS:
+        mine, theirs = getattr(whole, arm), getattr(part, arm)
+        for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:
+            setattr(mine, count.name, getattr(mine, count.name) + getattr(theirs, count.name))
+
+
+def estimate(counts: fleet_pb2.Savings) -> None:
+    """Fill in the estimates of the saving and of the harm that the counts allow."""
+    treated, control = counts.treated, counts.control
+    if min(treated.requests, control.requests) >= MIN_REQUESTS:
+        mine, theirs = (Sums(a.requests, a.think_tokens, a.think_tokens_squares) for a in (treated, control))
+        _set(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
+        _set(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
+    if counts.judged and counts.unjudged <= counts.judged_stops:
+        harm = counts.harm_ratio
+        harm.value = counts.harmful / counts.judged
+        harm.low = binomial_lower(counts.harmful, counts.judged, CONFIDENCE)
+        harm.high = binomial_upper(counts.harmful, counts.judged, CONFIDENCE)
+
+
+def _set(message: fleet_pb2.Range, found: Estimate | None) -> None:
+    if found is not None:
+        message.value, message.low, message.high = found.value, found.low, found.high
+        message.SetInParent()

@@ -1,0 +1,164 @@
+"""Counts what becomes of treated requests and of the control group, for each set of rules.
+
+A request counts when it closes, so the memory does not grow with the number of requests. All counts are integers or
+sums, so that counts of several engines and replicas add up. The module knows neither messages of agents nor time. The
+objects belong to one event loop; all sessions of a replica share one `Experiments`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.enum_names import reason_name
+from meridian_control.session.shadow_comparison import SECTIONS
+
+if TYPE_CHECKING:
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.model import Policy
+
+# Number of newest experiments whose counts are kept apart.
+MAX_EXPERIMENTS = 8
+# Sections of the policy that have no effect on when thinking ends.
+UNRELATED = {"kv_memory", "telemetry", "fallback"}
+TREATED, CONTROL = "treated", "control"
+
+
+@dataclass
+class Arm:
+    """Counts of closed requests that thought; `ArmCounts` in fleet.proto defines each field."""
+
+    requests: int = 0
+    think_tokens: int = 0
+    think_tokens_squares: float = 0.0
+    stopped: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
+    answer_tokens_squares: float = 0.0
+    reentries: int = 0
+    aborts: int = 0
+    lengths: int = 0
+
+    def add(self, other: Arm) -> None:
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+@dataclass
+class Experiment:
+    """The counts under one set of rules, which came into force with the revision `since_revision`.
+
+    The last five fields count requests of the control group; `Savings` in fleet.proto defines them.
+    """
+
+    rules: str = ""
+    since_revision: int = 0
+    max_loss: float = 1.0
+    treated: Arm = field(default_factory=Arm)
+    control: Arm = field(default_factory=Arm)
+    shadow_saved_tokens: int = 0
+    judged: int = 0
+    judged_stops: int = 0
+    harmful: int = 0
+    unjudged: int = 0
+
+    def closed(self, table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> None:
+        """Count a request that closes, unless it did not think or did not begin under these rules."""
+        think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
+        if not (table.counted[slot] and think_tokens):
+            return
+        is_control, has_answer = bool(table.control[slot]), _has_answer(table, slot, reason)
+        arm = self.control if is_control else self.treated
+        arm.requests += 1
+        arm.think_tokens += think_tokens
+        arm.think_tokens_squares += float(think_tokens) ** 2
+        arm.stopped += table.stop_tokens[slot] >= 0 if is_control else _ended_by_entropy_rule(table, slot)
+        if has_answer:
+            arm.answers += 1
+            arm.answer_tokens += answer_tokens
+            arm.answer_tokens_squares += float(answer_tokens) ** 2
+        arm.reentries += int(table.reentered[slot])
+        arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
+        arm.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
+        if is_control:
+            self._compare(table, slot, has_answer)
+
+    def _compare(self, table: RequestTable, slot: int, has_answer: bool) -> None:
+        """Compare a request of the control group with the end that the first rule to fire would have made."""
+        stop = int(table.stop_tokens[slot])
+        if stop >= 0:
+            self.shadow_saved_tokens += max(0, int(table.think_tokens[slot]) - stop)
+        if not has_answer:
+            return
+        probes = int(table.probes_since_stop[slot])
+        # Agents of the first version do not count the probes with the same answer.
+        if stop >= 0 and (probes < 1 or not table.same_answer[slot]):
+            self.unjudged += 1
+            return
+        self.judged += 1
+        self.judged_stops += stop >= 0
+        # The newest `same_answer` probes agree; the first probe at or after the stop must be one of them.
+        stays = probes <= table.same_answer[slot] and not table.stop_is_empty[slot]
+        self.harmful += stop >= 0 and not stays
+
+    def add(self, other: Experiment) -> None:
+        self.treated.add(other.treated)
+        self.control.add(other.control)
+        for name in ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Experiments:
+    """The experiments of one replica, oldest first. A change of the rules begins a new experiment."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Experiment] = deque()
+        self._dropped = Experiment()
+
+    def of(self, revision: int, policy: Policy) -> Experiment:
+        """Return the experiment of a revision: the newest that is not newer, if its rules are the same, else a new one.
+
+        Engines may still apply an older revision while others have a newer one, so the order of calls does not matter.
+        """
+        rules = rules_of(policy)
+        older = [kept for kept in self._kept if kept.since_revision <= revision]
+        if older and older[-1].rules == rules:
+            return older[-1]
+        made = Experiment(rules, revision, policy.entropy.max_loss)
+        self._kept.insert(len(older), made)
+        if len(self._kept) > MAX_EXPERIMENTS:
+            # Sessions under older rules may go on counting in a dropped experiment, whose later counts are lost.
+            self._dropped.add(self._kept.popleft())
+        return made
+
+    def newest(self) -> list[Experiment]:
+        """Return the newest experiment of each set of rules, the newest first."""
+        return list({kept.rules: kept for kept in self._kept}.values())[::-1]
+
+    def total(self) -> Experiment:
+        """Return the sums over all experiments, which never decrease."""
+        total = Experiment()
+        for experiment in (self._dropped, *self._kept):
+            total.add(experiment)
+        return total
+
+
+def rules_of(policy: Policy) -> str:
+    """Return a fingerprint of the policy's sections that decide when thinking ends."""
+    text = policy.model_dump_json(exclude=UNRELATED)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> bool:
+    """Whether the request finished by itself or by its length, after its thinking had ended."""
+    finished = reason in (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+    return finished and bool(table.ended[slot]) and table.phase[slot] != agent_pb2.PHASE_THINK
+
+
+def _ended_by_entropy_rule(table: RequestTable, slot: int) -> bool:
+    decided = reason_name(int(table.end_decided[slot]))
+    return bool(table.forced[slot]) and SECTIONS.get(decided) == "entropy"

@@ -1,0 +1,28 @@
+"""Defines an entry of the catalogue of metrics, and functions that make entries of each kind. The functions are pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A metric under its exposed name. `text` is the metric's help; `act` tells an operator how to react to a value."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+    act: str
+
+
+def _counter(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+    return Entry(name, "counter", labels, text, act)
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+    return Entry(name, "gauge", labels, text, act)
+
+
+def _histogram(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
+    return Entry(name, "histogram", labels, text, act)

@@ -1,0 +1,73 @@
+"""The catalogue's metrics of the control group. The module holds declarations only."""
+
+from meridian_control.telemetry.catalogue_entry import _counter, _gauge
+
+ARM = ("arm",)
+
+CONTROL_GROUP = (
+    _counter(
+        "meridian_arm_requests_total",
+        ARM,
+        "Closed requests that thought, by arm: treated, or control, whose requests the entropy rules only shadow.",
+        "No `control`: the entropy section is in shadow, or `entropy.holdout_share` is 0, so nothing is compared.",
+    ),
+    _counter(
+        "meridian_arm_think_tokens_total",
+        ARM,
+        "Thinking tokens of these requests.",
+        "Divide by `meridian_arm_requests_total`: the difference of the arms is what the rules save per request.",
+    ),
+    _counter(
+        "meridian_arm_answer_tokens_total",
+        ARM,
+        "Answer tokens of these requests, if they finished after their thinking had ended.",
+        "Longer answers of `treated`: the model goes on thinking in the answer; set a `closing_text`, or calibrate.",
+    ),
+    _counter(
+        "meridian_arm_events_total",
+        ("arm", "event"),
+        "These requests by event: stopped (an entropy rule ended the thinking, or would have), answered, reentry (the "
+        "request thought again), abort (by the client), length (finished by its length).",
+        "More `reentry`, `abort` or `length` per request in `treated`: the rules stop too early; put them into shadow.",
+    ),
+    _counter(
+        "meridian_control_group_shadow_saved_tokens_total",
+        (),
+        "Thinking tokens of the control group after the places where a rule would have ended the thinking.",
+        "Per request of the control group, compare with the difference of the arms. Far apart: ends come late, or "
+        "requests think again.",
+    ),
+    _counter(
+        "meridian_control_group_verdicts_total",
+        ("verdict",),
+        "Finished requests of the control group by what the rules would have done to their answer: harmless, harmful, "
+        "or unjudged (no probe at the place of the end or after it).",
+        "Mostly `unjudged`: harm is not measured; let EAT probes run beside rules without probes.",
+    ),
+    _gauge(
+        "meridian_saved_ratio",
+        ("bound",),
+        "Share of the thinking that the rules in force save, by value, low and high end of the 95 % interval. Like the "
+        "metrics below, it comes from the replica that leads, for all replicas.",
+        "`low` below 0 with many requests: the rules save nothing that can be shown.",
+    ),
+    _gauge(
+        "meridian_harm_ratio",
+        ("bound",),
+        "Share of the control group whose answer the rules in force would have changed, by value and one-sided exact "
+        "95 % bounds low and high. Absent while harm is not measured.",
+        "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
+    ),
+    _gauge(
+        "meridian_harm_evidence_ratio",
+        (),
+        "Evidence that the harm exceeds `entropy.max_loss`; at 1 the control plane puts the rules into shadow.",
+        "Near 1: look at the harmful requests with `meridianctl explain` before the rules are withdrawn.",
+    ),
+    _gauge(
+        "meridian_entropy_withdrawn",
+        (),
+        "1 while the policy in force is the one by which the control plane itself put the entropy rules into shadow.",
+        "1: calibrate again on recent requests, then apply a policy; see `meridianctl savings`.",
+    ),
+)

@@ -1,0 +1,49 @@
+"""The values of the control group's metrics. Counters are this replica's own; gauges compare all replicas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.fleet.savings import withdrawn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.fleet.fleet import Fleet
+
+    Values = list[tuple[tuple[str, ...], float]]
+
+BOUNDS = ("value", "low", "high")
+
+
+def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) -> Iterator[tuple[str, Values]]:
+    """Yield each metric of the control group with its labels and values.
+
+    savings: the newest comparison over all replicas, None on replicas that do not lead.
+    """
+    total = fleet.experiments.total()
+    arms = {"treated": total.treated, "control": total.control}
+    yield "meridian_arm_requests_total", [((arm,), counts.requests) for arm, counts in arms.items()]
+    yield "meridian_arm_think_tokens_total", [((arm,), counts.think_tokens) for arm, counts in arms.items()]
+    yield "meridian_arm_answer_tokens_total", [((arm,), counts.answer_tokens) for arm, counts in arms.items()]
+    events: Values = []
+    for arm, counts in arms.items():
+        events += [((arm, "stopped"), counts.stopped), ((arm, "answered"), counts.answers)]
+        events += [((arm, "reentry"), counts.reentries), ((arm, "abort"), counts.aborts)]
+        events.append(((arm, "length"), counts.lengths))
+    yield "meridian_arm_events_total", events
+    yield "meridian_control_group_shadow_saved_tokens_total", [((), total.shadow_saved_tokens)]
+    verdicts: Values = [(("harmless",), total.judged - total.harmful), (("harmful",), total.harmful)]
+    yield "meridian_control_group_verdicts_total", [*verdicts, (("unjudged",), total.unjudged)]
+    yield "meridian_entropy_withdrawn", [((), withdrawn(fleet.policy) is not None)]
+    found = [told for told in savings.savings if told.in_force] if savings is not None else []
+    yield "meridian_saved_ratio", _bounds(found, "saved_ratio")
+    yield "meridian_harm_ratio", _bounds(found, "harm_ratio")
+    yield "meridian_harm_evidence_ratio", [((), told.evidence_ratio) for told in found]
+
+
+def _bounds(found: list[fleet_pb2.Savings], field: str) -> Values:
+    told = [getattr(savings, field) for savings in found if savings.HasField(field)]  # type: ignore[arg-type]
+    return [((bound,), getattr(interval, bound)) for interval in told for bound in BOUNDS]
