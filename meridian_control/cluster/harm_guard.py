@@ -110,7 +110,7 @@ class HarmGuard:
                 await self._withdraw(savings)
 
     async def _withdraw(self, savings: fleet_pb2.Savings) -> None:
-        """Abort an active rollout, and put the policy's entropy rules into shadow if they are the rules that do harm."""
+        """Abort an active rollout, and put the policy's entropy rules into shadow if these do the harm."""
         policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
         reason = (
             f"{savings.harmful} of {savings.judged} answers of the control group would have changed under the rules of "

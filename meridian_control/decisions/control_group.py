@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
-
-    Withdrawn = TypeVar("Withdrawn", bound=Policy)
 
 SPAN = 1 << 64
 
@@ -29,13 +27,15 @@ def has_control_group(entropy: EntropyPolicy) -> bool:
     return entropy.enabled and not entropy.shadow and entropy.holdout_share > 0
 
 
-def in_shadow(policy: Withdrawn) -> Withdrawn:
+def in_shadow(policy: Policy) -> Policy:
     """Return the policy with its entropy rules in shadow, also those of overrides."""
-    overrides = [
-        override.model_copy(update={"entropy": override.entropy.model_copy(update={"shadow": True})})
-        if override.entropy.shadow is False  # type: ignore[attr-defined]
-        else override
-        for override in policy.override
-    ]
-    entropy = policy.entropy.model_copy(update={"shadow": True})
-    return policy.model_copy(update={"entropy": entropy, "override": tuple(overrides)})
+    overrides = tuple(map(_shadowed, policy.override))
+    made: Policy = _shadowed(policy).model_copy(update={"override": overrides})
+    return made
+
+
+def _shadowed(part: Any) -> Any:
+    """Return a policy or an override with its entropy section in shadow, unless the override leaves that open."""
+    if part.entropy.shadow is None:
+        return part
+    return part.model_copy(update={"entropy": part.entropy.model_copy(update={"shadow": True})})

@@ -104,7 +104,8 @@ class Fleet:
         now = self.clock()
         session_id = uuid.uuid4().hex
         journal = Journal(self.decisions, hello.engine_id, hello.incarnation, session_id, now)
-        session = Session(session_id, hello, now, journal, self.shadows.get(hello.engine_id), self.experiments)
+        shadow = self.shadows.get(hello.engine_id)
+        session = Session(session_id, hello, now, journal, shadow, experiments=self.experiments)
         self.shadows[hello.engine_id] = session.shadow
         connection = Connection(session)
         for recording in self._recording(session):

@@ -254,8 +254,8 @@ class EntropyPolicy(Section):
         0.02,
         ge=0,
         le=0.5,
-        description="Share of requests, a fraction, in the control group: while the section is in force, its rules only "
-        "shadow these requests, which a hash of the request id chooses. 0 switches the control group off.",
+        description="Share of requests, a fraction, in the control group: while the section is in force, its rules "
+        "only shadow these requests, which a hash of the request id chooses. 0 switches the control group off.",
         json_schema_extra=advice("Raise it to measure savings and harm sooner; set it to 0 to save every token."),
     )
     max_loss: float = Field(

@@ -137,7 +137,8 @@ class Experiments:
 
     def newest(self) -> list[Experiment]:
         """Return the newest experiment of each set of rules, the newest first."""
-        return list({kept.rules: kept for kept in self._kept}.values())[::-1]
+        by_rules = {kept.rules: kept for kept in self._kept}
+        return [kept for kept in reversed(self._kept) if by_rules[kept.rules] is kept]
 
     def total(self) -> Experiment:
         """Return the sums over all experiments, which never decrease."""

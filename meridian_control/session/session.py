@@ -56,6 +56,7 @@ class Session:
         now: datetime,
         journal: Journal | None = None,
         shadow: Comparison | None = None,
+        *,
         experiments: Experiments | None = None,
     ) -> None:
         _check(hello)

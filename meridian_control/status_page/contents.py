@@ -240,7 +240,7 @@ def savings_row(row: fleet_pb2.Savings) -> dict[str, Any]:
     return plain(row) | {
         name: plain(getattr(row, name))
         for name in ("saved_tokens", "saved_ratio", "harm_ratio")
-        if row.HasField(name)  # type: ignore[arg-type]
+        if row.HasField(name)
     }
 
 

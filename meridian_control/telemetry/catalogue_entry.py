@@ -1,4 +1,4 @@
-"""Defines an entry of the catalogue of metrics, and functions that make entries of each kind. The functions are pure."""
+"""Defines an entry of the catalogue of metrics, and functions that make entries. The functions are pure."""
 
 from __future__ import annotations
 

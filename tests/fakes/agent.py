@@ -18,7 +18,7 @@ from meridian_agent.link.messages import opened_message, step_report
 from tests.fakes.engine import END, TEXT, FakeEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import StepRecord
@@ -154,11 +154,17 @@ class StreamChecker:
 
 @dataclass
 class Script:
-    """The course of one made-up request."""
+    """The course of one made-up request.
+
+    eat_nats, trial_answer: the EAT and the likeliest answer token that a probe finds after a number of thinking tokens;
+    without them all probes of the agent find the same.
+    """
 
     think_tokens: int
     answer_tokens: int
     entropy_nats: float = 0.5
+    eat_nats: Callable[[int], float] | None = None
+    trial_answer: Callable[[int], int] | None = None
 
 
 class FakeAgent:
@@ -225,7 +231,10 @@ class FakeAgent:
         engine.schedule()
         for decision_id, tr, *_ in probed:
             if tr.state.phase.name == "THINK":
-                measured = (decision_id, tr.slot, tr.state.think_tokens, self.eat_nats, 3, 1, self.empty_answer)
+                script, tokens = self.scripts[tr.info.request_id], tr.state.think_tokens
+                eat_nats = script.eat_nats(tokens) if script.eat_nats else self.eat_nats
+                same = tr.count_same_answer(script.trial_answer(tokens)) if script.trial_answer else 1
+                measured = (decision_id, tr.slot, tokens, eat_nats, 3, same, self.empty_answer)
                 engine.tracker.record.probes.append(measured)
                 engine.directives.report(decision_id, Outcome.APPLIED)
             else:

@@ -83,8 +83,8 @@ class Stream:
         return merged
 
     def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
-        entropy = fields.pop("entropy_nats", 0.5)
-        return self.agent.open(name, Script(think, answer, entropy), **fields).slot
+        script = {name: fields.pop(name) for name in ("entropy_nats", "eat_nats", "trial_answer") if name in fields}
+        return self.agent.open(name, Script(think, answer, **script), **fields).slot
 
     def say(self, steps: int = 1, **fields: Any) -> None:
         """Send the session a report of the next steps, which the agent did not make."""

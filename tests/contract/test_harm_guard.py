@@ -1,0 +1,168 @@
+"""The control plane withdraws rules that do harm: a revision in a real store, on every replica and after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+
+from meridian_control.access.client_credentials import ClientCredentials
+from meridian_control.cluster.cluster_fleet import WholeFleet
+from meridian_control.cluster.harm_guard import HarmGuard
+from meridian_control.cluster.membership import Replica
+from meridian_control.cluster.peers import Peers
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.savings import WITHDRAWER
+from meridian_control.rollout.plan import Plan
+from meridian_control.rollout.state import By, State
+from tests.fakes.control import utc_now
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.contract.streams import Control
+
+RULES = policy(entropy={"shadow": False})
+OTHER_RULES = policy(entropy={"shadow": False, "rpdi_threshold": 3.0})
+
+
+def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
+    """Count requests of the control group under the policy in force."""
+    stored = control.fleet.policy
+    assert stored is not None
+    experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+    experiment.judged += of
+    experiment.judged_stops += of
+    experiment.harmful += harmful
+    experiment.control.requests += of
+
+
+def has(control: Control, revision: int) -> bool:
+    return [engine.acked_revision for engine in control.fleet.engines()] == [revision]
+
+
+async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        return await fleet_pb2_grpc.FleetServiceStub(channel).GetSavings(fleet_pb2.GetSavingsRequest())
+
+
+async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control: Control) -> None:
+    before = await control.set_policy(RULES)
+    guard = control.parts.guard
+    with LinkedEngine([control.target]) as engine:
+        await engine.steps_until(lambda: has(control, before.revision))
+        harm(control, harmful=0)
+        await guard.look()
+        assert control.fleet.revision == before.revision, "no harm, no withdrawal"
+        harm(control)
+        await guard.look()
+        stored = await control.store.current()
+        assert stored is not None
+        assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
+        assert stored.policy == policy(entropy={"shadow": True})
+        assert "20 of 80 answers of the control group" in stored.reason
+        await engine.steps_until(lambda: has(control, stored.revision))
+        assert control.engine().withdrawn == stored.reason
+        told = await savings(control)
+        assert (told.withdrawn_revision, told.withdrawn_reason) == (stored.revision, stored.reason)
+        assert [(row.harmful, row.in_force) for row in told.savings] == [(0, True), (20, False)]
+        await guard.look()
+        assert control.fleet.revision == stored.revision, "withdrawn once"
+
+        again = await control.set_policy(RULES)
+        await guard.look()
+        assert control.fleet.revision == again.revision, "the old counts do not count against a new revision"
+        assert (await savings(control)).withdrawn_revision == 0
+        await engine.steps_until(lambda: has(control, again.revision))
+        assert control.engine().withdrawn == ""
+        harm(control)
+        await guard.look()
+        assert control.fleet.revision == again.revision + 1
+
+
+async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    await control.parts.guard.look()
+    revision = control.fleet.revision
+    await control.kill()
+    await control.start()
+    told = await savings(control)
+    assert told.withdrawn_revision == control.fleet.revision == revision
+    assert [(row.judged, row.in_force) for row in told.savings] == [(0, True)]
+
+
+async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    whole = WholeFleet(control.fleet, "follows", None, lambda: False)
+    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
+    await guard.look()
+    assert guard.newest is None
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+@asynccontextmanager
+async def rolling_out(control: Control) -> AsyncIterator[int]:
+    """Yield the candidate's revision of a rollout of other rules."""
+    plan = Plan.model_validate({"step": [{"percent": 100}]})
+    rollouts = control.parts.rollouts
+    rollout = await rollouts.store.start(plan, OTHER_RULES, "", By(utc_now(), "ann"))
+    await rollouts.look()
+    yield rollout.candidate_revision
+    newest = await rollouts.store.newest()
+    assert newest is not None
+    assert newest.state is State.ABORTED
+    assert newest.events[-1].author == WITHDRAWER
+
+
+async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: Control) -> None:
+    await control.set_policy(RULES)
+    async with rolling_out(control):
+        harm(control)
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.author == WITHDRAWER
+    assert control.fleet.policy.policy == policy(entropy={"shadow": True})
+
+
+async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> None:
+    await control.set_policy(RULES)
+    async with rolling_out(control) as revision:
+        experiment = control.fleet.experiments.of(revision, OTHER_RULES)
+        experiment.judged, experiment.harmful, experiment.control.requests = 40, 20, 40
+        await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
+async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -> None:
+    """Neither replica's counts suffice alone."""
+    stored = await control.set_policy(RULES)
+    harm(control, harmful=2, of=8)
+    peers = Peers(lambda: [Replica("other", control.target)], ClientCredentials())
+    fleet = Fleet(utc_now)
+    fleet.set_policy(stored)
+    mine = fleet.experiments.of(stored.revision, stored.policy)
+    mine.judged, mine.harmful, mine.control.requests = 8, 2, 8
+    whole = WholeFleet(fleet, "leads", peers, lambda: True)
+    watching = asyncio.create_task(whole.watch())
+    await until(whole.leads)
+    guard = HarmGuard(whole, control.parts.rollouts, utc_now)
+    alone = HarmGuard(control.parts.whole, control.parts.rollouts, utc_now)
+    await alone.look()
+    assert alone.newest is not None
+    assert alone.newest.savings[0].evidence_ratio < 1
+    await guard.look()
+    watching.cancel()
+    await peers.close()
+    assert guard.newest is not None
+    assert (guard.newest.savings[0].judged, guard.newest.savings[0].harmful) == (16, 4)
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.author == WITHDRAWER
