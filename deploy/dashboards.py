@@ -87,6 +87,49 @@ FORCES, PROBES = 'kind="force"', 'kind="probe"'
 SHADOWED = total("meridian_tokens_saved_shadow_estimate_total", "section", where='reason="any"')
 MEASURED = total("meridian_outcomes_total", where=PROBES + ',outcome="applied"')
 
+
+def per(metric: str, of: str, where: str = "") -> str:
+    """Return a query for one counter divided by another, by arm; the control group is too small for short ranges."""
+    parts = (f"sum by (arm) (increase({name}[6h]))" for name in (f"{metric}{{{where}}}" if where else metric, of))
+    return " / ".join(parts)
+
+
+ARM_REQUESTS, EVENTS = "meridian_arm_requests_total", "meridian_arm_events_total"
+ANSWERS = f'sum by (arm) (increase({EVENTS}{{event="answered"}}[6h]))'
+CONTROL_GROUP = [
+    panel(
+        "Thinking saved by the rules, against the control group",
+        "percentunit",
+        ("max by (bound) (meridian_saved_ratio)", "{{bound}}"),
+        text="Share of the thinking that the entropy rules in force save, with its 95 % interval.",
+    ),
+    panel(
+        "Harm by the rules, in the control group",
+        "percentunit",
+        ("max by (bound) (meridian_harm_ratio)", "{{bound}}"),
+        ("max(meridian_harm_evidence_ratio)", "evidence of more harm than max_loss"),
+        text="Share of the control group whose trial answer at the place of the end was not the answer that stayed. If "
+        "the evidence reaches 100 %, the control plane puts the entropy rules into shadow.",
+        limit=1,
+    ),
+    panel(
+        "Treated requests and the control group",
+        "short",
+        (per("meridian_arm_think_tokens_total", ARM_REQUESTS), "{{arm}} thinking tokens"),
+        (f"sum by (arm) (increase(meridian_arm_answer_tokens_total[6h])) / {ANSWERS}", "{{arm}} answer tokens"),
+        text="Mean tokens per request over 6 hours.",
+    ),
+    panel(
+        "Events of treated requests and of the control group",
+        "percentunit",
+        *(
+            (per(EVENTS, ARM_REQUESTS, f'event="{event}"'), f"{{{{arm}}}} {event}")
+            for event in ("stopped", "reentry", "abort", "length")
+        ),
+        text="Share of the requests over 6 hours.",
+    ),
+]
+
 FLEET = [
     panel("Engines by state", "short", (states(), "{{state}}"), stacked=True),
     panel(
@@ -141,6 +184,7 @@ FLEET = [
         (f"{SHADOWED} / {total('meridian_shadow_think_tokens_total', 'section')}", "{{section}}"),
     ),
     panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+    *CONTROL_GROUP,
     panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
     panel(
         "KV cache in use",

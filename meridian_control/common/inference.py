@@ -173,7 +173,7 @@ class SequentialTest:
         return sum(self._wealth) + 1 / (self._batches + 1)
 
     def add(self, events: int, trials: int) -> float:
-        """Take in a batch of trials, of which some had the event; return the evidence. No trial exceeds a limit of 1."""
+        """Take in a batch of trials and return the evidence. Nothing exceeds a limit of 1."""
         if trials <= 0 or self._limit >= 1:
             return self.evidence
         self._batches += 1

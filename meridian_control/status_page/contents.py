@@ -238,9 +238,7 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
 def savings_row(row: fleet_pb2.Savings) -> dict[str, Any]:
     """Return the comparison of treated requests with the control group; estimates that are not known are missing."""
     return plain(row) | {
-        name: plain(getattr(row, name))
-        for name in ("saved_tokens", "saved_ratio", "harm_ratio")
-        if row.HasField(name)
+        name: plain(getattr(row, name)) for name in ("saved_tokens", "saved_ratio", "harm_ratio") if row.HasField(name)
     }
 
 

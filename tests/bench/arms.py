@@ -23,6 +23,7 @@ NATURAL: dict[str, Any] = {"entropy": {"enabled": False}}
 # interval are never reached.
 _QUIET: dict[str, Any] = {
     "shadow": False,
+    "holdout_share": 0.0,
     "eat_level_threshold_nats": 0.0,
     "eat_probe_interval_tokens": INT32_MAX,
     "eat_probe_max_rank": 1,
@@ -86,7 +87,9 @@ def with_answer_prefix(policy: Mapping[str, Any], model: str, answer_prefix: str
 
 
 def load(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    """Return a policy file without a control group, because an arm's policy must hold for all of its requests."""
+    policy = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {**policy, "entropy": {**policy.get("entropy", {}), "holdout_share": 0.0}}
 
 
 def without_probes(policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from meridian_control.cli.console import error_lines
 from meridian_control.cli.main import app
 from meridian_control.common.errors import NotFound
+from meridian_control.fleet.savings import estimate
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Who
@@ -41,6 +42,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
+        self.savings = fleet_pb2.GetSavingsResponse()
         self.watch_ends = False
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
@@ -73,6 +75,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
 
     async def ListDecisions(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
+
+    async def GetSavings(self, request: Any, context: Any) -> fleet_pb2.GetSavingsResponse:  # noqa: N802
+        return self.savings
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Any
@@ -503,3 +508,60 @@ async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -
     control.fleet.engines = [engine("b", 0, nack_error="old")]
     result = await control("wait", "--revision", 2, "--timeout", 0)
     assert result.stderr == "b is at revision 0\n"
+
+
+# ----------------------------------------------------------------------------------------------------------- savings
+
+
+def compared(**fields: Any) -> fleet_pb2.Savings:
+    """Return counts of two arms of 100 requests, with the estimates that follow."""
+    treated = fleet_pb2.ArmCounts(requests=100, think_tokens=6000, think_tokens_squares=400_000.0, answers=80)
+    control = fleet_pb2.ArmCounts(requests=100, think_tokens=10_000, think_tokens_squares=1_100_000.0, aborts=3)
+    counts = {"since_revision": 4, "in_force": True, "max_loss": 0.01, "shadow_saved_tokens": 3900, **fields}
+    made = fleet_pb2.Savings(treated=treated, control=control, **counts)
+    made.treated.answer_tokens = 800
+    estimate(made)
+    return made
+
+
+async def test_savings(control: Control) -> None:
+    row = compared(judged=100, judged_stops=60, harmful=2, evidence_ratio=0.25)
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row], unreachable_replicas=["b"])
+    result = await control("savings")
+    assert result.exit_code == OK
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "rules since revision 4, in force"
+    assert lines[2:4] == [
+        "treated 100 60.0 0.0% 10.0 0.0% 0.0% 0.0%",
+        "control 100 100.0 0.0% 0.0% 3.0% 0.0%",
+    ]
+    saved, own, harm, evidence = lines[4:]
+    assert saved.startswith("saved: 40.0% of the thinking (")
+    assert "4,000 tokens in all (" in saved
+    assert own == "shadow's own estimate: 39.0% of the thinking"
+    assert harm == "harm: 2.00% (2 of 100 requests), at most 6.16%; allowed 1.00%"
+    assert evidence.startswith("evidence of more harm: 0.25 ")
+    assert result.stderr == "replicas that did not answer, so that their data is missing: b\n"
+    as_json = json.loads((await control("savings", "-o", "json")).stdout)
+    assert as_json["savings"][0]["harm_ratio"]["value"] == 0.02
+
+
+async def test_savings_say_what_is_not_known(control: Control) -> None:
+    result = await control("savings")
+    assert result.stdout.startswith("No request counts: the entropy section is in shadow or off")
+    few = compared(unjudged=7, judged=3, judged_stops=0)
+    few.ClearField("saved_tokens")
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(
+        savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
+    )
+    text = (await control("savings")).stdout
+    assert text.startswith("revision 9 put the entropy rules into shadow: it did harm\n")
+    assert "saved: not known yet, because an arm has too few requests" in text
+    why = "no probe came at the places where rules would have ended thinking, 7 not judged for want of a probe"
+    assert f"harm: not measured, {why}" in text
+
+
+async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1, withdrawn="it did harm"), engine("b", 1, withdrawn="it did harm")]
+    text = (await control("engines")).stdout
+    assert text.splitlines()[-1] == "a, b: the control plane has put the entropy rules into shadow: it did harm"

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
-from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from meridian_control.fleet.fleet import Fleet
 from meridian_control.rollout.state import GuardrailReading
 from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.telemetry.control_group_metrics import control_group
 from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.rollouts import ALL, CANARY, starting
 from tests.contract.test_server import Process
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,6 +145,28 @@ async def test_calls(own: Process) -> None:
     assert value(own, "grpc_server_msg_sent_total", **service) == 1
     assert value(own, "grpc_server_handling_seconds_count", **service) == 2
     assert value(own, "grpc_server_started_total", grpc_service="no.such.Service") == 0
+
+
+def test_the_control_group_in_metrics() -> None:
+    fleet = Fleet(utc_now)
+    experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
+    experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
+    experiment.judged, experiment.harmful, experiment.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
+    told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5)
+    told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
+    older = fleet_pb2.Savings(evidence_ratio=9.0)
+    values = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told, older])))
+    assert dict(values["meridian_arm_requests_total"]) == {("treated",): 0, ("control",): 7}
+    assert dict(values["meridian_arm_think_tokens_total"])["control",] == 700
+    assert dict(values["meridian_arm_events_total"])["treated", "abort"] == 2
+    verdicts = dict(values["meridian_control_group_verdicts_total"])
+    assert verdicts == {("harmless",): 4, ("harmful",): 1, ("unjudged",): 2}
+    assert values["meridian_control_group_shadow_saved_tokens_total"] == [((), 40)]
+    assert dict(values["meridian_saved_ratio"]) == {("value",): 0.3, ("low",): 0.1, ("high",): 0.5}
+    assert values["meridian_harm_ratio"] == []
+    assert values["meridian_harm_evidence_ratio"] == [((), 0.5)]
+    assert values["meridian_entropy_withdrawn"] == [((), False)]
+    assert dict(control_group(fleet, None))["meridian_saved_ratio"] == []
 
 
 async def test_a_stream_of_reports(own: Process) -> None:

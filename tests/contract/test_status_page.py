@@ -110,6 +110,24 @@ async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monk
         assert "connection refused" in told["store_trouble"]
 
 
+async def test_the_page_compares_treated_requests_with_the_control_group(tmp_path: Path) -> None:
+    async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+        stored = await control.set_policy(policy(entropy={"shadow": False}))
+        experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+        for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
+            arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
+        experiment.judged, experiment.judged_stops, experiment.harmful = 40, 40, 20
+        told = await first_event(session, address)
+        (row,) = told["savings"]
+        assert (row["in_force"], row["since_revision"]) == (True, str(stored.revision))
+        assert row["saved_ratio"]["value"] == 0.5
+        assert row["harm_ratio"]["low"] < 0.5 < row["harm_ratio"]["high"]
+        assert told["withdrawn"] == ""
+        await control.parts.guard.look()
+        text = (await first_event(session, address))["withdrawn"]
+        assert text.startswith(f"Revision {stored.revision + 1} put the entropy rules into shadow: 20 of 40 answers")
+
+
 async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
         for path in FILES:

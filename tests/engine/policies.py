@@ -18,6 +18,7 @@ CONVERGED: dict[str, Any] = {
     "scheduler": {"min_think_tokens": 4},
     "entropy": {
         "shadow": False,
+        "holdout_share": 0.0,
         "ema_alpha": 0.8,
         "eat_warmup_samples": 5,
         "eat_probe_interval_tokens": 6,

@@ -72,7 +72,8 @@ def test_rank_and_soft_close_end_thinking_at_their_boundary(
         free = chat(llm, CASES, GREEDY)
     end = agent.tracker.markers.end[0]
     expected = [first_likely_end(m, 2, 40 if rule == "soft_close" else 6) for m in rows(seen).values()]
-    rank = {"scheduler": {"min_think_tokens": 6}, "entropy": {"shadow": False, "rank_conditions": [{"max_ranks": [2]}]}}
+    in_force = {"shadow": False, "holdout_share": 0.0, "rank_conditions": [{"max_ranks": [2]}]}
+    rank = {"scheduler": {"min_think_tokens": 6}, "entropy": in_force}
     soft = {"scheduler": {"soft_think_tokens": 40, "soft_close_rank": 2}, "entropy": {"enabled": False}}
     before = dict(control.settled().ends)
     control.apply(rank if rule == "rank" else soft)
@@ -163,6 +164,7 @@ def paragraph_rule(hold_ms: int) -> dict[str, Any]:
     """Return a rule that ends thinking at the first probed paragraph end, because any entropy is below its level."""
     rule = {
         "shadow": False,
+        "holdout_share": 0.0,
         "ema_alpha": 1.0,
         "eat_warmup_samples": 1,
         "eat_level_threshold_nats": 1e6,

@@ -45,7 +45,7 @@ def test_a_rule_can_be_off_for_one_tenant_and_held_back_by_a_floor(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
     careful = {"tenant": "careful", "entropy": {"enabled": False}}
-    at_once = {"shadow": False, "rank_conditions": [{"max_ranks": [100_000]}]}
+    at_once = {"shadow": False, "holdout_share": 0.0, "rank_conditions": [{"max_ranks": [100_000]}]}
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": at_once, "override": [careful]})
     words: list[dict[str, Any]] = [{}, {"meridian_tenant": "careful"}, {"meridian_min_think_tokens": 90}]
     params = [endless(agent, max_tokens=200, extra_args=own) for own in words]

@@ -24,7 +24,7 @@ ROUNDING_MS = 1e-6
 def probed(**entropy: Any) -> Policy:
     """Return a policy with probes everywhere and no rule that ends thinking; holds have their default."""
     probes = {name: value for name, value in EVERYWHERE.items() if name != "eat_hold_ms"}
-    rules = {**probes, **NEVER, "shadow": False, "rpdi_threshold": 0.0, **entropy}
+    rules = {**probes, **NEVER, "shadow": False, "holdout_share": 0.0, "rpdi_threshold": 0.0, **entropy}
     return Policy.model_validate({"entropy": rules, "scheduler": {"min_think_tokens": 0}})
 
 

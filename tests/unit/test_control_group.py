@@ -115,7 +115,8 @@ def test_there_is_no_group_without_rules_in_force_or_without_a_share(entropy: di
     made.open(CONTROL, think=3, answer=1)
     made.step(10)
     table = made.session.table
-    assert not (table.control.any() or table.counted.any())
+    assert not table.control.any()
+    assert not table.counted.any()
     assert savings.messages(made.session._groups._experiments, None) == []
 
 
@@ -135,7 +136,9 @@ def test_overrides_decide_for_whom_rules_are_in_force() -> None:
 def test_a_policy_in_shadow() -> None:
     rules = policy(entropy={"shadow": False}, override=[{"tenant": "a", "entropy": {"shadow": False}}, {"tenant": "b"}])
     made = in_shadow(rules)
-    assert made == policy(entropy={"shadow": True}, override=[{"tenant": "a", "entropy": {"shadow": True}}, {"tenant": "b"}])
+    assert made == policy(
+        entropy={"shadow": True}, override=[{"tenant": "a", "entropy": {"shadow": True}}, {"tenant": "b"}]
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- counts
@@ -143,7 +146,7 @@ def test_a_policy_in_shadow() -> None:
 
 @dataclass
 class Course:
-    """A request whose trial answer is wrong until `right_from` tokens, and whose EAT is low from `low_from` tokens on."""
+    """A request whose trial answer is wrong until `right_from` tokens, and whose EAT is low from `low_from` on."""
 
     think: int
     low_from: int

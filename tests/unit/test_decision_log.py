@@ -336,7 +336,11 @@ def test_live_requests_go_too_where_there_is_no_other_room() -> None:
 
 
 def test_a_sample_holds_lives_whole_or_not_at_all() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED, telemetry={"decision_log_sample_ratio": 0.5}))
+    made = stream(
+        policy(
+            scheduler=EARLY, entropy=CALIBRATED | {"holdout_share": 0.0}, telemetry={"decision_log_sample_ratio": 0.5}
+        )
+    )
     names = [f"r{number}" for number in range(40)]
     for name in names:
         made.open(name, answer=1)
