@@ -106,7 +106,7 @@ class HarmGuard:
             savings.evidence_ratio = self._watches[savings.rules].look(parts)
         self.newest = newest
         for savings in newest.savings:
-            if savings.evidence_ratio >= 1:
+            if savings.evidence_ratio >= 1 and savings.HasField("harm_ratio"):
                 await self._withdraw(savings)
 
     async def _withdraw(self, savings: fleet_pb2.Savings) -> None:

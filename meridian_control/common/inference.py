@@ -18,6 +18,8 @@ HALVINGS = 60
 MAX_TERMS, CONVERGED = 10_000, 1e-15
 # Largest exponent whose power of e is computed; a larger likelihood ratio is far beyond every threshold.
 MAX_EXPONENT = 700.0
+# Largest wealth of one bet, so that no wealth becomes infinite.
+MAX_WEALTH = 1e300
 # Places of the alternatives between the limit and 1 against which the sequential test bets.
 ALTERNATIVES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -181,5 +183,6 @@ class SequentialTest:
         for number, alternative in enumerate(self._alternatives):
             log_ratio = events * math.log(alternative / self._limit)
             log_ratio += (trials - events) * math.log((1 - alternative) / (1 - self._limit))
-            self._wealth[number] = (self._wealth[number] + started) * math.exp(min(log_ratio, MAX_EXPONENT))
+            grown = (self._wealth[number] + started) * math.exp(min(log_ratio, MAX_EXPONENT))
+            self._wealth[number] = min(grown, MAX_WEALTH)
         return self.evidence

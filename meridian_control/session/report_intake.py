@@ -93,8 +93,11 @@ class Intake:
         for closed in filter(lambda closed: table.holds(closed.slot), report.closed):
             table.mark_closing(closed.slot)
 
-    def finish(self, report: agent_pb2.StepReport) -> None:
-        """Count the report's events in the order in which they happened, then drop the requests that it closes."""
+    def finish(self, report: agent_pb2.StepReport, governed: bool) -> None:
+        """Count the report's events in the order in which they happened, then drop the requests that it closes.
+
+        governed: whether the session makes decisions. Otherwise no closed request counts as treated or as control.
+        """
         table = self._table
         if len(table.history.rows.slot) < len(report.tokens.slot):
             self._endings.count_unknown(report.tokens)
@@ -104,7 +107,8 @@ class Intake:
             self._journal.closed(report.closed, table)
         for closed in report.closed:
             self._endings.count_answer(closed)
-            self._groups.count_closed(closed)
+            if governed:
+                self._groups.count_closed(closed)
             table.close(closed.slot)
             self._ledger.last.pop(closed.slot, None)
 

@@ -236,7 +236,7 @@ class Session:
         self._intake.take(report, self._clock_ms(now))
         self._ledger.step = report.step
         directives = self._ends_of_thinking(reported=True)
-        self._intake.finish(report)
+        self._intake.finish(report, governed=self._deciding is not None)
         self._decider.learn(report)
         return self._respond(now, directives, awaited=len(report.probes.slot) > 0)
 

@@ -58,7 +58,7 @@ async def contents(whole: WholeFleet, policies: PolicyStore, rollouts: RolloutSt
         "requests": [request_row(request) for request in requests[:MAX_REQUESTS]],
         "requests_left_out": max(0, len(requests) - MAX_REQUESTS),
         "ends": [plain(decision) for decision in ends],
-        "savings": [savings_row(row) for row in compared.savings[:MAX_SAVINGS]],
+        "savings": [plain(row) for row in compared.savings[:MAX_SAVINGS]],
         "withdrawn": withdrawal_text(compared),
         **await stored(policies, rollouts, engines),
     }
@@ -232,13 +232,6 @@ def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:
         "output_tokens": request.output_tokens,
         "eat_ema_nats": None if math.isnan(eat) else round(eat, 4),
         "last_decision": decision_text(last) if last.decision_id else "",
-    }
-
-
-def savings_row(row: fleet_pb2.Savings) -> dict[str, Any]:
-    """Return the comparison of treated requests with the control group; estimates that are not known are missing."""
-    return plain(row) | {
-        name: plain(getattr(row, name)) for name in ("saved_tokens", "saved_ratio", "harm_ratio") if row.HasField(name)
     }
 
 

@@ -97,6 +97,15 @@ async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Co
     assert [(row.judged, row.in_force) for row in told.savings] == [(0, True)]
 
 
+async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
+    await control.set_policy(RULES)
+    harm(control)
+    control.fleet.experiments.newest()[0].unjudged = 41
+    await control.parts.guard.look()
+    assert control.fleet.policy is not None
+    assert control.fleet.policy.policy == RULES
+
+
 async def test_a_replica_that_does_not_lead_withdraws_nothing(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)

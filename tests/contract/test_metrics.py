@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from meridian_control.telemetry.catalogue import Entry
+    from meridian_control.telemetry.catalogue_entry import Entry
 
 OURS = ("meridian_", "grpc_")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from meridian_control.cluster.harm_guard import Watch
 from meridian_control.decisions.control_group import held_out, in_shadow
 from meridian_control.fleet import savings
 from meridian_control.session.arms import MAX_EXPERIMENTS, Experiments, rules_of
+from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.session.session import Session
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
@@ -236,6 +238,19 @@ def test_a_revision_with_the_same_rules_goes_on_counting() -> None:
     made.apply(HALF.model_copy(update={"telemetry": HALF.telemetry.model_copy(update={"report_interval_steps": 2})}))
     made.step(20)
     assert (counts(made).since_revision, counts(made).control.requests) == (1, 1)
+
+
+def test_requests_of_a_frozen_engine_do_not_count() -> None:
+    made = stream(HALF)
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL, think=10, answer=2)
+    made.step(5)
+    freeze = Freeze(1, Match(), "ann", "an incident", made.now, made.now + timedelta(hours=1))
+    made.deliver(made.session.on_freezes((freeze,), made.now))
+    made.pump()
+    made.step(20)
+    assert not made.agent.engine.live
+    assert savings.messages(made.session._groups._experiments, None) == [], "nothing has been counted"
 
 
 def test_experiments_are_few_and_their_sums_never_fall() -> None:

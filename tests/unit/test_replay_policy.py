@@ -39,7 +39,7 @@ DENSE = policy(
     scheduler=EARLY,
     entropy={**CALIBRATED, "shadow": True, "eat_level_threshold_nats": 0.0, "eat_probe_interval_tokens": 1},
 )
-ACTIVE = policy(scheduler=EARLY, entropy=CALIBRATED)
+ACTIVE = policy(scheduler=EARLY, entropy=CALIBRATED | {"holdout_share": 0.0})
 
 
 class Recorded(Stream):
