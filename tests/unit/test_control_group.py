@@ -301,7 +301,7 @@ def test_a_recorded_stream_replays_byte_for_byte(seed: int) -> None:
 def run(
     rng: random.Random, rules: Policy, requests: int, bad_from: int, watch: Watch | None = None
 ) -> tuple[Stream, int | None]:
-    """Run requests, 50 at a time; from request `bad_from` on, EAT is low long before the answer is right.
+    """Run requests, 50 at a time; from request `bad_from` on, EAT is low before the answer is right in every other one.
 
     Before that the answer is wrong where EAT is low in 0.3 % of the requests. Return the stream, and the number of the
     last request that had closed when the watch found harm, None if it did not.
@@ -310,7 +310,7 @@ def run(
     for begin in range(0, requests, batch):
         for number in range(begin, begin + batch):
             right_from = rng.randrange(6, 14)
-            is_wrong = number >= bad_from or rng.random() < 0.003
+            is_wrong = rng.random() < (0.5 if number >= bad_from else 0.003)
             course = Course(20 + rng.randrange(8), low_from=4 if is_wrong else right_from, right_from=right_from)
             course.open(made, f"r{rng.getrandbits(64):x}", answer=1)
         while made.agent.engine.live:
@@ -321,10 +321,10 @@ def run(
 
 
 def test_signals_that_go_bad_in_mid_run_are_found() -> None:
-    """After 300 good requests the harm is found within 600 more at a share of 0.1, and within 200 at 0.5."""
-    for share, within in ((0.1, 600), (0.5, 200)):
+    """After 300 good requests the harm is found within 1,000 more at the default share, and within 300 at 0.1."""
+    for seed, share, within in ((0, 0.02, 1000), (1, 0.02, 1000), (0, 0.1, 300), (1, 0.1, 300), (2, 0.1, 300)):
         rules = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": share})
-        made, found = run(random.Random(1), rules, requests=1000, bad_from=300, watch=Watch())
+        made, found = run(random.Random(seed), rules, requests=300 + within, bad_from=300, watch=Watch())
         assert found is not None
         assert 300 < found <= 300 + within
         told = counts(made)
