@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from meridian_agent.core.phases import PhaseState
     from meridian_agent.core.tracker import Tracker
 
-# Reason of the only forced end that belongs to the scheduler section of the policy.
-SOFT_CLOSE = agent_pb2.FORCE_REASON_SOFT_CLOSE
-
 
 class Outcome(IntEnum):
     """The values of meridian.v1.Outcome."""
@@ -44,9 +41,12 @@ MAX_SKIP_STEPS = 1024
 MAX_HOLD_MS = 10_000
 
 # Parts of the directives, as bits. ORDER: dispatch plans and soft closes. CAPS: caps on thinking. RULES: forced ends by
-# the entropy rules, and their probes. MEMORY: eviction tiers and admission. A lease ends one or more of these parts.
-ORDER, CAPS, RULES, MEMORY = 1, 2, 4, 8
-ALL_BUT_CAPS = ORDER | RULES | MEMORY
+# the entropy rules, and their probes. MEMORY: eviction tiers and admission. OPERATOR: forced ends by operators. A lease
+# ends one or more of these parts; a section's own lease never ends OPERATOR.
+ORDER, CAPS, RULES, MEMORY, OPERATOR = 1, 2, 4, 8, 16
+ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR
+# Part of a forced end by its reason; all other reasons, also those of a newer control plane, belong to RULES.
+PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
 
 # Decisions to take in before a step, and again before its masks. More than that wait only in a flood of messages,
 # during which requests must not wait.
@@ -141,8 +141,7 @@ class Directives:
         elif live.ending is not None:
             self.report(force.decision_id, Outcome.SUPERSEDED, live)
         else:
-            by_order = force.reason == SOFT_CLOSE
-            live.begin_forced_end(Ending(self._tracker.markers.ending, force.decision_id, by_order=by_order))
+            live.begin_forced_end(Ending(self._tracker.markers.ending, force.decision_id, reason=force.reason))
             self._tracker.due[live] = None
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
@@ -390,7 +389,7 @@ class Directives:
 
 
 def _part(ending: Ending) -> int:
-    return CAPS if ending.by_cap else ORDER if ending.by_order else RULES
+    return CAPS if ending.by_cap else PARTS.get(ending.reason, RULES)
 
 
 def _begun(live: LiveRequest) -> bool:

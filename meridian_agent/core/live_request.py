@@ -63,8 +63,8 @@ class Ending:
     decision_id: int
     # A cap began the forced end: the request's own cap or the control plane's.
     by_cap: bool = False
-    # A soft close began the forced end, so it is dropped with the dispatch order.
-    by_order: bool = False
+    # Reason of the forced end, as in ForceEnd; 0 if a cap began it.
+    reason: agent_pb2.ForceReason.ValueType = agent_pb2.FORCE_REASON_UNSPECIFIED
     position: int = 0
 
     def advance(self) -> int:

@@ -115,9 +115,10 @@ class AuditLog:
         """Record that a call is about to be served, and return the record's id. Raises StoreUnavailable."""
         return await self._insert(call, AuditOutcome(""))
 
-    async def end(self, record_id: int, outcome: AuditOutcome) -> None:
-        """Add the outcome of a call to its record."""
-        change = update(_records).where(_records.c.id == record_id).values(_outcome_columns(outcome))
+    async def end(self, record_id: int, outcome: AuditOutcome, details: dict[str, str] | None = None) -> None:
+        """Add the outcome of a call to its record. `details` replaces the record's details, unless it is None."""
+        columns = _outcome_columns(outcome) | ({} if details is None else {"details": json.dumps(details)})
+        change = update(_records).where(_records.c.id == record_id).values(columns)
         try:
             async with self._database.writing(tell=False) as connection:
                 await connection.execute(change)

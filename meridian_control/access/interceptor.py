@@ -119,15 +119,17 @@ class _Gated:
         """Record the call, serve it, and add its outcome to the record."""
         record = await self._gate.audit.begin(self._call)
         before_etag.set(getattr(request, "etag", ""))
-        outcome = AuditOutcome("CANCELLED")
+        outcome, details = AuditOutcome("CANCELLED"), None
         try:
             response = await self._inner(request, context)
             outcome = AuditOutcome("OK", after_etag=_etag(response))
+            if told := _enums(response):
+                details = self._call.details | told
         except Exception as error:
             outcome = _outcome(error, context)
             raise
         finally:
-            await self._gate.audit.end(record, replace(outcome, before_etag=before_etag.get()))
+            await self._gate.audit.end(record, replace(outcome, before_etag=before_etag.get()), details)
         return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
@@ -283,6 +285,15 @@ def _details(request: Message) -> dict[str, str]:
     """Return the set scalar fields of a request as text, without those that have columns of their own."""
     plain = [(f, v) for f, v in request.ListFields() if f.message_type is None and not f.is_repeated]
     return {f.name: str(v)[:MAX_DETAIL_CHARS] for f, v in plain if f.name not in _APART}
+
+
+def _enums(response: Message) -> dict[str, str]:
+    """Return the set enum fields of a response by name, such as the state that EndThinking returns."""
+    found: dict[str, str] = {}
+    for field, value in response.ListFields():
+        if (enum := field.enum_type) is not None and not field.is_repeated and value in enum.values_by_number:
+            found[field.name] = enum.values_by_number[value].name
+    return found
 
 
 def _etag(response: Message) -> str:

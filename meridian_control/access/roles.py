@@ -77,6 +77,7 @@ RULES: dict[str, AccessRule] = {
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READ,
     "meridian.v1.AgentService/Connect": CONNECT,
     "meridian.v1.AuditService/ListAudit": AccessRule(Role.ADMIN),
+    "meridian.v1.FleetService/EndThinking": CHANGE,
     "meridian.v1.FleetService/ExplainRequest": READ,
     "meridian.v1.FleetService/GetSavings": READ,
     "meridian.v1.FleetService/ListDecisions": READ,

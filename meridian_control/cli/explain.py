@@ -183,7 +183,7 @@ def _name(d: fleet_pb2.LoggedDecision) -> str:
 
 def _why(d: fleet_pb2.LoggedDecision) -> str:
     rows = [f"{c.signal} {c.value:.6g} {c.operator} {c.limit_name} {c.limit:.6g}" for c in d.comparisons]
-    return "; ".join(rows)
+    return d.operator_reason or "; ".join(rows)
 
 
 def _outcome(d: fleet_pb2.LoggedDecision, life: fleet_pb2.RequestLife | None = None) -> str:

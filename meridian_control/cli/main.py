@@ -24,6 +24,7 @@ from meridian_control.cli.console import (
     show,
     warn_unreachable,
 )
+from meridian_control.cli.end import end
 from meridian_control.cli.explain import decisions, explain, savings, shadow
 from meridian_control.cli.freeze import freeze, freezes, thaw
 from meridian_control.cli.policy import current, policy_app
@@ -35,7 +36,8 @@ from meridian_control.common.enum_names import entropy_backend_name
 
 POLL_INTERVAL_S = 0.3
 
-HELP = """Read and change Meridian's policy, show engines, requests and decisions, and record and replay traces.
+HELP = """Read and change Meridian's policy, show engines, requests and decisions, end the thinking of a
+request, and record and replay traces.
 
 Exit codes:
 
@@ -53,7 +55,7 @@ Exit codes:
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(policy_app, name="policy")
 app.add_typer(rollout_app, name="rollout")
-for command in (audit, freeze, thaw, freezes, top, explain, decisions, shadow, savings, record, calibrate, replay):
+for command in (audit, freeze, thaw, freezes, top, end, explain, decisions, shadow, savings, record, calibrate, replay):
     app.command()(command)
 
 

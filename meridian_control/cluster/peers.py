@@ -17,6 +17,7 @@ import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_control.access.reloading_file import Reloaded
+from meridian_control.common.errors import NotFound, ReplicaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -104,6 +105,21 @@ class Peers:
 
         heard, unreachable = await self.ask(asked)
         return [answer for answers in heard.values() for answer in answers], unreachable
+
+    async def ask_one(self, replica_id: str, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
+        """Return the answer of one replica. `call` must have a time limit.
+
+        Raises NotFound if the replica answers so, and ReplicaUnavailable if it gives no other answer.
+        """
+        for peer in self._peers():
+            if peer.replica.replica_id == replica_id:
+                try:
+                    return await call(peer)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.NOT_FOUND:
+                        raise NotFound(error.details() or "") from None
+                    raise ReplicaUnavailable([replica_id], f"{error.code().name}: {error.details()}") from None
+        raise ReplicaUnavailable([replica_id], "it is not among the live replicas")
 
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> list[Answer]:
         replica_id = peer.replica.replica_id

@@ -17,6 +17,7 @@ The errors are plain values, usable on any thread; `abort_with` belongs to the e
     ├── RolloutEnded            FAILED_PRECONDITION  rollout_ended
     ├── StoreUnavailable        UNAVAILABLE          store_unavailable
     ├── NotLeading              UNAVAILABLE          not_leading
+    ├── ReplicaUnavailable      UNAVAILABLE          replica_unavailable
     └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
 
 The last column is `code`, which is the metric label and, in upper case, the reason in the google.rpc.ErrorInfo that
@@ -240,6 +241,24 @@ class NotLeading(MeridianError):
 
     code = "not_leading"
     status = grpc.StatusCode.UNAVAILABLE
+
+
+class ReplicaUnavailable(MeridianError):
+    """A call needs other replicas, which did not answer. `why` says more, and may be empty."""
+
+    code = "replica_unavailable"
+    status = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, replica_ids: Iterable[str], why: str = "") -> None:
+        self.replica_ids = tuple(replica_ids)
+        names = ", ".join(self.replica_ids)
+        super().__init__(f"replicas that the call needs did not answer: {names}{f' ({why})' if why else ''}")
+
+    def metadata(self) -> dict[str, str]:
+        return {"replicas": " ".join(self.replica_ids)}
+
+    def retry_after_s(self) -> float:
+        return 1.0
 
 
 class RecordingTooSlow(MeridianError):

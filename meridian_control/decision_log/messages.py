@@ -173,6 +173,7 @@ def decision_message(made: LoggedDecision) -> fleet_pb2.LoggedDecision:
         outcome_think_tokens=made.outcome_think_tokens,
         detail=made.detail,
         measured_eat_nats=made.measured_eat_nats,
+        operator_reason=made.operator_reason,
     )
     for row in compared(made):
         told.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decision_log.request_ids import shortened
+from meridian_control.decision_log.request_ids import is_called
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -78,6 +78,8 @@ class LoggedDecision:
     outcome_think_tokens: int = 0
     detail: str = ""
     measured_eat_nats: float | None = None
+    # Reason that an operator gave for an end of thinking.
+    operator_reason: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,8 +113,7 @@ class Life:
     def is_called(self, request_id: str) -> bool:
         """Return whether `request_id` is the id of the request or the client's part of that id; an empty id fits any
         request."""
-        own = self.opened.request_id
-        return request_id in ("", own) or (request_id in own and request_id in shortened(own))
+        return not request_id or is_called(self.opened.request_id, request_id)
 
 
 @dataclass(slots=True)
@@ -127,6 +128,9 @@ class Decision:
     # Newest reported step of the engine when the decision was made.
     step: int = 0
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
+    # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
+    think_tokens: int = 0
+    detail: str = ""
     # The decision's record in the decision log, None if the request's life is not kept.
     logged: LoggedDecision | None = None
 

@@ -13,6 +13,11 @@ def shortened(request_id: str) -> set[str]:
     return {bare, *(name.partition("-")[2] for name in prefixed)} - {"", request_id}
 
 
+def is_called(own: str, request_id: str) -> bool:
+    """Return whether `request_id` is a request's own id or the client's part of that id."""
+    return request_id == own or (request_id in own and request_id in shortened(own))
+
+
 def sampled(request_id: str, ratio: float) -> bool:
     """Return whether a request is in the sample of the share `ratio`, 0 to 1. A larger sample contains each smaller
     one."""

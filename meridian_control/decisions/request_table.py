@@ -162,6 +162,10 @@ class RequestTable(Columns):
             assert info is not None
             yield int(slot), info
 
+    def slot_of(self, request_id: str) -> int | None:
+        """Return the slot of the live request with this id, None if there is none."""
+        return next((slot for slot, info in self.requests() if info.request_id == request_id), None)
+
     def set_window(self, tokens: int) -> None:
         """Set the length of the entropy windows; a change of the length empties all windows."""
         if tokens != self.window.shape[1]:

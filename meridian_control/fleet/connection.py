@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.decision_log.records import Decision
     from meridian_control.session.session import Session
 
 # Number of waiting responses above which the stream of a slow engine is closed; its agent then reconnects with a
@@ -34,11 +35,32 @@ class Connection:
     closing: str = ""
     # Task that restores the last good revision after the engine refused the newest; None before that.
     restoring: asyncio.Task[None] | None = None
+    # Set after every message of the agent, one for each call that waits for the outcome of a decision.
+    waiting: set[asyncio.Event] = field(default_factory=set)
 
     def close(self, reason: str) -> None:
         """End the stream after the waiting responses have been sent."""
         self.closing = reason
         self.put([None])
+
+    def wake(self) -> None:
+        """Let the calls that wait for an outcome look again."""
+        for event in self.waiting:
+            event.set()
+
+    async def wait_for_outcome(self, decision: Decision, wait_s: float) -> None:
+        """Wait until a decision of the session has its outcome, for at most `wait_s` seconds."""
+        event = asyncio.Event()
+        self.waiting.add(event)
+        try:
+            async with asyncio.timeout(wait_s):
+                while not decision.outcome:
+                    await event.wait()
+                    event.clear()
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting.discard(event)
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:

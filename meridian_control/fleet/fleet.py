@@ -21,6 +21,7 @@ from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.recording import (
     Recording,
     down_record,
+    end_record,
     freeze_records,
     hello_record,
     policy_record,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
     from meridian_control.session.freeze_state import Freeze
+    from meridian_control.session.operator_ends import OperatorEnd
     from meridian_control.session.shadow_comparison import Comparison
 
 logger = logging.getLogger(__name__)
@@ -167,7 +169,24 @@ class Fleet:
         for recording in self._recording(session):
             recording.add(up_record(session, now, message))
         self._say(connection, responses, now)
+        connection.wake()
         self._restore_last_good(connection)
+
+    def end_thinking(self, engine_id: str, request_id: str, reason: str) -> tuple[Connection, OperatorEnd]:
+        """End the thinking of a live request because an operator asks for it; return its engine's connection too.
+
+        Raises NotFound if no live request of the engine has this id.
+        """
+        now = self.clock()
+        mine = [c for c in self.connections if c.session.hello.engine_id == engine_id]
+        for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
+            session = connection.session
+            if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
+                for recording in self._recording(session):
+                    recording.add(end_record(session, now, request_id))
+                self._say(connection, ended.responses, now)
+                return connection, ended
+        raise NotFound(f'no live request "{request_id}" on engine "{engine_id}"')
 
     def _restore_last_good(self, connection: Connection) -> None:
         """Start to read the policy that is in force on the engine, if the engine refuses the newest revision."""
@@ -232,6 +251,7 @@ class Fleet:
         self._counted.discard(connection)
         session, now = connection.session, self.clock()
         session.close(now)
+        connection.wake()
         self.closed_totals.add(session.totals)
         self.count_end(reason)
         engine_id = session.hello.engine_id

@@ -107,6 +107,12 @@ def policy_record(session: Session, now: datetime, revision: int, policy: schema
     return record
 
 
+def end_record(session: Session, now: datetime, request_id: str) -> fleet_pb2.TraceRecord:
+    record = _record(session, now)
+    record.end_thinking.request_id = request_id
+    return record
+
+
 def freeze_records(session: Session, now: datetime) -> list[fleet_pb2.TraceRecord]:
     """Return records of the freeze that the agent was sent and of its confirmation, for a recording that begins now."""
     if not (told := session.freezing.told(now)).nonce:

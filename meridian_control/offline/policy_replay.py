@@ -163,6 +163,9 @@ class SessionReplay:
             (freeze,) = self.session.on_freezes(given_freezes(event), _time(event))
             self._freeze_nonces[event.down.freeze.nonce] = freeze.freeze.nonce
             responses = []
+        elif event.HasField("end_thinking"):
+            ended = self.session.on_end_thinking(event.end_thinking.request_id, "", _time(event))
+            responses = ended.responses if ended is not None else []
         elif kind == "freeze_status":
             confirmed = agent_pb2.ConnectRequest()
             confirmed.CopyFrom(event.up)

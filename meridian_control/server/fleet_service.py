@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.cluster import decision_queries
+from meridian_control.cluster import decision_queries, thinking_ends
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import page
 
@@ -87,6 +87,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.GetSavingsRequest, context: Context
     ) -> fleet_pb2.GetSavingsResponse:
         return await self._whole.savings(request.local_only)
+
+    async def EndThinking(  # noqa: N802
+        self, request: fleet_pb2.EndThinkingRequest, context: Context
+    ) -> fleet_pb2.EndThinkingResponse:
+        return await thinking_ends.end_thinking(self._whole, request)
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Context

@@ -38,7 +38,8 @@ class Ledger:
     """The decisions of one session.
 
     `open` maps ids to decisions without an outcome. `last` maps each slot to the decision that was made or carried out
-    last. `made` is the number of decisions made. `step` is the newest step on which decisions are based.
+    last, and `forces` to the newest forced end that is not in shadow. `made` is the number of decisions made. `step` is
+    the newest step on which decisions are based.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Ledger:
         self._shadow, self._journal = shadow, journal
         self.open: dict[int, Decision] = {}
         self.last: dict[int, Decision] = {}
+        self.forces: dict[int, Decision] = {}
         self.made = self.step = 0
 
     def make(
@@ -73,6 +75,8 @@ class Ledger:
             )
         if slot is not None and kind != "probe":
             self.last[slot] = made
+        if slot is not None and kind == "force" and not shadow:
+            self.forces[slot] = made
         self._totals.decisions[made.counted_as] += 1
         return made.decision_id
 
@@ -107,9 +111,15 @@ class Ledger:
         if (waiting := len(self.open)) > MAX_OPEN_DECISIONS:
             raise ValueError(f"must leave at most {MAX_OPEN_DECISIONS} decisions without an outcome; got {waiting}")
 
+    def forget(self, slot: int) -> None:
+        """Drop the last decisions of a request that has ended."""
+        self.last.pop(slot, None)
+        self.forces.pop(slot, None)
+
     def forget_gone(self) -> None:
         """Drop the last decisions of requests that a new snapshot no longer lists."""
         self.last = {slot: decision for slot, decision in self.last.items() if self.concerns(decision)}
+        self.forces = {slot: decision for slot, decision in self.forces.items() if self.concerns(decision)}
 
     def close(self) -> None:
         """Close the decisions without an outcome, because the stream has ended and no outcome can arrive any more."""
@@ -120,7 +130,7 @@ class Ledger:
     def _finish(
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
     ) -> None:
-        decision.outcome = outcome
+        decision.outcome, decision.think_tokens, decision.detail = outcome, think_tokens, detail
         if self._journal is not None and decision.logged is not None:
             self._journal.settled(decision.logged, outcome, think_tokens, detail)
         name = outcome_name(outcome)

@@ -110,7 +110,7 @@ class Intake:
             if governed:
                 self._groups.count_closed(closed)
             table.close(closed.slot)
-            self._ledger.last.pop(closed.slot, None)
+            self._ledger.forget(closed.slot)
 
     def _count_changes(self, report: agent_pb2.StepReport) -> list[tuple[int, int]]:
         """Count changes of phase, ends of thinking and preemptions; return slot and thinking tokens of each end."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.policy.model import Policy
@@ -21,6 +22,7 @@ from meridian_control.session.decider import Decider
 from meridian_control.session.decision_ledger import Ledger
 from meridian_control.session.effective_policies import Groups
 from meridian_control.session.freeze_state import FreezeState
+from meridian_control.session.operator_ends import ENDING, OperatorEnd, state_of
 from meridian_control.session.report_intake import Intake
 from meridian_control.session.settings_delivery import Delivery
 from meridian_control.session.shadow_comparison import Comparison
@@ -155,6 +157,29 @@ class Session:
     def on_freezes(self, freezes: tuple[Freeze, ...], now: datetime) -> Out:
         """Set the freezes that match this engine; the session makes no decision until the agent has thawed."""
         return [agent_pb2.ConnectResponse(freeze=self.freezing.give(freezes, now))]
+
+    def on_end_thinking(self, request_id: str, reason: str, now: datetime) -> OperatorEnd | None:
+        """End a request's thinking because an operator asks for it; None if no live request has this id.
+
+        A request has at most one forced end under way, so no decision is made while another one has no outcome.
+        """
+        if self._journal is not None:
+            self._journal.now = now
+        if (slot := self.table.slot_of(request_id)) is None:
+            return None
+        newest, think_tokens = self._ledger.forces.get(slot), int(self.table.think_tokens[slot])
+        frozen = self.frozen or self.freezing.void
+        state = state_of(self.hello, self._deciding, frozen, int(self.table.phase[slot]), newest)
+        if state != ENDING:
+            return OperatorEnd(state, newest, think_tokens, [])
+        self.table.note_end(slot, agent_pb2.FORCE_REASON_OPERATOR, shadow=False)
+        made = self._ledger.make("force", reason_name(agent_pb2.FORCE_REASON_OPERATOR), slot)
+        newest = self.open_decisions[made]
+        if newest.logged is not None:
+            newest.logged.operator_reason = reason
+        directives = agent_pb2.Directives(step=self._ledger.step)
+        directives.forces.add(decision_id=made, slot=slot, reason=agent_pb2.FORCE_REASON_OPERATOR)
+        return OperatorEnd(state, newest, think_tokens, [agent_pb2.ConnectResponse(directives=directives)])
 
     def on_message(self, message: agent_pb2.ConnectRequest, now: datetime) -> Out:
         """Take in a message of the agent and return the responses. Raises InvalidRequest if it breaks the contract."""

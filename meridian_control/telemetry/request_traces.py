@@ -123,6 +123,8 @@ def _attributes(life: Life) -> Iterator[tuple[str, Any]]:
 
 def _decided(made: LoggedDecision) -> Iterator[tuple[str, Any]]:
     yield "meridian.reason", made.reason
+    if made.operator_reason:
+        yield "meridian.operator_reason", made.operator_reason
     yield "meridian.decision_id", made.decision_id
     yield "meridian.revision", made.revision
     yield "meridian.shadow", made.shadow

@@ -79,6 +79,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     async def GetSavings(self, request: Any, context: Any) -> fleet_pb2.GetSavingsResponse:  # noqa: N802
         return self.savings
 
+    async def EndThinking(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.RecordTraceResponse]:

@@ -95,6 +95,9 @@ def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResp
     for record in records[1:]:
         if record.HasField("policy"):
             said += session.on_policy(record.policy.revision, forms.from_proto(record.policy.policy))
+        elif record.HasField("end_thinking"):
+            ended = session.on_end_thinking(record.end_thinking.request_id, "", record.time.ToDatetime(UTC))
+            said += ended.responses if ended is not None else []
         elif record.HasField("up"):
             said += session.on_message(record.up, record.time.ToDatetime(UTC))
     return said

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, SOFT_CLOSE
+from meridian.v1 import agent_pb2
+
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
 from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
 from tests.sim.steps import Steps
@@ -18,13 +20,15 @@ from tests.sim.watched import Watched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meridian.v1 import agent_pb2
-
     from meridian_agent.link.mailbox import Arrived
     from meridian_control.session.session import Session
     from tests.sim.engine import Engine
     from tests.sim.invariants import Invariants
     from tests.sim.network import SteppedLink
+
+
+# The part of the directives that a forced end belongs to, by reason; all other reasons belong to RULES.
+PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
 
 
 class EngineBooks:
@@ -125,7 +129,7 @@ class EngineBooks:
         for force in message.forces:
             watched = self._meant(force.decision_id)
             if watched and not force.shadow and watched.state.phase is Phase.THINK:
-                watched.force = ORDER if force.reason == SOFT_CLOSE else RULES
+                watched.force = PARTS.get(force.reason, RULES)
         for tr in tracker.by_id.values():
             ids = [tr.cap.decision_id if tr.cap else 0, tr.ending.decision_id if tr.ending else 0]
             self._own(tr, [*ids, tr.tier[0] if tr.tier else 0])

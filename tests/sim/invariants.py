@@ -84,7 +84,10 @@ class Invariants:
             phases = {slot: int(table.phase[slot]) for slot in plan.slot}
             self._new(session, plan.decision_id, Made("plan", "", plan.shadow, slots, phases))
         for force in directives.forces:
-            self._above_floor(session, force)
+            if force.reason == agent_pb2.FORCE_REASON_OPERATOR:
+                assert not force.shadow, "an operator's end is in shadow"
+            else:
+                self._above_floor(session, force)
         for cap in directives.caps:
             self._within_policy(session, cap)
         self.note_message("control", directives)

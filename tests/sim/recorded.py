@@ -47,6 +47,9 @@ class Replayed:
             self.invariants.heard(self.session, self.counters, record.up)
             self._say(self.session.on_message(record.up, self._now))
             self.invariants.knows(self.session)
+        elif record.HasField("end_thinking"):
+            ended = self.session.on_end_thinking(record.end_thinking.request_id, "", self._now)
+            self._say(ended.responses if ended is not None else [])
         elif record.down.HasField("freeze"):
             self.session.on_freezes(given_freezes(record), self._now)
         elif record.down.WhichOneof("message") in SAID:

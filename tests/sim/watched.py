@@ -27,7 +27,7 @@ class Watched:
     # Whether the agent tracks the request; False if the agent was off when the request came and has not read it since.
     known: bool = True
     cap: tuple[int | None, bool] | None = None
-    # The part of the policy (ORDER or RULES) of an accepted force that has not begun, or 0.
+    # The part of the directives (ORDER, RULES or OPERATOR) of an accepted force that has not begun, or 0.
     force: int = 0
     ending_left: int = 0
     # Limits when the last two sets of masks were made, newest last.

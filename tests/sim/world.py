@@ -25,6 +25,7 @@ from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import connection as connection_module
 from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.session.operator_ends import ENDING
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
@@ -170,12 +171,17 @@ class World:
         self.harshness = kinds.choice((0.0, 0.05, 0.15, 0.4))
         self.step_ms = kinds.choice((1.0, 5.0, 30.0))
         self.ticks = min(kinds.choice((20, 40, 80)), options.ticks)
+        # Draws the ends of thinking that operators ask for, apart from all other draws; None if nobody asks for any.
+        operators = random.Random(f"operators {seed}")
+        self.operators = operators if self.governed and not self.is_quiet and operators.random() < 0.3 else None
         # The smallest rings are full before a report interval is over.
         self.ring_records = kinds.choice((2, 3, 12, 12))
         self.patches()
         self.tick = 0
         self.revision = 0
         self.opened = 0
+        # Decisions that operators' calls made.
+        self.ended = 0
         self.server = self.network.server
         with self.timeline.running():
             self.put_policy()
@@ -216,6 +222,8 @@ class World:
                     self.abort()
                 if self.governed and self.rng.random() < self.harshness:
                     self.fault()
+                if self.operators is not None and self.operators.random() < 0.3:
+                    self.end_thinking(self.operators)
                 self.pass_time(self.rng.uniform(0.0, 0.5) * self.step_ms / 1e3)
             self.come_to_rest()
             if self.options.fault is not None:
@@ -287,6 +295,19 @@ class World:
         plant, which = self.work.choice(self.plants), self.work.random()
         if live := plant.engine.live:
             plant.engine.abort(live[int(which * len(live))])
+
+    def end_thinking(self, rng: random.Random) -> None:
+        """Let an operator end the thinking of some live request, sometimes in two calls one after the other."""
+        fleet = self.server.fleet
+        if fleet is None or self.timeline.now_s < self.server.hung_until_s or not (live := fleet.requests("")):
+            return
+        chosen = rng.choice(live)
+        calls = [fleet.end_thinking(chosen.engine_id, chosen.request_id, "")[1] for _ in range(rng.choice((1, 1, 2)))]
+        self.invariants.note(f"an operator ends {chosen.request_id} at tick {self.tick}: {calls[0].state}")
+        self.ended += calls[0].state == ENDING
+        for again in calls[1:]:
+            assert again.state != ENDING, f"a second call decides again about {chosen.request_id}"
+            assert again.decision is calls[0].decision, "a second call names another decision"
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

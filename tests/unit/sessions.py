@@ -18,6 +18,7 @@ from tests.fakes.tables import policy
 if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
     from meridian_control.policy.model import Policy
+    from meridian_control.session.operator_ends import OperatorEnd
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}
@@ -39,7 +40,8 @@ class Stream:
     hello_fields: dict[str, Any] = field(default_factory=dict)
     now: datetime = NOW
     revision: int = 0
-    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
+    # The session's inputs with their times: a message, a policy with its revision, or a request that an operator ends.
+    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy] | str]] = field(default_factory=list)
     responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
     log: DecisionLog = field(default_factory=DecisionLog)
 
@@ -71,6 +73,14 @@ class Stream:
         self.deliver(self.session.on_policy(self.revision, new))
         self.pump()
         return self.responses[before:]
+
+    def end(self, name: str, reason: str = "") -> OperatorEnd:
+        """Let an operator end the thinking of a request."""
+        self.trace.append((self.now, name))
+        ended = self.session.on_end_thinking(name, reason, self.now)
+        assert ended is not None
+        self.deliver(ended.responses)
+        return ended
 
     def step(self, count: int = 1, then_ms: float = 5.0) -> agent_pb2.Directives:
         """Make engine steps and return all directives that the session sent, merged into one message."""

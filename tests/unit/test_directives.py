@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import MAX_HOLD_MS, MAX_SKIP_STEPS, NOT_KNOWN, SOFT_CLOSE, Outcome
+from meridian_agent.core.directives import MAX_HOLD_MS, MAX_SKIP_STEPS, NOT_KNOWN, Outcome
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.core.reclaim import Tier
@@ -19,7 +19,6 @@ def test_values_are_those_of_the_contract() -> None:
     assert {o.name: o.value for o in Outcome} == {
         name.removeprefix("OUTCOME_"): value for name, value in agent_pb2.Outcome.items() if value
     }
-    assert SOFT_CLOSE == agent_pb2.FORCE_REASON_SOFT_CLOSE
     assert {t.name: t.value for t in Tier} == {
         name.removeprefix("EVICTION_TIER_"): value for name, value in agent_pb2.EvictionTier.items() if value
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES, Outcome
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES, Outcome
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
 
@@ -63,6 +63,49 @@ def test_a_soft_close_ends_with_the_order() -> None:
     assert tr.ending is not None
     engine.directives.drop(ORDER)
     assert tr.ending is None
+
+
+def ending_for(reason: int) -> FakeEngine:
+    """An engine whose request "a" is about to be ended for a reason, which a newer control plane may have named."""
+    engine = FakeEngine()
+    engine.open("a")
+    sent = agent_pb2.ForceEnd(decision_id=1, slot=0)
+    sent.reason = agent_pb2.ForceReason.ValueType(reason)
+    engine.accept(message(forces=[agent_pb2.ForceEnd.FromString(sent.SerializeToString())]))
+    return engine
+
+
+def test_no_lease_of_a_section_drops_an_operators_end() -> None:
+    engine = ending_for(agent_pb2.FORCE_REASON_OPERATOR)
+    engine.directives.drop(ORDER | CAPS | RULES | MEMORY)
+    engine.run({"a": TEXT})
+    assert not engine.thinking("a")
+    assert engine.outcomes == {1: [Outcome.APPLIED]}
+
+
+@pytest.mark.parametrize("how", ["lease", "freeze"])
+def test_the_lease_of_the_whole_and_a_freeze_drop_an_operators_end(how: str) -> None:
+    engine = ending_for(agent_pb2.FORCE_REASON_OPERATOR)
+    if how == "lease":
+        assert ALL_BUT_CAPS & OPERATOR
+        engine.directives.drop(ALL_BUT_CAPS)
+    else:
+        engine.directives.freeze()
+    engine.run({"a": TEXT})
+    assert engine.thinking("a")
+    assert engine.outcomes == {1: [Outcome.AGENT_OFF]}
+
+
+def test_an_end_for_a_reason_that_the_agent_does_not_know_is_applied_and_belongs_to_the_rules() -> None:
+    """An agent that is older than FORCE_REASON_OPERATOR treats the reason in this way."""
+    engine = ending_for(99)
+    engine.run({"a": TEXT})
+    assert engine.outcomes == {1: [Outcome.APPLIED]}
+    engine = ending_for(99)
+    engine.directives.drop(ORDER | CAPS | MEMORY)
+    assert engine.live["a"].ending is not None
+    engine.directives.drop(RULES)
+    assert engine.live["a"].ending is None
 
 
 def test_order_and_admission_end_apart() -> None:

@@ -17,7 +17,14 @@ from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.cli.console import console
 from meridian_control.cli.replay_tables import tables
 from meridian_control.decisions.dispatch import WARM_STEPS
-from meridian_control.fleet.recording import down_record, freeze_records, hello_record, policy_record, up_record
+from meridian_control.fleet.recording import (
+    down_record,
+    end_record,
+    freeze_records,
+    hello_record,
+    policy_record,
+    up_record,
+)
 from meridian_control.offline.comparison_report import figures
 from meridian_control.offline.policy_comparison import Difference
 from meridian_control.offline.policy_replay import ThinkEnd
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_control.policy.model import Policy
+    from meridian_control.session.operator_ends import OperatorEnd
 
 # A policy to record with: every rule on, nothing applied, and EAT measured densely.
 DENSE = policy(
@@ -64,6 +72,10 @@ class Recorded(Stream):
     def freeze(self, *freezes: Freeze) -> None:
         self.deliver(self.session.on_freezes(freezes, self.now))
         self.pump()
+
+    def end(self, name: str, reason: str = "") -> OperatorEnd:
+        self.records.append(end_record(self.session, self.now, name))
+        return super().end(name, reason)
 
     def apply(self, new: Policy) -> list[agent_pb2.ConnectResponse]:
         self.records.append(policy_record(self.session, self.now, self.revision + 1, new))
@@ -231,6 +243,29 @@ def test_a_recording_that_joined_a_frozen_engine_knows_of_it(tmp_path: Path) -> 
     found = told(tmp_path, made.records, ACTIVE)
     changes_nothing(found)
     assert found["ends"]["new"]["eat"] >= 1, "the replay ends the freeze as well"
+
+
+def test_the_ends_of_operators_are_replayed_under_every_policy(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(policy(scheduler=EARLY))
+    for name, think in (("a", 30), ("b", 30), ("c", 3)):
+        made.open(name, think=think, answer=5)
+    made.step(6)
+    # "a" is ended, and the second call changes nothing; "c" answers already.
+    for name in "aac":
+        made.end(name)
+    made.step(3)
+    made.end("b")
+    made.step(40)
+    found = told(tmp_path, made.records, policy(scheduler=EARLY))
+    changes_nothing(found)
+    assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"] == made.session._ledger.made
+    assert found["ends"]["new"] == {"operator": 2, "natural": 1}
+    early = told(tmp_path, made.records, policy(scheduler=EARLY | {"max_think_tokens": 8}))
+    assert {r["request_id"]: (r["change"], r["new"]["reason"]) for r in early["changed_requests"]} == {
+        "b": ("moved", "hard_cap")
+    }, "the operator ended a at fewer tokens than the new cap"
+    assert early["ends"]["new"] == {"operator": 1, "hard_cap": 1, "natural": 1}
 
 
 # ------------------------------------------------------------------------------------------------------ other policies

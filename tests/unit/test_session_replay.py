@@ -36,8 +36,8 @@ def test_close_settles_what_is_open() -> None:
 
 
 def busy(seed: int) -> Stream:
-    """Make 150 random steps with arrivals, aborts, preemptions, new policies and refused settings."""
-    rng = random.Random(seed)
+    """Make 150 random steps with arrivals, aborts, preemptions, operators' ends, new policies and refused settings."""
+    rng, operator = random.Random(seed), random.Random(f"operator {seed}")
     made = stream(policy(scheduler={"max_think_tokens": 40, "min_think_tokens": 0}, entropy=CALIBRATED))
     policies = [
         policy(),
@@ -51,6 +51,8 @@ def busy(seed: int) -> Stream:
             prompt = rng.choice([[1], [1, 2], [40]])
             think, answer = rng.randrange(25), 1 + rng.randrange(10)
             made.open(f"r{number}", think, answer, prompt=prompt, own_cap=rng.choice([None, None, 0, 7]))
+        if live and operator.random() < 0.15:
+            made.end(operator.choice(live))
         if live and rng.random() < 0.05:
             made.agent.abort(rng.choice(live))
         elif live and rng.random() < 0.3:
@@ -82,6 +84,7 @@ def test_every_decision_has_one_outcome(seed: int) -> None:
     kinds = Counter(made.agent.checker.kinds.values())
     decided = Counter(kind.split("/")[0] for kind in made.session.totals.decisions.elements())
     assert kinds == decided
+    assert made.session.totals.decisions["force/operator"]
     assert set(kinds) == {"cap", "force", "plan", "tier", "probe"}
 
 
@@ -103,6 +106,9 @@ def test_a_recorded_stream_replays_exactly(seed: int) -> None:
     for now, message in recorded.trace:
         if isinstance(message, tuple):
             replayed += session.on_policy(*message)
+        elif isinstance(message, str):
+            ended = session.on_end_thinking(message, "", now)
+            replayed += ended.responses if ended is not None else []
         else:
             copy = agent_pb2.ConnectRequest.FromString(message.SerializeToString())
             replayed += session.on_message(copy, now)

@@ -93,12 +93,13 @@ export function outcome(decision) {
   return decision.shadow && known !== "shadowed" ? `${known} (shadow)` : known;
 }
 
-// Returns the numbers that a rule compared, followed by `more`; inFull adds the names of the limits.
+// Returns the numbers that a rule compared, or the operator's reason, followed by `more`; inFull adds the names of the
+// limits.
 export function compared(decision, inFull, ...more) {
   const told = decision.comparisons.map((c) => {
     const seen = `${c.signal} ${short(c.value)} ${OPERATORS[c.operator] || c.operator} ${short(c.limit)}`;
     return inFull ? `${seen} (${c.limit_name})` : seen;
   });
-  const parts = [...told, ...more, decision.detail].filter(Boolean);
+  const parts = [...told, decision.operator_reason, ...more, decision.detail].filter(Boolean);
   return element("div", "", ...parts.flatMap((text, i) => [i ? ", " : "", element("span", "comparison", text)]));
 }

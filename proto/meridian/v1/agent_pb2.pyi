@@ -334,6 +334,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The request is past its soft limit, and the end marker ranks high enough."""
     FORCE_REASON_LOOP: _ForceReason.ValueType  # 6
     """The thinking repeats the same tokens, round after round."""
+    FORCE_REASON_OPERATOR: _ForceReason.ValueType  # 7
+    """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -352,6 +354,8 @@ FORCE_REASON_SOFT_CLOSE: ForceReason.ValueType  # 5
 """The request is past its soft limit, and the end marker ranks high enough."""
 FORCE_REASON_LOOP: ForceReason.ValueType  # 6
 """The thinking repeats the same tokens, round after round."""
+FORCE_REASON_OPERATOR: ForceReason.ValueType  # 7
+"""An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:

@@ -92,7 +92,9 @@ class AuditRecord(_message.Message):
 
     @_builtins.property
     def details(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The other simple fields of the request: revision, validate_only, engine_id and so on."""
+        """The other simple fields of the request: revision, validate_only, engine_id and so on. Also the state and the outcome
+        that EndThinking returned.
+        """
 
     def __init__(
         self,
