@@ -17,7 +17,7 @@ import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_control.access.reloading_file import Reloaded
-from meridian_control.common.errors import NotFound, ReplicaUnavailable
+from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -33,6 +33,7 @@ Answer = TypeVar("Answer")
 CALL_TIMEOUT_S = 2.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
+REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -109,7 +110,7 @@ class Peers:
     async def ask_one(self, replica_id: str, call: Callable[[Peer], Awaitable[Answer]]) -> Answer:
         """Return the answer of one replica. `call` must have a time limit.
 
-        Raises NotFound if the replica answers so, and ReplicaUnavailable if it gives no other answer.
+        Raises NotFound or PermissionDenied if the replica answers so, and ReplicaUnavailable if it gives no answer.
         """
         for peer in self._peers():
             if peer.replica.replica_id == replica_id:
@@ -118,6 +119,9 @@ class Peers:
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.NOT_FOUND:
                         raise NotFound(error.details() or "") from None
+                    if error.code() in REFUSED:
+                        why = f"replica {replica_id}, which the call needs, refuses calls of this replica"
+                        raise PermissionDenied(f"{why}: {error.details()}") from None
                     raise ReplicaUnavailable([replica_id], f"{error.code().name}: {error.details()}") from None
         raise ReplicaUnavailable([replica_id], "it is not among the live replicas")
 

@@ -34,8 +34,8 @@ NAMED = 4
 async def end_thinking(whole: WholeFleet, request: Asked) -> Answer:
     """End the thinking of a live request, and wait for the outcome if the caller asks for it.
 
-    Raises NotFound if no live request has the id, InvalidRequest if several have it, and ReplicaUnavailable if a
-    replica that may have the request does not answer.
+    Raises NotFound if no live request has the id, InvalidRequest if several have it, ReplicaUnavailable if a replica
+    that may have the request does not answer, and PermissionDenied if that replica refuses calls of this one.
     """
     if not request.request_id:
         raise InvalidRequest("request_id", "must not be empty")

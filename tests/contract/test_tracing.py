@@ -91,6 +91,21 @@ def test_a_request_is_a_span_with_its_phases_and_its_forced_end(collector: Colle
     assert whole.start_time_unix_nano < whole.events[2].time_unix_nano <= think.end_time_unix_nano
 
 
+def test_an_end_that_an_operator_asked_for(collector: Collector) -> None:
+    made, tracing = traced(collector)
+    made.open("a", answer=3)
+    made.step(3)
+    made.end("a", "a customer waits")
+    made.step(30)
+    tracing.stop()
+    (whole,) = [span for span in collector.spans if span.name == "meridian.request"]
+    force, end = whole.events
+    told = attributes(force)
+    assert (force.name, end.name) == ("meridian.force", "meridian.think_end")
+    assert (told["meridian.reason"], told["meridian.operator_reason"]) == ("operator", "a customer waits")
+    assert attributes(end)["meridian.reason"] == "operator"
+
+
 def test_tokens_that_came_with_a_change_of_phase_belong_to_the_new_phase() -> None:
     """After an end of thinking, a report of merged steps may go on with answer tokens, and so may a single step with
     draft tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ from vllm import SamplingParams
 from tests.data import maze
 from tests.engine import Run, cases, chat, paced
 from tests.engine.policies import CONVERGED, NEUTRAL
-from tests.processes import wait_for
+from tests.processes import MERIDIANCTL, wait_for
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
@@ -141,6 +142,34 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
     assert control.engine().acked_revision == revision
     run.until()
     control.settled()
+
+
+def test_meridianctl_end_brings_the_answer(llm: Any, agent: Any, control: Control) -> None:
+    """An operator ends a request that would think for long, by the client's part of its id, and an answer follows."""
+    before = dict(control.settled().ends)
+    end = agent.tracker.markers.end[0]
+    run = Run(llm)
+    run.add("slow", opened(), endless(agent, ignore_eos=False, max_tokens=900))
+    run.until(lambda: len(run.tokens["slow"]) >= 30)
+    wait_for(lambda: any(r.think_tokens >= 20 for r in control.requests()), 20, "the request to be listed")
+    command = [*MERIDIANCTL, "--server", control.target, "end", "slow", "--reason", "a customer waits", "--wait", "5"]
+    operator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.until(lambda: end in run.tokens["slow"])
+    run.until()
+    told, complaint = operator.communicate(timeout=60)
+    tokens = run.tokens["slow"]
+    ended = tokens.index(end)
+    answer = llm.get_tokenizer().decode(tokens[ended + 1 :], skip_special_tokens=True).strip()
+    assert (operator.returncode, complaint) == (0, ""), complaint
+    assert ended >= 30
+    assert answer
+    assert run.finished["slow"] == "stop", "the model ended its answer itself"
+    assert f"applied at {ended} thinking tokens" in told
+    engine = control.settled()
+    assert engine.ends["operator"] == before.get("operator", 0) + 1
+    life = control.explain("slow")
+    (force,) = [e.decision for e in life.events if e.decision.kind == "force"]
+    assert (force.reason, force.operator_reason, force.outcome_think_tokens) == ("operator", "a customer waits", ended)
 
 
 def test_live_view(llm: Any, agent: Any, control: Control, settled: Settled) -> None:

@@ -47,6 +47,17 @@ def test_seeds_that_failed_once(seed: int) -> None:
     run(seed)
 
 
+@pytest.mark.parametrize("seed", [5, 32, 54])
+def test_ends_of_operators_are_decided_under_faults_and_are_in_the_recording(seed: int) -> None:
+    """The run checks that each decision has one outcome, and that the recording replays byte for byte."""
+    world = run(seed)
+    records = [record for recording in world.server.recordings for record in recording._waiting]
+    asked = [record.end_thinking.request_id for record in records if record.HasField("end_thinking")]
+    forces = [force for record in records for force in record.down.directives.forces]
+    decided = [force for force in forces if force.reason == agent_pb2.FORCE_REASON_OPERATOR]
+    assert 0 < len(decided) == world.ended <= len(asked)
+
+
 def test_mutations_fit_the_source() -> None:
     """Each mutation changes exactly one place; `python -m tests.sim.mutations` checks that the simulator notices
     them."""
