@@ -146,7 +146,7 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
 
 def test_meridianctl_end_brings_the_answer(llm: Any, agent: Any, control: Control) -> None:
     """An operator ends a request that would think for long, by the client's part of its id, and an answer follows."""
-    before = dict(control.settled().ends)
+    before = control.settled()
     end = agent.tracker.markers.end[0]
     run = Run(llm)
     run.add("slow", opened(), endless(agent, ignore_eos=False, max_tokens=900))
@@ -154,19 +154,22 @@ def test_meridianctl_end_brings_the_answer(llm: Any, agent: Any, control: Contro
     wait_for(lambda: any(r.think_tokens >= 20 for r in control.requests()), 20, "the request to be listed")
     command = [*MERIDIANCTL, "--server", control.target, "end", "slow", "--reason", "a customer waits", "--wait", "5"]
     operator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # The engine makes no step until the command has been started and its call has made the decision.
+    decided = before.decisions.get("force/operator", 0)
+    wait_for(lambda: control.engine().decisions["force/operator"] > decided, 60, "the operator's decision")
     run.until(lambda: end in run.tokens["slow"])
     run.until()
     told, complaint = operator.communicate(timeout=60)
     tokens = run.tokens["slow"]
     ended = tokens.index(end)
+    assert ended >= 30
     answer = llm.get_tokenizer().decode(tokens[ended + 1 :], skip_special_tokens=True).strip()
     assert (operator.returncode, complaint) == (0, ""), complaint
-    assert ended >= 30
     assert answer
     assert run.finished["slow"] == "stop", "the model ended its answer itself"
     assert f"applied at {ended} thinking tokens" in told
     engine = control.settled()
-    assert engine.ends["operator"] == before.get("operator", 0) + 1
+    assert engine.ends["operator"] == before.ends.get("operator", 0) + 1
     life = control.explain("slow")
     (force,) = [e.decision for e in life.events if e.decision.kind == "force"]
     assert (force.reason, force.operator_reason, force.outcome_think_tokens) == ("operator", "a customer waits", ended)
