@@ -1,17 +1,19 @@
 """Hostile agents on the control plane's side of their streams: the real Fleet and Sessions, in virtual time.
 
-A case is a list of TraceRecords: `up` is a message of a stream's agent, `policy` is put in force, and an empty record
-lets time pass. Allowed reactions: the message is handled, or the stream ends with InvalidRequest. Either way the state
-of the fleet can be shown, tables stay bounded, and an engine on another stream is served as usual.
+A case is a list of TraceRecords: `up` is a message of a stream's agent, `policy` is put in force, `end_thinking` is an
+operator's call for the stream's requests, and an empty record lets time pass. Allowed reactions: the message is
+handled, or the stream ends with InvalidRequest. Either way the state of the fleet can be shown, tables stay bounded,
+and an engine on another stream is served as usual.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.errors import MeridianError, PolicyError
+from meridian_control.common.errors import MeridianError, NotFound, PolicyError
 from meridian_control.decisions.dispatch import WARM_STEPS
 from meridian_control.decisions.request_table import MAX_SLOTS
 from meridian_control.fleet.fleet import Fleet
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 # Largest size of a live request in the table.
 MAX_OPENED_BYTES = 16 << 10
+# Number of a stream's requests that an operator ends at once.
+ENDED = 8
 
 
 def make(rng: random.Random) -> Case:
@@ -55,6 +59,8 @@ def make(rng: random.Random) -> Case:
             made.append(_up(stream, _message(rng, hostile)))
             if rng.random() < 0.05:
                 made.append(_policy(rng))
+            if rng.random() < 0.1:
+                made.append(fleet_pb2.TraceRecord(session_id=stream, end_thinking=fleet_pb2.TracedEnd()))
     return made
 
 
@@ -122,9 +128,11 @@ class World:
             except PolicyError:
                 return
             return
+        connection = self.streams.get(record.session_id)
+        if record.HasField("end_thinking") and connection is not None:
+            self._end_thinking(connection)
         if not record.HasField("up"):
             return
-        connection = self.streams.get(record.session_id)
         try:
             if connection is None:
                 # The server refuses a stream that begins with another message.
@@ -136,6 +144,13 @@ class World:
             self._expect(error)
             if connection is not None:
                 self._leave(record.session_id, error.code)
+
+    def _end_thinking(self, connection: Connection) -> None:
+        """Let an operator end some of the stream's requests. A stream of the same engine may have replaced this one."""
+        session = connection.session
+        for _, opened in list(session.table.requests())[:ENDED]:
+            with suppress(NotFound):
+                self.fleet.end_thinking(session.hello.engine_id, opened.request_id, "")
 
     def _expect(self, error: MeridianError) -> None:
         assert error.code == "invalid_request", error
