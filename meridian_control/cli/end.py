@@ -23,7 +23,7 @@ from meridian_control.common.enum_names import outcome_name
 State = fleet_pb2.EndThinkingState
 # For each state in which the call makes no decision: the reason, after the request's name.
 NOT_ENDED = {
-    State.END_THINKING_STATE_NOT_THINKING_YET: "has generated no token yet, so there is no thinking to end; try again",
+    State.END_THINKING_STATE_NOT_THINKING_YET: "has generated no token yet, and may not think; try again",
     State.END_THINKING_STATE_UNKNOWN_MARKERS: "cannot be ended: its engine does not know the thinking markers",
     State.END_THINKING_STATE_CANNOT_FORCE: "cannot be ended: its engine cannot force an end of thinking",
     State.END_THINKING_STATE_FROZEN: "cannot be ended: its engine is frozen",

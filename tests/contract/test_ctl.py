@@ -47,6 +47,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
         self.records: list[fleet_pb2.TraceRecord] = []
+        self.end = fleet_pb2.EndThinkingResponse()
         self.records_end: grpc.StatusCode | None = None
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
@@ -79,8 +80,10 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     async def GetSavings(self, request: Any, context: Any) -> fleet_pb2.GetSavingsResponse:  # noqa: N802
         return self.savings
 
-    async def EndThinking(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
+    async def EndThinking(  # noqa: N802
+        self, request: fleet_pb2.EndThinkingRequest, context: Any
+    ) -> fleet_pb2.EndThinkingResponse:
+        return self.end
 
     async def RecordTrace(  # noqa: N802
         self, request: fleet_pb2.RecordTraceRequest, context: Any

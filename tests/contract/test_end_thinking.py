@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import audit_pb2, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.cluster.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.status_page.contents import newest_ends, plain
 from tests.contract.secured import Clients, Secured, securing
 from tests.contract.test_ctl import FAILED, INVALID, OK, UNREACHABLE, run
+from tests.contract.test_ctl import Control as FakeControl
+from tests.contract.test_ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.test_metrics import scraped, value
 from tests.contract.test_record import Recorder, replayed
 from tests.contract.test_server import Process
@@ -278,6 +280,43 @@ async def test_meridianctl(control: Control) -> None:
         assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no live request "nobody" on any engine\n')
         assert (await ctl(control, "end", "")).exit_code == INVALID
     assert (await run("end", "x", server="127.0.0.1:1")).exit_code == UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("shown", "outcome", "code", "words"),
+    [
+        ("ENDING", "APPLIED", OK, "is being ended by decision 7 (operator) of session s: applied at 9 thinking tokens"),
+        ("ENDING", "ENDED_NATURALLY", OK, ": ended_naturally at 9 thinking tokens"),
+        ("ENDING", "REFUSED", FAILED, "the thinking was not ended: refused"),
+        ("ALREADY_ENDING", "AGENT_OFF", FAILED, "the thinking was not ended: agent_off"),
+        ("ALREADY_ENDING", "UNSPECIFIED", FAILED, "no outcome within 2 s"),
+        ("ANSWERING", "UNSPECIFIED", OK, "is already answering; decision 7 (operator) of session s ended"),
+        ("NOT_THINKING_YET", "UNSPECIFIED", FAILED, "request a on e has generated no token yet"),
+        ("UNKNOWN_MARKERS", "UNSPECIFIED", FAILED, "its engine does not know the thinking markers"),
+        ("CANNOT_FORCE", "UNSPECIFIED", FAILED, "its engine cannot force an end of thinking"),
+        ("AGENT_OFF", "UNSPECIFIED", FAILED, "a fault has switched its engine's agent off"),
+        ("NO_POLICY", "UNSPECIFIED", FAILED, "its engine has not applied a policy yet"),
+    ],
+)
+async def test_words_and_exit_codes(
+    fake_control: FakeControl,  # noqa: F811
+    shown: str,
+    outcome: str,
+    code: int,
+    words: str,
+) -> None:
+    fake_control.fleet.end = fleet_pb2.EndThinkingResponse(
+        state=fleet_pb2.EndThinkingState.Value(f"END_THINKING_STATE_{shown}"),
+        request_id="a",
+        engine_id="e",
+        session_id="s",
+        decision_id=7,
+        reason="operator",
+        outcome=agent_pb2.Outcome.Value(f"OUTCOME_{outcome}"),
+        think_tokens=9,
+    )
+    result = await fake_control("end", "a")
+    assert (result.exit_code, words in result.output) == (code, True), result.output
 
 
 async def test_a_frozen_engine_ends_no_thinking(control: Control) -> None:

@@ -23,7 +23,9 @@ from meridian_control.access.roles import Access, Role, rule_of
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.cluster_fleet import WholeFleet
 from meridian_control.cluster.membership import Replica, own_host
-from meridian_control.cluster.peers import Peers
+from meridian_control.cluster.peers import CALL_TIMEOUT_S, Peers
+from meridian_control.cluster.thinking_ends import end_thinking
+from meridian_control.common.errors import PermissionDenied, ReplicaUnavailable
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.store import PolicyStore
 from meridian_control.server import server as control_server
@@ -32,7 +34,7 @@ from tests.certificates import Authority
 from tests.contract.secured import Clients
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, utc_now
-from tests.fakes.linked import until
+from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -171,6 +173,33 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
     assert line.startswith(
         "replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for"
     )
+
+
+async def test_a_replica_on_another_host_refuses_to_end_thinking_and_the_caller_learns_why(tmp_path: Path) -> None:
+    async with opened(tmp_path, Access()) as running:
+        address, replica_id = elsewhere(), "alone"
+        live = [Replica(replica_id, f"{address}:{running.port}")]
+        peers = Peers(lambda: live, ClientCredentials())
+        whole = WholeFleet(Fleet(utc_now), "asking", peers, lambda: True)
+        request = fleet_pb2.EndThinkingRequest(request_id="a")
+        with LinkedEngine([f"{HERE}:{running.port}"]) as linked:
+            linked.open("a")
+            await linked.steps_until(lambda: running.fleet.requests(""))
+            with pytest.raises(PermissionDenied) as refused:
+                await end_thinking(whole, request)
+        why = "replica alone, which the call needs, refuses calls of this replica: FleetService/EndThinking is for "
+        assert str(refused.value).startswith(why)
+        await until(lambda: not running.fleet.connections)
+        # Nobody listens there.
+        live[:] = [Replica("gone", f"{HERE}:1")]
+        with pytest.raises(ReplicaUnavailable) as away:
+            await end_thinking(whole, request)
+        assert str(away.value) == "replicas that the call needs did not answer: gone"
+        with pytest.raises(ReplicaUnavailable, match=r"did not answer: gone \(UNAVAILABLE: "):
+            await peers.ask_one("gone", lambda peer: peer.fleet.EndThinking(request, timeout=CALL_TIMEOUT_S))
+        with pytest.raises(ReplicaUnavailable, match="it is not among the live replicas"):
+            await peers.ask_one("other", lambda peer: peer.fleet.EndThinking(request, timeout=CALL_TIMEOUT_S))
+        await peers.close()
 
 
 def denials(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -61,7 +61,7 @@ class _EndThinkingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndT
     END_THINKING_STATE_ANSWERING: _EndThinkingState.ValueType  # 3
     """The request generates its answer already."""
     END_THINKING_STATE_NOT_THINKING_YET: _EndThinkingState.ValueType  # 4
-    """The request has generated no token yet, so there is no thinking to end."""
+    """The request has generated no token yet, and its prompt does not show whether it will think."""
     END_THINKING_STATE_UNKNOWN_MARKERS: _EndThinkingState.ValueType  # 5
     """The engine does not know the thinking markers, so it is not known whether the request thinks."""
     END_THINKING_STATE_CANNOT_FORCE: _EndThinkingState.ValueType  # 6
@@ -85,7 +85,7 @@ END_THINKING_STATE_ALREADY_ENDING: EndThinkingState.ValueType  # 2
 END_THINKING_STATE_ANSWERING: EndThinkingState.ValueType  # 3
 """The request generates its answer already."""
 END_THINKING_STATE_NOT_THINKING_YET: EndThinkingState.ValueType  # 4
-"""The request has generated no token yet, so there is no thinking to end."""
+"""The request has generated no token yet, and its prompt does not show whether it will think."""
 END_THINKING_STATE_UNKNOWN_MARKERS: EndThinkingState.ValueType  # 5
 """The engine does not know the thinking markers, so it is not known whether the request thinks."""
 END_THINKING_STATE_CANNOT_FORCE: EndThinkingState.ValueType  # 6
