@@ -164,4 +164,5 @@ def signals_of(seen: Seen, index: int) -> Signals:
         cap if cap > NO_CAP and cap >= 0 else None,
         seen.loop_period.item(index),
         seen.loop_tokens.item(index),
+        seen.same_answer.item(index),
     )

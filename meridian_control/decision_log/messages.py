@@ -13,7 +13,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.records import LoggedDecision
-from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
+from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS, probe_lead_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -189,6 +189,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,
         ("force", "rpdi"): _rpdi,
+        ("force", "same_answer"): _same_answer,
         ("force", "soft_close"): _soft_close,
         ("force", "loop"): _loop,
         ("cap", "hard_cap"): _cap,
@@ -225,6 +226,12 @@ def _rpdi(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", policy.entropy.rpdi_threshold
 
 
+def _same_answer(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    wanted = policy.entropy.same_answer_samples
+    yield "same_answer", made.signals.same_answer, ">=", "entropy.same_answer_samples", wanted
+
+
 def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
     name = "scheduler.soft_think_tokens" if soft >= own else "own min_think_tokens"
@@ -255,7 +262,7 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
 
 
 def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
-    lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
+    lead = probe_lead_tokens(policy.entropy)
     signal, value, operator, name, floor = _floor(made, policy)
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:

@@ -42,6 +42,8 @@ class Signals(NamedTuple):
     # Cycle in which the thinking repeats: tokens of a round, and tokens that repeat; 0 for no cycle.
     loop_period_tokens: int = 0
     loop_tokens: int = 0
+    # Number of EAT probes in a row, up to the newest one, that had the same trial answer.
+    same_answer: int = 0
 
 
 @dataclass(eq=False, slots=True)

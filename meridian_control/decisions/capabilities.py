@@ -91,6 +91,7 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
         ("eat_level_threshold_nats", "eat_probe", eat),
         ("rank_conditions", "token_entropy", entropy.rank_conditions),
         ("rpdi_threshold", "token_entropy", entropy.rpdi_threshold),
+        ("same_answer_samples", "eat_probe", entropy.same_answer_samples),
     )
     for field, capability, fires in rules:
         if fires:

@@ -42,12 +42,13 @@ class kept(Generic[T]):  # noqa: N801
 
 
 class Unsampled(NamedTuple):
-    """The columns that an EAT sample changes, with their values before the sample, [slots] or [moments]."""
+    """The columns that a probe's result changes, with their values before the result, [slots] or [moments]."""
 
     eat_nats: NDArray[np.float64]
     eat_ema_nats: NDArray[np.float64]
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
+    same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
 
 

@@ -52,6 +52,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "eat_ema_nats": (np.float64, np.nan),
     "eat_ema_variance": (np.float64, 0.0),
     "eat_count": (np.int64, 0),
+    # Number of probes in a row, up to the newest one, that had the same trial answer.
+    "same_answer": (np.int64, 0),
     "next_probe_tokens": (np.int64, 0),
     "probe_open": (bool, False),
     # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap;
@@ -81,16 +83,14 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "counted": (bool, False),
     # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
     # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
-    # been empty at the first of these probes. Of all requests: number of newest probes with the same likeliest answer
-    # token.
+    # been empty at the first of these probes.
     "stop_tokens": (np.int64, -1),
     "probes_since_stop": (np.int64, -1),
     "stop_is_empty": (bool, False),
-    "same_answer": (np.int64, 0),
     # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
     # The rules in shadow that fired for the request, one bit for each ForceReason.
-    "shadow_decided": (np.uint8, 0),
+    "shadow_decided": (np.uint16, 0),
 }
 
 
@@ -120,6 +120,7 @@ class Columns:
     eat_ema_nats: NDArray[np.float64]
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
+    same_answer: NDArray[np.int64]
     next_probe_tokens: NDArray[np.int64]
     probe_open: NDArray[np.bool_]
     empty_answer: NDArray[np.bool_]
@@ -140,6 +141,5 @@ class Columns:
     stop_tokens: NDArray[np.int64]
     probes_since_stop: NDArray[np.int64]
     stop_is_empty: NDArray[np.bool_]
-    same_answer: NDArray[np.int64]
     end_decided: NDArray[np.uint8]
-    shadow_decided: NDArray[np.uint8]
+    shadow_decided: NDArray[np.uint16]

@@ -2,9 +2,9 @@
 
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-If several rules fire for a request at the same token, the order of precedence is EAT, rank, RPDI, soft close. A rule in
-shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the agent applies it,
-so that the cap is exact to the token and holds without a stream.
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, RPDI, same answer, soft
+close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the
+agent applies it, so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -108,26 +108,26 @@ def ends(
 def moments(groups: Iterable[tuple[Policy, NDArray[np.bool_] | None]], table: RequestTable) -> Moments:
     """Return the moments of the newest report at which rules are asked.
 
-    Rules are asked at each sentence end, at each EAT measurement, and when a request with a converged EAT passes its
-    floor. groups: each policy with a mask of the requests for which the policy holds, [slots].
+    Rules are asked at each sentence end, at each EAT measurement, and when a request for which a rule on probes holds
+    passes its floor. groups: each policy with a mask of the requests for which the policy holds, [slots].
     """
     at_ends = sentence_ends(table)
-    parts = [part for policy, among in groups for part in _eat_may_fire(policy, table, among)]
+    parts = [part for policy, among in groups for part in _probes_may_fire(policy, table, among)]
     if not parts:
         return at_ends
     return joined(table, [(at_ends.slot, at_ends.place, at_ends.step), *parts])
 
 
-def _eat_may_fire(
+def _probes_may_fire(
     policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield slots, places and steps at which the EAT rule may fire although there is no sentence end."""
+    """Yield slots, places and steps at which a rule on probes may fire although there is no sentence end."""
     if not policy.entropy.enabled:
         return
     history, now = table.history, table.live & (table.end_decided == 0)
     if among is not None:
         now &= among
-    now &= eat_converged(policy.entropy, table)
+    now &= _probes_agree(policy.entropy, table)
     before, sampled_in = now, None
     if history.sampled:
         slots, sampled_in = history.sampled_slots, np.full(len(now), -1)
@@ -135,7 +135,7 @@ def _eat_may_fire(
         measured = slots[now[slots]]
         yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
         before = now.copy()
-        before[slots] = eat_converged(policy.entropy, history.unsampled(slots))
+        before[slots] = _probes_agree(policy.entropy, history.unsampled(slots))
     if not (now.any() or before.any()):
         return
     slot = history.rows.slot
@@ -180,6 +180,8 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
             yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
         yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
         yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
+        if entropy.same_answer_samples:
+            yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
 
@@ -192,6 +194,22 @@ def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     flat = seen.eat_ema_variance < policy.eat_ema_variance_threshold
     low: NDArray[np.bool_] = seen.eat_ema_nats < policy.eat_level_threshold_nats
     return warm & flat & low
+
+
+def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
+    """Whether enough probes in a row, up to the newest one, had the same trial answer, and it is not empty.
+
+    A trial answer is its first token (Dynasor, arXiv 2412.20993, compares whole answers). 0 samples disable the rule.
+    """
+    if policy.same_answer_samples == 0:
+        return np.zeros(len(seen.same_answer), bool)
+    same: NDArray[np.bool_] = (seen.same_answer >= policy.same_answer_samples) & ~seen.empty_answer
+    return same
+
+
+def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
+    """Whether a rule that reads nothing but probes holds."""
+    return eat_converged(policy, seen) | same_answered(policy, seen)
 
 
 def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
@@ -255,7 +273,7 @@ def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | N
     entropy = policy.entropy
     if not entropy.enabled:
         return np.zeros(0, np.intp)
-    due = _wait_for_probe(table, among) & (table.think_tokens >= _probed_from(policy, table))
+    due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
     if entropy.eat_probe_max_rank:
         due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)
     return np.flatnonzero(due)
@@ -266,7 +284,7 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
     entropy, history = policy.entropy, table.history
     if not entropy.enabled:
         return None
-    since, waits = _probed_from(policy, table), _wait_for_probe(table, among)
+    since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
     if entropy.eat_probe_max_rank:
         row, due = history.ends.row, np.zeros(0, np.intp)
         row = row[(history.ends.ranks[:, 0] <= entropy.eat_probe_max_rank) & waits[history.rows.slot[row]]]
@@ -285,17 +303,27 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
     return at_rows_or_end(table, row, due)
 
 
-def _wait_for_probe(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
+    rules = 1 << agent_pb2.FORCE_REASON_EAT
+    if policy.same_answer_samples:
+        same = 1 << agent_pb2.FORCE_REASON_SAME_ANSWER
+        rules = same | rules if policy.eat_level_threshold_nats and policy.eat_ema_variance_threshold else same
     # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
-    measured = ~table.control & ((table.shadow_decided & (1 << agent_pb2.FORCE_REASON_EAT)) != 0)
+    measured = ~table.control & ((table.shadow_decided & rules) == rules)
     waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
     return waits
+
+
+def probe_lead_tokens(policy: EntropyPolicy) -> int:
+    """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
+    return max(policy.eat_warmup_samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
 
 
 def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
     """Return the number of thinking tokens at which each request's next probe is due, [slots]."""
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
-    lead = policy.entropy.eat_warmup_samples * policy.entropy.eat_probe_interval_tokens
+    lead = probe_lead_tokens(policy.entropy)
     since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
     return since
 

@@ -17,8 +17,10 @@ from meridian_control.offline.rule_replay import (
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
+    PROBED,
     RANK,
     RPDI,
+    SAME,
     SOFT,
     Replay,
     StoppingRule,
@@ -49,6 +51,8 @@ LAXER, SHORTER = 1.25, 0.9
 # Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
+# Numbers of equal trial answers in a row.
+SAMES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
 # Families in one group are variants of one rule, so pairs are made only across groups.
 GROUPS = {
     EAT_SENTENCE: "EAT",
@@ -57,6 +61,7 @@ GROUPS = {
     EAT_GATED: "EAT",
     RANK: RANK,
     RPDI: RPDI,
+    SAME: SAME,
     SOFT: SOFT,
 }
 
@@ -66,6 +71,7 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
     episodes = replay.episodes
     here = np.isin(episodes.owner, requests)
     eat, ranks, ratios = replay.eat_nats[here], episodes.ranks[here, 0], replay.rpdi[here]
+    ranks = ranks[ranks > 0]
     bounds = sorted({*RANKS, *map(int, _quantiles(ranks, GRID))}) if len(ranks) else []
     levels, coarse = _quantiles(eat, GRID), _quantiles(eat, COARSE)
     settled = list(product(ALPHAS, coarse, VARIANCES))
@@ -82,6 +88,7 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
             StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)
         ],
         RPDI: [StoppingRule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
+        SAME: [same_answer(number) for number in SAMES if number <= replay.same_answer[here].max(initial=0)],
         SOFT: [
             StoppingRule(SOFT, {}, {"soft_think_tokens": max(1, budget), "soft_close_rank": bound})
             for budget, bound in product(dict.fromkeys(budgets), _thinned(bounds))
@@ -107,6 +114,8 @@ def loosened(rule: StoppingRule) -> StoppingRule:
             RankCondition(max_ranks=tuple(math.ceil(LAXER * bound) for bound in condition.max_ranks))
             for condition in entropy["rank_conditions"]
         )
+    if "same_answer_samples" in entropy:
+        entropy["same_answer_samples"] = max(1, int(entropy["same_answer_samples"] / LAXER))
     if "rpdi_threshold" in entropy:
         entropy["rpdi_threshold"] = 1 + (entropy["rpdi_threshold"] - 1) / LAXER
     if "soft_close_rank" in scheduler:
@@ -136,14 +145,28 @@ def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, 
     )
 
 
+def same_answer(samples: int) -> StoppingRule:
+    """Make a same-answer rule that probes at every sentence end."""
+    return StoppingRule(
+        SAME,
+        {
+            "same_answer_samples": samples,
+            "eat_probe_interval_tokens": 1,
+            "eat_probe_placement": "sentence",
+            "eat_probe_max_rank": 0,
+        },
+    )
+
+
 def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:
     """Return pairs of rules from different groups, by the pair's family, with up to `most` rules of each family.
 
-    A pair stops thinking if either of its rules does.
+    A pair stops thinking if either of its rules does. Two rules on probes are not paired, because each has its own
+    places for probes.
     """
     pairs: dict[str, list[StoppingRule]] = {}
     for (first, ones), (second, others) in combinations(rules.items(), 2):
-        if GROUPS[first] != GROUPS[second]:
+        if GROUPS[first] != GROUPS[second] and not {first, second} <= PROBED:
             made = [either(a, b) for a, b in product(_thinned(list(ones), most), _thinned(list(others), most))]
             if made:
                 pairs[made[0].family] = made

@@ -8,7 +8,7 @@ no conclusions. The module uses no clock, only the recorded times.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,6 +116,26 @@ class _Came:
             column[:] = np.bincount(np.array(steps, np.int64), minlength=report.steps).tolist()
 
 
+@dataclass
+class _EqualAnswers:
+    """Counts equal trial answers in a row over the samples that this run gets, which may be fewer than the recorded.
+
+    count: the newest count, 0 before the first sample. left_out: recorded samples since then that this run did not get.
+    """
+
+    count: int = 0
+    left_out: int = 0
+
+    def take(self, recorded: int) -> int:
+        """Return the count for the next sample of this run. recorded: the count over all recorded samples."""
+        if not (self.count or self.left_out):
+            self.count = recorded
+        else:
+            self.count = self.count + 1 if self.count and recorded >= self.left_out + 2 else 1
+        self.left_out = 0
+        return self.count
+
+
 class SessionReplay:
     """Replays one recorded session under one policy; with `policy` None, under the recorded policies."""
 
@@ -141,6 +161,7 @@ class SessionReplay:
         # By slot: the flags of the thinking's sentence ends by thinking tokens, and the number of thinking tokens.
         self._flags: dict[int, dict[int, int]] = {}
         self._think: dict[int, int] = {}
+        self._equal: defaultdict[int, _EqualAnswers] = defaultdict(_EqualAnswers)
         self.fates: dict[int, ReplayResult] = {}
         self.ranks: dict[int, int] = {}
         self.share = ReplayedShare()
@@ -177,7 +198,7 @@ class SessionReplay:
             status.settings_status.nonce = self._nonces.get(event.up.settings_status.nonce, self._nonce)
             responses = self.session.on_message(status, _time(event))
         elif kind == "snapshot":
-            for state in (self._asked, self._flags, self._think, self.fates, self.ranks):
+            for state in (self._asked, self._flags, self._think, self._equal, self.fates, self.ranks):
                 state.clear()
             for opened in event.up.snapshot.requests:
                 self._open(opened)
@@ -237,6 +258,7 @@ class SessionReplay:
     def _open(self, opened: agent_pb2.RequestOpened) -> None:
         slot = opened.slot
         self._asked.pop(slot, None)
+        self._equal.pop(slot, None)
         self.ranks.pop(slot, None)
         self._flags[slot], self._think[slot], self.fates[slot] = {}, opened.think_tokens, ReplayResult()
         self.changed = True
@@ -256,6 +278,7 @@ class SessionReplay:
             decision_id = self._same.get(recorded_id)
             if decision_id is None and (ask := self._asked.get(slot)) is not None:
                 if not self._fits(ask, slot, recorded.think_tokens[row], self._lent.get(recorded_id)):
+                    self._equal[slot].left_out += 1
                     continue
                 decision_id = ask.decision_id
                 del self._asked[slot]
@@ -266,9 +289,12 @@ class SessionReplay:
                 )
                 came.add(came.recorded_probes[row], carried_out)
             if decision_id is None:
+                self._equal[slot].left_out += 1
                 continue
             self.samples += 1
-            for name in ("slot", "think_tokens", "eat_nats", "cost_tokens", "same_answer", "empty_answer"):
+            if recorded.same_answer:
+                out.probes.same_answer.append(self._equal[slot].take(recorded.same_answer[row]))
+            for name in ("slot", "think_tokens", "eat_nats", "cost_tokens", "empty_answer"):
                 column = getattr(recorded, name)
                 if column:
                     getattr(out.probes, name).append(column[row])

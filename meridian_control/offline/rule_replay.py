@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Families of rules, and the signals that each family uses.
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
 EAT_GATED, RANK, RPDI, SOFT, CAP = "EAT gated by rank", "rank", "RPDI", "soft close", "fixed cap"
+SAME = "same answer"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
@@ -36,9 +37,12 @@ SIGNALS = {
     EAT_GATED: ("EAT", "rank"),
     RANK: ("rank",),
     RPDI: ("RPDI",),
+    SAME: ("same answer",),
     SOFT: ("rank",),
     CAP: (),
 }
+# Families whose rules read probes.
+PROBED = frozenset(family for family, signals in SIGNALS.items() if {"EAT", "same answer"} & set(signals))
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class StoppingRule:
             return f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on"
         if self.family == RPDI:
             return f"RPDI > {e['rpdi_threshold']:g}"
+        if self.family == SAME:
+            return f"the same trial answer {e['same_answer_samples']} times in a row"
         if self.family == RANK:
             return f"end marker <= {list(e['rank_conditions'][0].max_ranks)}"
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
@@ -119,6 +125,10 @@ class Replay:
         found = episodes.sample
         has = found >= 0
         self.eat_nats = np.where(has, episodes.eat_nats[found] if len(episodes.eat_nats) else np.nan, np.nan)
+        # A rule on probes may fire only at a boundary with a sample, so all others count no equal answers.
+        empty = np.where(has, episodes.empty_answer[found] if len(episodes.empty_answer) else False, False)
+        self.same_answer = np.where(has, episodes.same_answer[found] if len(episodes.same_answer) else 0, 0)
+        self._table.fill(len(found), same_answer=self.same_answer, empty_answer=empty)
         self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
         # A held request generates no thinking token between its probe and the decision from the probe.
@@ -205,6 +215,9 @@ class Replay:
             table.fill(count, eat_count=samples, eat_ema_nats=mean, eat_ema_variance=variance)
             fires = termination.eat_converged(policy.entropy, table)
             places, right = self._eat[rule.family == EAT_GATED]
+        elif rule.family == SAME:
+            fires = termination.same_answered(policy.entropy, table)
+            places, right = self._eat[False]
         elif rule.family == RANK:
             fires = termination.rank_reached(policy.entropy, table)
         elif rule.family == RPDI:
@@ -228,7 +241,7 @@ class Replay:
         return np.flatnonzero(wanted)
 
     def _probes(self, rule: StoppingRule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
-        probed = [part for part in rule.parts if "EAT" in SIGNALS[part.family]]
+        probed = [part for part in rule.parts if part.family in PROBED]
         count = np.zeros(len(self.episodes.ids), np.int64)
         for part in probed:
             asked = self._subset(*_probing(part))

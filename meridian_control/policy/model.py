@@ -59,6 +59,7 @@ PER_REQUEST = {
         "eat_hold_ms",
         "rank_conditions",
         "rpdi_threshold",
+        "same_answer_samples",
     ),
     "loop": ("enabled", "shadow", "min_rounds", "min_tokens"),
 }

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 # Policy section of each rule, by the rule's reason.
 SECTIONS = {
-    "soft_close": "scheduler",
-    "hard_cap": "scheduler",
-    "eat": "entropy",
-    "rank": "entropy",
-    "rpdi": "entropy",
+    **dict.fromkeys(("soft_close", "hard_cap"), "scheduler"),
+    **dict.fromkeys(("eat", "rank", "rpdi", "same_answer"), "entropy"),
     "loop": "loop",
 }
 

@@ -181,6 +181,8 @@ class FakeAgent:
         self.revision = 0
         self.eat_nats = 0.01
         self.empty_answer = False
+        # Likeliest token of each probe.
+        self.trial_answer = 7
         self.end_rank = 1
         # Milliseconds of a step, and of each sequence in it.
         self.step_cost_ms = 5.0, 0.0
@@ -234,7 +236,7 @@ class FakeAgent:
             if tr.state.phase.name == "THINK":
                 script, tokens = self.scripts[tr.info.request_id], tr.state.think_tokens
                 eat_nats = script.eat_nats(tokens) if script.eat_nats else self.eat_nats
-                same = tr.count_same_answer(script.trial_answer(tokens)) if script.trial_answer else 1
+                same = tr.count_same_answer(script.trial_answer(tokens) if script.trial_answer else self.trial_answer)
                 measured = (decision_id, tr.slot, tokens, eat_nats, 3, same, self.empty_answer)
                 engine.tracker.record.probes.append(measured)
                 engine.directives.report(decision_id, Outcome.APPLIED)

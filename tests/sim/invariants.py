@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.session.session import Session
 
-ENTROPY_RULES = (agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI)
+ENTROPY_RULES = (
+    agent_pb2.FORCE_REASON_EAT,
+    agent_pb2.FORCE_REASON_RANK,
+    agent_pb2.FORCE_REASON_RPDI,
+    agent_pb2.FORCE_REASON_SAME_ANSWER,
+)
 GAUGES = ("round_trip_ms",)
 
 

@@ -35,6 +35,11 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"entropy": IN_FORCE}, "eat_probe", "entropy.eat_level_threshold_nats"),
     ({"entropy": IN_FORCE}, "token_entropy", "entropy.rpdi_threshold"),
     ({"entropy": {**IN_FORCE, "rank_conditions": [{"max_ranks": [5]}]}}, "token_entropy", "entropy.rank_conditions"),
+    (
+        {"entropy": {**IN_FORCE, "same_answer_samples": 8, "eat_level_threshold_nats": 0.0}},
+        "eat_probe",
+        "entropy.same_answer_samples",
+    ),
     ({"override": [{"scheduler": {"max_think_tokens": 5}}]}, "force_end", "override[0].scheduler.max_think_tokens"),
     ({"override": [{"entropy": IN_FORCE}]}, "eat_probe", "override[0].entropy.eat_level_threshold_nats"),
 ]

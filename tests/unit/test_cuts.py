@@ -46,8 +46,9 @@ class Step:
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    # Result of the probe that was asked for last, by slot: EAT in nats, and whether the answer would be empty.
-    samples: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    # Result of the probe that was asked for last, by slot: EAT in nats, whether the answer would be empty, and the
+    # number of equal answers in a row.
+    samples: dict[int, tuple[float, bool, int]] = field(default_factory=dict)
     # Slots whose newest probe is refused.
     refused: list[int] = field(default_factory=list)
 
@@ -88,8 +89,8 @@ class Engine:
                 ranks.append(rank)
         columns = np.array(entropies, np.float32)
         record.told = StepSignals(None, columns, np.array(ranks, np.int32), -columns).encode()
-        for slot, (eat_nats, empty) in step.samples.items():
-            record.probes.append((self.probes.get(slot, 0), slot, 0, eat_nats, 1, 1, empty))
+        for slot, (eat_nats, empty, same) in step.samples.items():
+            record.probes.append((self.probes.get(slot, 0), slot, 0, eat_nats, 1, same, empty))
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
@@ -242,23 +243,31 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
 
 
 @settings(deadline=None, max_examples=60)
-@given(data=st.data(), shadow=st.booleans(), floor=st.sampled_from([0, 3, 6]), extension=st.sampled_from([0, 4]))
-def test_eat_fires_where_it_has_settled_and_the_floor_is_passed(
-    data: st.DataObject, shadow: bool, floor: int, extension: int
+@given(
+    data=st.data(),
+    shadow=st.booleans(),
+    floor=st.sampled_from([0, 3, 6]),
+    extension=st.sampled_from([0, 4]),
+    equal=st.sampled_from([0, 1, 3]),
+)
+def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
+    data: st.DataObject, shadow: bool, floor: int, extension: int, equal: int
 ) -> None:
     """A sample's step may be anywhere in a report, with other steps before and after it."""
     held = policy(
         scheduler={"min_think_tokens": floor, "empty_answer_extension_tokens": extension},
         entropy=OFF
         | {"shadow": shadow, "eat_warmup_samples": 1, "ema_alpha": 1.0, "eat_probe_interval_tokens": 64}
-        | {"eat_ema_variance_threshold": 1.0, "eat_level_threshold_nats": 1.0, "rank_conditions": [{"max_ranks": [2]}]},
+        | {"eat_ema_variance_threshold": 1.0, "eat_level_threshold_nats": 1.0, "rank_conditions": [{"max_ranks": [2]}]}
+        | {"same_answer_samples": equal},
     )
     first = Step(opened={0: THINK, 1: THINK}, tokens={0: [(THINK, 0, 1.0, 5)], 1: [(THINK, 0, 1.0, 5)]})
     steps = [first, *(replace(step, opened={}, closed=[]) for step in data.draw(streams(drafts=2)))]
     steps = [replace(step, tokens={s: _goes_on(rows) for s, rows in step.tokens.items()}) for step in steps]
     for slot in (0, 1):
         at = data.draw(st.integers(1, len(steps) - 1))
-        steps[at].samples[slot] = data.draw(st.sampled_from([0.5, 2.0])), data.draw(st.booleans())
+        sample = data.draw(st.sampled_from([0.5, 2.0])), data.draw(st.booleans()), data.draw(st.integers(1, 4))
+        steps[at].samples[slot] = sample
     lengths = data.draw(LENGTHS)
     # The first step is a report of its own, because the probes are asked for in its answer.
     single, merged = told(held, [[step] for step in steps]), told(held, [[first], *cuts(steps[1:], lengths)])

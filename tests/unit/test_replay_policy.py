@@ -27,7 +27,7 @@ from meridian_control.fleet.recording import (
 )
 from meridian_control.offline.comparison_report import figures
 from meridian_control.offline.policy_comparison import Difference
-from meridian_control.offline.policy_replay import ThinkEnd
+from meridian_control.offline.policy_replay import ThinkEnd, _EqualAnswers
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from meridian_control.session.freeze_state import Freeze, Match
@@ -148,6 +148,9 @@ POLICIES = {
         scheduler=EARLY | {"soft_think_tokens": 12, "max_think_tokens": 25},
         entropy={"shadow": False, "rank_conditions": [{"max_ranks": [3]}], "eat_probe_max_rank": 9},
     ),
+    "same answer": policy(
+        scheduler=EARLY, entropy=DENSE.entropy.model_dump() | {"shadow": False, "same_answer_samples": 4}
+    ),
     "deadline": policy(scheduler=EARLY | {"strategy": "deadline", "output_tpot_budget_ms": 6.0}),
     "stock": policy(scheduler=EARLY | {"strategy": "stock"}, kv_memory={"shadow": True}),
     "shadow": policy(scheduler=EARLY | {"shadow": True, "max_think_tokens": 9}),
@@ -174,6 +177,38 @@ def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: i
     found = told(tmp_path_factory.mktemp("t"), made.records, POLICIES[name])
     changes_nothing(found)
     assert found["decisions_reproduced"]["count"] == found["decisions_reproduced"]["of"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(answers=st.lists(st.integers(0, 1), min_size=1, max_size=12), data=st.data())
+def test_equal_answers_are_counted_over_the_samples_that_a_run_gets(answers: list[int], data: st.DataObject) -> None:
+    """The recorded count tells that answers are equal if all between them are; other equal answers are not known."""
+    counted, given, before = _EqualAnswers(), list[int](), 0
+    for number, answer in enumerate(answers):
+        before = before + 1 if number and answer == answers[number - 1] else 1
+        if not data.draw(st.booleans()):
+            counted.left_out += 1
+            continue
+        since = given[-1] if given else 0
+        alike = bool(given) and len(set(answers[since : number + 1])) == 1
+        expected = before if number == 0 else counted.count + 1 if alike else 1
+        given.append(number)
+        assert counted.take(before) == expected
+
+
+def test_a_policy_that_probes_less_often_counts_fewer_equal_answers(tmp_path: Path) -> None:
+    """The recording probes often, and all its trial answers are equal; a sparser policy needs more tokens for three."""
+    made = recorded(DENSE, requests=0, sentences=False)
+    made.open("a", think=150, answer=2)
+    made.step(160)
+    rule = {"shadow": False, "same_answer_samples": 3, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
+    places = []
+    for interval in (1, 12):
+        entropy = DENSE.entropy.model_dump() | rule | {"eat_probe_interval_tokens": interval}
+        found = told(tmp_path, made.records, policy(scheduler=EARLY, entropy=entropy))
+        assert found["forces"]["added"] == {"same_answer": 1}
+        places.append(found["think_tokens"]["new"])
+    assert places[1] >= places[0] + 2 * 11
 
 
 def test_several_revisions_and_a_refusal_replay_exactly(tmp_path: Path) -> None:

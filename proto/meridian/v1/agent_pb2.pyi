@@ -336,6 +336,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The thinking repeats the same tokens, round after round."""
     FORCE_REASON_OPERATOR: _ForceReason.ValueType  # 7
     """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
+    FORCE_REASON_SAME_ANSWER: _ForceReason.ValueType  # 10
+    """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -356,6 +358,8 @@ FORCE_REASON_LOOP: ForceReason.ValueType  # 6
 """The thinking repeats the same tokens, round after round."""
 FORCE_REASON_OPERATOR: ForceReason.ValueType  # 7
 """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
+FORCE_REASON_SAME_ANSWER: ForceReason.ValueType  # 10
+"""The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:

@@ -323,7 +323,7 @@ class Engine(_message.Message):
 
     @_builtins.property
     def ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of ends of thinking by reason: natural, hard_cap, eat, rpdi, rank, soft_close, loop, operator. The suffix
+        """Number of ends of thinking by reason: natural, hard_cap, or the reason of a force as in ForceReason. The suffix
         _shadowed marks ends that a rule in shadow decided but that did not happen.
         """
 
@@ -1336,7 +1336,7 @@ class LoggedDecision(_message.Message):
     kind: _builtins.str
     """Kind of the decision: cap, force, probe or tier."""
     reason: _builtins.str
-    """Reason of the decision. For a force: hard_cap, eat, rpdi, rank, soft_close, loop or operator. For a cap: hard_cap,
+    """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
     empty_answer or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable.
     """
     shadow: _builtins.bool
@@ -1421,6 +1421,7 @@ class Signals(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_TOKENS_FIELD_NUMBER: _builtins.int
+    SAME_ANSWER_FIELD_NUMBER: _builtins.int
     phase: _agent_pb2.Phase.ValueType
     """Phase that the request was in."""
     think_tokens: _builtins.int
@@ -1447,6 +1448,8 @@ class Signals(_message.Message):
     """Tokens of one round of the cycle in which the thinking repeats; 0 for no cycle."""
     loop_tokens: _builtins.int
     """Newest thinking tokens that repeat in that cycle."""
+    same_answer: _builtins.int
+    """Number of EAT probes in a row, up to the newest one, that had the same trial answer."""
     @_builtins.property
     def boundary_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks of the end marker at the newest sentence ends, newest first."""
@@ -1468,10 +1471,11 @@ class Signals(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         loop_period_tokens: _builtins.int = ...,
         loop_tokens: _builtins.int = ...,
+        same_answer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "same_answer", b"same_answer", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -312,6 +312,7 @@ class EntropyOverride(_message.Message):
     EAT_WARMUP_SAMPLES_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
+    SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces EntropyPolicy.enabled."""
     shadow: _builtins.bool
@@ -334,6 +335,8 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.eat_probe_max_rank."""
     eat_hold_ms: _builtins.int
     """Replaces EntropyPolicy.eat_hold_ms."""
+    same_answer_samples: _builtins.int
+    """Replaces EntropyPolicy.same_answer_samples."""
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Replaces EntropyPolicy.rank_conditions."""
@@ -353,10 +356,11 @@ class EntropyOverride(_message.Message):
         eat_warmup_samples: _builtins.int | None = ...,
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
+        same_answer_samples: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -378,6 +382,8 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__same_answer_samples: _TypeAlias = _typing.Literal["same_answer_samples"]  # noqa: Y015
+    _WhichOneofArgType__same_answer_samples: _TypeAlias = _typing.Literal["_same_answer_samples", b"_same_answer_samples"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -400,6 +406,8 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__same_answer_samples) -> _WhichOneofReturnType__same_answer_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -576,8 +584,9 @@ class EntropyPolicy(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     HOLDOUT_SHARE_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
+    SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT, rank and RPDI rules; false switches all three off."""
+    """Evaluate the EAT, rank, RPDI and same-answer rules; false switches all of them off."""
     shadow: _builtins.bool
     """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
@@ -620,6 +629,10 @@ class EntropyPolicy(_message.Message):
     """Largest share of requests, a fraction, whose answer the rules may change for the worse. If the control group shows
     more harm, the control plane puts the section into shadow. 1 switches this off.
     """
+    same_answer_samples: _builtins.int
+    """Same-answer rule: thinking ends once this many EAT probes in a row had the same trial answer, of which a probe
+    reads the first token; 0 switches the rule off.
+    """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
@@ -643,10 +656,11 @@ class EntropyPolicy(_message.Message):
         lease_ms: _builtins.int | None = ...,
         holdout_share: _builtins.float | None = ...,
         max_loss: _builtins.float | None = ...,
+        same_answer_samples: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
@@ -676,6 +690,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_window_tokens: _TypeAlias = _typing.Literal["rpdi_window_tokens"]  # noqa: Y015
     _WhichOneofArgType__rpdi_window_tokens: _TypeAlias = _typing.Literal["_rpdi_window_tokens", b"_rpdi_window_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__same_answer_samples: _TypeAlias = _typing.Literal["same_answer_samples"]  # noqa: Y015
+    _WhichOneofArgType__same_answer_samples: _TypeAlias = _typing.Literal["_same_answer_samples", b"_same_answer_samples"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
@@ -706,6 +722,8 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_window_tokens) -> _WhichOneofReturnType__rpdi_window_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__same_answer_samples) -> _WhichOneofReturnType__same_answer_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
