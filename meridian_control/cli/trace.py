@@ -68,7 +68,7 @@ def calibrate(
     *,
     labels: Annotated[
         Path | None,
-        typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct"}; see calibration.md.'),
+        typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct", "group"}; see calibration.md.'),
     ] = None,
     max_loss: Annotated[
         float, typer.Option(min=0, max=1, help="Largest allowed loss of accuracy, as a fraction.")
@@ -76,6 +76,9 @@ def calibrate(
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
     ] = 0.95,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Recommend only a rule whose loss is proved to be at most --max-loss.")
+    ] = False,
     delay_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens from a sentence end to the end forced there, unless its probe is held.")
     ] = 2,
@@ -89,7 +92,7 @@ def calibrate(
 ) -> None:
     """Replay traces, print the rules that save most thinking within a loss of accuracy, and write a policy."""
     try:
-        from meridian_control.offline import calibration, calibration_report
+        from meridian_control.offline import calibration, calibration_report, halves
 
         if plot is not None:
             import_module("matplotlib")
@@ -97,10 +100,10 @@ def calibrate(
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
     with reported():
         replay = _replay(traces, labels, base, model, delay_tokens)
-    goal = calibration.Goal(max_loss, confidence)
+    goal = calibration.Goal(max_loss, confidence, strict)
     try:
         found = calibration.calibrate(replay, goal)
-    except calibration.TooFewRequests as error:
+    except halves.TooFewRequests as error:
         left_out = [f"{count} {reason}" for reason, count in replay.episodes.left_out.items()]
         fail(FAILED, str(error), *left_out)
     terminal = console()

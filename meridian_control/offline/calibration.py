@@ -1,32 +1,42 @@
 """Chooses the rule and the thresholds that end thinking once the answer is settled.
 
-A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. The module owns the
-choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The module's
-functions are pure.
+A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. If the labels put
+requests into groups, a group lies in one half as a whole, and groups take the place of requests in all statistics. The
+module owns the choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The
+module's functions are pure.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meridian_control.offline.candidates import GROUPS, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
+from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_SENTENCE,
     RANK,
     RPDI,
+    SAME,
     SIGNALS,
     SOFT,
     Replay,
     StoppingRule,
     Stops,
 )
-from meridian_control.offline.statistics import Area, Interval, harmful_bound, percentiles, resampled
+from meridian_control.offline.statistics import (
+    Area,
+    Interval,
+    harmful_bound,
+    mean_bound,
+    percentiles,
+    resampled,
+)
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX
 
@@ -37,8 +47,6 @@ if TYPE_CHECKING:
 
 RESAMPLES = 2000
 SEPARATION_RESAMPLES, BATCHES = 1000, 50
-# Smallest number of requests that each half must have.
-MIN_REQUESTS = 10
 # A pair of rules is preferred to the best single rule only if it saves this share of the thinking more.
 PAIR_MUST_ADD = 0.02
 # Number of rules of each family that are paired with rules of other families, and the largest harm that such a rule may
@@ -46,17 +54,14 @@ PAIR_MUST_ADD = 0.02
 PAIRED_RULES, PAIRED_LOSS = 5, 2
 
 
-class TooFewRequests(Exception):  # noqa: N818 - the name is the condition
-    """A trace has too few requests to calibrate on; the message has the numbers."""
-
-
 @dataclass(frozen=True)
 class Figures:
     """The effect of a rule on some requests.
 
     `saved` is the share of the thinking that the rule saves, less the probes' tokens. `accuracy_change` is the accuracy
-    with the rule minus the natural accuracy. `harmful` counts the requests that only the stop made wrong, and
-    `harmful_bound` is the upper confidence bound of the share of such requests.
+    with the rule minus the natural accuracy. `harmful` counts the requests that only the stop made wrong. `harm` is the
+    mean accuracy that requests (or groups, each with its requests' mean) lose, not offset by requests that turn right,
+    and `harm_bound` is its upper confidence bound.
     """
 
     requests: int
@@ -69,7 +74,8 @@ class Figures:
     harmful: int
     saved_interval: Interval
     accuracy_interval: Interval
-    harmful_bound: float
+    harm: float
+    harm_bound: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,10 @@ class Separation:
 
 @dataclass(frozen=True)
 class Calibration:
+    """The result. confirmed: the recommended rule may be put into force. proved: on the half not used for choosing, the
+    bound of its harm is within the allowed loss. groups: number of groups of requests, 0 if requests are independent.
+    """
+
     natural: Figures
     separations: list[Separation]
     # Each family's frontier, from the rule that saves least to the rule that saves most.
@@ -105,28 +115,33 @@ class Calibration:
     # The best fixed cap, chosen within the same allowed loss.
     fixed_cap: Point | None
     confirmed: bool
+    proved: bool
+    groups: int
     policy: Policy
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals."""
+    """The accuracy that a rule may lose, a fraction, and the confidence of all intervals and bounds.
+
+    strict: recommend only a rule whose harm's upper bound is within max_loss on both halves.
+    """
 
     max_loss: float = 0.01
     confidence: float = 0.95
+    strict: bool = False
 
 
-def calibrate(replay: Replay, goal: Goal) -> Calibration:
-    """Choose a rule from a trace and compute its figures. Raises TooFewRequests."""
-    judged = ~np.isnan(replay.judge.natural)
-    first = np.array([first_half(request_id) for request_id in replay.episodes.ids], bool)
-    fit, held_out = np.flatnonzero(judged & first), np.flatnonzero(judged & ~first)
-    if min(len(fit), len(held_out)) < MIN_REQUESTS:
-        raise TooFewRequests(f"{MIN_REQUESTS} requests are needed in each half; there are {len(fit)}, {len(held_out)}")
-    separations = [_separation(replay, name, score, fit, goal) for name, score in _scores(replay).items()]
+def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
+    """Choose a rule from a trace and compute its figures. split: number of the split into halves.
+
+    Raises TooFewRequests.
+    """
+    fit, held_out, unit = halved(replay.episodes.ids, replay.judge, split)
+    halves = _Halves(replay, fit, held_out, unit, goal)
+    separations = [_separation(halves, name, score) for name, score in _scores(replay).items()]
     good = {s.signal for s in separations if s.separates}
 
-    halves = _Halves(replay, fit, held_out, goal)
     tried = {family: halves.tried(rules) for family, rules in single_rules(replay, fit).items()}
     usable = [family for family in tried if set(SIGNALS[family]) <= good and family != CAP]
     cautious = {
@@ -140,7 +155,9 @@ def calibrate(replay: Replay, goal: Goal) -> Calibration:
 
     recommended = halves.point(best) if best is not None else None
     cap = halves.best(tried[CAP])
-    confirmed = recommended is not None and recommended.held_out.accuracy_change >= -goal.max_loss
+    proved = recommended is not None and recommended.held_out.harm_bound <= goal.max_loss
+    kept = recommended is not None and recommended.held_out.accuracy_change >= -goal.max_loss
+    confirmed = kept and (proved or not goal.strict)
     return Calibration(
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
@@ -148,13 +165,10 @@ def calibrate(replay: Replay, goal: Goal) -> Calibration:
         recommended=recommended,
         fixed_cap=halves.point(cap) if cap is not None else None,
         confirmed=confirmed,
+        proved=proved,
+        groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
         policy=_policy(replay, best.rule if best and confirmed else None, good, np.concatenate([fit, held_out])),
     )
-
-
-def first_half(request_id: str) -> bool:
-    """Whether thresholds are chosen on this request; the answer depends on the id alone, so all runs agree."""
-    return hashlib.sha256(request_id.encode()).digest()[0] % 2 == 0
 
 
 def _nothing(replay: Replay) -> Stops:
@@ -168,7 +182,7 @@ def _nothing(replay: Replay) -> Stops:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A rule and its effect on the first half. `harm` is the accuracy lost, not offset by requests that turn right."""
+    """A rule and its effect on the first half. `harm` is as in Figures."""
 
     rule: StoppingRule
     stops: Stops
@@ -188,9 +202,12 @@ def pareto(tried: Sequence[_Tried]) -> list[_Tried]:
 
 @dataclass(frozen=True)
 class _Halves:
+    """Both halves of the requests. unit: number of each request's group, or of the request itself, [requests]."""
+
     replay: Replay
     fit: NDArray[np.intp]
     held_out: NDArray[np.intp]
+    unit: NDArray[np.int64]
     goal: Goal
 
     def tried(self, rules: Sequence[StoppingRule]) -> list[_Tried]:
@@ -202,19 +219,43 @@ class _Halves:
         stops, fit = self.replay.stops(rule), self.fit
         change = stops.right[fit] - self.replay.judge.natural[fit]
         saved = 1 - self._spent(stops, fit).sum() / self.replay.episodes.natural_tokens[fit].sum()
-        return _Tried(rule, stops, float(saved), float(change.mean()), float(-np.minimum(change, 0).mean()))
+        return _Tried(rule, stops, float(saved), float(change.mean()), float(self._harm(stops, fit).mean()))
+
+    def _harm(self, stops: Stops, where: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return the mean accuracy that the requests of each unit lose, in [0, 1], [units]."""
+        lost = np.maximum(self.replay.judge.natural[where] - stops.right[where], 0.0)
+        unit = np.unique(self.unit[where], return_inverse=True)[1]
+        harm: NDArray[np.float64] = np.bincount(unit, lost) / np.bincount(unit)
+        return harm
+
+    def _bound(self, harm: NDArray[np.float64]) -> float:
+        """Return the upper bound of the expected harm; exact if each unit is one request that is right or wrong."""
+        if self._counts:
+            return harmful_bound(round(harm.sum()), len(harm), self.goal.confidence)
+        return mean_bound(float(harm.mean()), len(harm), self.goal.confidence)
+
+    @cached_property
+    def _counts(self) -> bool:
+        """Whether requests are independent, and each is either right or wrong, so that harm is a binomial count."""
+        judge = self.replay.judge
+        natural = judge.natural[~np.isnan(judge.natural)]
+        return not judge.groups and bool(np.isin(judge.right, (0, 1)).all() and np.isin(natural, (0, 1)).all())
 
     def best(self, tried: Sequence[_Tried]) -> _Tried | None:
         """Return the rule that saves most within half the allowed loss, and within all of it with loosened thresholds.
 
         A threshold that the first half only just allows would often fail on the other half. Only harm counts as loss,
-        because requests that become right by being stopped do so by chance.
+        because requests that become right by being stopped do so by chance. If the goal is strict, the bound of the
+        harm with loosened thresholds has to be within the allowed loss, so that the other half is likely to prove it.
         """
         goal = self.goal
         for one in sorted(tried, key=lambda t: -t.saved):
             if one.saved <= 0:
                 break
-            if one.harm <= goal.max_loss / 2 and self._try(loosened(one.rule)).harm <= goal.max_loss:
+            if one.harm > goal.max_loss / 2:
+                continue
+            laxer = self._try(loosened(one.rule))
+            if (self._bound(self._harm(laxer.stops, self.fit)) if goal.strict else laxer.harm) <= goal.max_loss:
                 return one
         return None
 
@@ -234,8 +275,15 @@ class _Halves:
     def figures(self, stops: Stops, where: NDArray[np.intp]) -> Figures:
         natural, before = self.replay.episodes.natural_tokens[where], self.replay.judge.natural[where]
         spent, right = self._spent(stops, where), stops.right[where]
-        harmful = int(((before >= RIGHT) & (right < RIGHT)).sum())
-        change, weights = right - before, resampled(len(where), RESAMPLES)
+        unit = np.unique(self.unit[where], return_inverse=True)[1]
+        change, harm = right - before, self._harm(stops, where)
+        weights = resampled(len(harm), RESAMPLES)
+
+        def drawn(values: NDArray[Any]) -> NDArray[np.float64]:
+            """Return the sum of the requests' values in each bootstrap sample."""
+            sums: NDArray[np.float64] = weights @ np.bincount(unit, values)
+            return sums
+
         return Figures(
             requests=len(where),
             stopped=int(np.isfinite(stops.at_tokens[where]).sum()),
@@ -244,10 +292,11 @@ class _Halves:
             saved=float(1 - spent.sum() / natural.sum()),
             accuracy_change=float(change.mean()),
             probe_share=float(self._probed(stops, where).sum() / natural.sum()),
-            harmful=harmful,
-            saved_interval=percentiles(1 - (weights @ spent) / (weights @ natural), self.goal.confidence),
-            accuracy_interval=percentiles(weights @ change / len(where), self.goal.confidence),
-            harmful_bound=harmful_bound(harmful, len(where), self.goal.confidence),
+            harmful=int(((before >= RIGHT) & (right < RIGHT)).sum()),
+            saved_interval=percentiles(1 - drawn(spent) / drawn(natural), self.goal.confidence),
+            accuracy_interval=percentiles(drawn(change) / drawn(np.ones(len(where))), self.goal.confidence),
+            harm=float(harm.mean()),
+            harm_bound=self._bound(harm),
         )
 
 
@@ -259,34 +308,39 @@ def _scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
 
     Entropy and position have no rule and serve as comparisons. The position is the number of thinking tokens.
     """
-    episodes = replay.episodes
+    episodes, same = replay.episodes, replay.same_answer
     return {
         "EAT": -replay.eat_nats,
-        "rank": -episodes.ranks[:, 0].astype(float),
+        "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
         "RPDI": replay.rpdi,
+        "same answer": np.where(same > 0, same, np.nan),
         "entropy": -episodes.entropy_nats,
         "position": episodes.think_tokens.astype(float),
     }
 
 
-def _separation(replay: Replay, name: str, score: NDArray[np.float64], fit: NDArray[np.intp], goal: Goal) -> Separation:
+def _separation(halves: _Halves, name: str, score: NDArray[np.float64]) -> Separation:
     """Measure how well a signal separates right from wrong stops, over requests whose natural answer is right."""
-    natural = replay.judge.natural
+    replay, fit, natural = halves.replay, halves.fit, halves.replay.judge.natural
     chosen = np.zeros(len(natural), bool)
     chosen[fit[natural[fit] >= RIGHT]] = True
     owner = replay.episodes.owner
     where = np.flatnonzero(chosen[owner] & np.isfinite(score))
-    numbers = np.cumsum(chosen) - 1
+    units, numbers = np.unique(np.where(chosen, halves.unit, -1), return_inverse=True)
+    numbers -= int(units[0] < 0)
     right = replay.right[where] >= RIGHT
     if not len(where):
         return Separation(name, np.nan, Interval(np.nan, np.nan), "it was not measured")
+    if name == SAME and replay.judge.is_proxy:
+        return Separation(name, np.nan, Interval(np.nan, np.nan), "without labels the same trial answers judge it")
     if right.all() or not right.any():
         reason = f"every stop is {'right' if right.all() else 'wrong'}: there is nothing to tell apart"
         return Separation(name, np.nan, Interval(np.nan, np.nan), reason)
-    area = Area(score[where], right, numbers[owner[where]], int(chosen.sum()))
-    weights = resampled(area.requests, SEPARATION_RESAMPLES)
-    interval = percentiles(np.concatenate([area(part) for part in np.split(weights, BATCHES)]), goal.confidence)
-    found = float(area(np.ones((1, area.requests)))[0])
+    area = Area(score[where], right, numbers[owner[where]], int((units >= 0).sum()))
+    weights = resampled(area.owners, SEPARATION_RESAMPLES)
+    parts = np.split(weights, BATCHES)
+    interval = percentiles(np.concatenate([area(part) for part in parts]), halves.goal.confidence)
+    found = float(area(np.ones((1, area.owners)))[0])
     why = "" if interval.low > RIGHT else f"AUROC {found:.2f} is not above 0.5 with confidence"
     return Separation(name, found, interval, why)
 
@@ -304,7 +358,11 @@ def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests:
     entropy["enabled"], entropy["shadow"] = True, rule is None
     on = {GROUPS[part.family] for part in rule.parts} if rule else good | ({SOFT} if RANK in good else set())
     if EAT_SENTENCE not in on:
-        entropy |= {"eat_level_threshold_nats": 0.0, "eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
+        entropy["eat_level_threshold_nats"] = 0.0
+    if SAME not in on:
+        entropy["same_answer_samples"] = 0
+    if not {EAT_SENTENCE, SAME} & on:
+        entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
     if RANK not in on:
         entropy["rank_conditions"] = []
     if RPDI not in on:
@@ -323,9 +381,9 @@ def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests:
 def _floor(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
     """Return the fewest thinking tokens at which the rule stopped a request, because no earlier stop was judged.
 
-    A rule with a moving mean gets 0, because the mean needs its samples from the beginning.
+    A rule with a moving mean or a count of samples gets 0, because it needs the samples from the beginning.
     """
-    if rule.entropy.get("ema_alpha", 1.0) < 1:
+    if rule.entropy.get("ema_alpha", 1.0) < 1 or "same_answer_samples" in rule.entropy:
         return 0
     seen = replay.stops(rule).first_tokens[requests]
     return int(seen.min()) if np.isfinite(seen.min()) else 0

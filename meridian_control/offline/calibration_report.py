@@ -5,12 +5,14 @@ The module owns wording and layout. The plot needs matplotlib, from the extra `c
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from meridian_control.offline.rule_replay import CAP
+from meridian_control.offline.statistics import needed_to_prove
 from meridian_control.policy import formats as forms
 from meridian_control.policy.model_section import ModelPolicy
 
@@ -55,7 +57,7 @@ def table(found: Calibration, goal: Goal) -> Table:
                 percent(figures.saved),
                 f"{points_of(figures.accuracy_change)} {_range(figures.accuracy_interval)}",
                 f"{figures.harmful}/{figures.requests}",
-                percent(figures.harmful_bound),
+                percent(figures.harm_bound),
                 percent(figures.probe_share),
                 percent(figures.stopped / figures.requests),
                 style="bold" if point == found.recommended else None,
@@ -82,6 +84,11 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of the requests; all "
         f"figures are from the other half, with {goal.confidence:.0%} confidence intervals."
     )
+    if found.groups:
+        yield (
+            f"The requests belong to {found.groups} groups. Each group lies in one half, and halves, intervals and "
+            "bounds are computed from groups."
+        )
     left_out = [f"{count} {reason}" for reason, count in episodes.left_out.items()]
     if unjudged := len(episodes.ids) - judged:
         left_out.append(f"{unjudged} without {'a trial answer' if judge.is_proxy else 'a natural and a cut label'}")
@@ -126,19 +133,23 @@ def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
 def recommendation(found: Calibration, goal: Goal) -> str:
     best = found.recommended
     if best is None:
-        return (
+        text = (
             "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
-            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss. The policy stays "
-            "in shadow."
+            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss"
         )
+        if goal.strict:
+            text += f", with an upper bound of at most {percent(goal.max_loss)}"
+        return text + ". The policy stays in shadow."
     figures = best.held_out
     text = (
         f"Best: {best.rule}. The rule saves {percent(figures.saved)} {_range(figures.saved_interval)} of the thinking, "
         f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
-        f"The stop made {figures.harmful} of {figures.requests} requests wrong: at most "
-        f"{percent(figures.harmful_bound)} of all requests with {goal.confidence:.0%} confidence."
+        f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
+        f"{points_of(figures.harm_bound)[1:]} points of accuracy with {goal.confidence:.0%} confidence"
     )
+    allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
+    text += f", which is within {allowed}." if found.proved else f", which exceeds {allowed}: {_unproved(found, goal)}"
     if found.fixed_cap is not None:
         cap = found.fixed_cap
         text += f" A fixed cap chosen in the same way, {cap.rule}, saves {percent(cap.held_out.saved)}."
@@ -148,6 +159,15 @@ def recommendation(found: Calibration, goal: Goal) -> str:
             "in shadow. A trace with more requests may confirm it."
         )
     return text
+
+
+def _unproved(found: Calibration, goal: Goal) -> str:
+    """Say how many requests or groups a proof needs at least."""
+    needed = needed_to_prove(goal.max_loss, goal.confidence)
+    if needed == math.inf:
+        return "no number of requests can prove that a rule never harms."
+    what = "groups" if found.groups else "requests"
+    return f"the loss is not proved to be small, for which the other half needs at least {needed:.0f} {what}."
 
 
 def percent(share: float) -> str:
@@ -173,6 +193,7 @@ def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "goal": asdict(goal),
         "proxy": replay.judge.is_proxy,
         "requests": len(replay.episodes.seen),
+        "groups": found.groups,
         "left_out": replay.episodes.left_out,
         "probe_cost_tokens": replay.cost_tokens,
         "natural": _plain(found.natural),
@@ -181,6 +202,7 @@ def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "recommended": _point(found.recommended) if found.recommended else None,
         "fixed_cap": _point(found.fixed_cap) if found.fixed_cap else None,
         "confirmed": found.confirmed,
+        "proved": found.proved,
         "policy": found.policy.model_dump(mode="json", exclude_none=True),
     }
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from meridian_control.offline.episodes import Episodes
 
-LABEL_KEYS = {"request_id", "think_tokens", "correct"}
+LABEL_KEYS = {"request_id", "think_tokens", "correct", "group"}
 # Smallest probability of a right answer that counts as right, in counts of right and wrong answers.
 RIGHT = 0.5
 
@@ -33,7 +33,8 @@ class Judge:
     """The probability of a right answer after a number of thinking tokens, at the places where it is known.
 
     Places are sorted by request, then by thinking tokens. `natural` is the probability after all of the thinking; NaN
-    for a request that cannot be judged.
+    for a request that cannot be judged. `groups` names the group of each request, for example the problem that it asks
+    about; empty if the requests are independent.
     """
 
     owner: NDArray[np.int64]
@@ -41,6 +42,7 @@ class Judge:
     right: NDArray[np.float64]
     natural: NDArray[np.float64]
     is_proxy: bool
+    groups: tuple[str, ...] = ()
 
     def at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
@@ -67,17 +69,21 @@ def from_probes(episodes: Episodes) -> Judge:
 def from_labels(path: Path, episodes: Episodes) -> Judge:
     """Judge by the user's labels. A request without both a natural and a cut label cannot be judged.
 
-    Raises FileError with the line of a label that is malformed or whose request is not in the trace.
+    Raises FileError with the line of a label that is malformed or whose request is not in the trace, or if some of the
+    judged requests have a group and others have none.
     """
     numbers = _numbers(path, episodes)
     natural = np.full(len(episodes.ids), np.nan)
     places: dict[tuple[int, int], float] = {}
+    groups: dict[int, str] = {}
     for line, row in _rows(path):
         request = numbers.get(row["request_id"])
         if request is None:
             raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} is not in the trace")
         if request < 0:
             continue
+        if (group := row.get("group")) is not None and groups.setdefault(request, group) != group:
+            raise FileError(path, f"{line}:", f"group must be {groups[request]!r} as in an earlier line; got {group!r}")
         if row.get("think_tokens") is None:
             natural[request] = row["correct"]
         else:
@@ -85,6 +91,9 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
     cut = np.zeros(len(natural), bool)
     cut[[request for request, _ in places]] = True
     natural[~cut] = np.nan
+    without = next((number for number in np.flatnonzero(~np.isnan(natural)).tolist() if number not in groups), None)
+    if groups and without is not None:
+        raise FileError(path, "", f"gives request {episodes.ids[without]!r} no group, but it gives other requests one")
     ordered = sorted(place for place in places if not np.isnan(natural[place[0]]))
     return Judge(
         np.array([request for request, _ in ordered], np.int64),
@@ -92,6 +101,7 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
         np.array([places[place] for place in ordered], np.float64),
         natural,
         False,
+        tuple(groups.get(number, "") for number in range(len(natural))) if groups else (),
     )
 
 
@@ -128,7 +138,7 @@ def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 def _complaint(row: Any) -> str:
     if not isinstance(row, dict):
         return "must be an object"
-    request_id, tokens, correct = (row.get(name) for name in ("request_id", "think_tokens", "correct"))
+    request_id, tokens, correct, group = (row.get(key) for key in ("request_id", "think_tokens", "correct", "group"))
     obstacles = (
         (bool(set(row) - LABEL_KEYS), f"{sorted(set(row) - LABEL_KEYS)} are not known keys"),
         (not isinstance(request_id, str) or not request_id, f"request_id must be a string; got {request_id!r}"),
@@ -139,6 +149,10 @@ def _complaint(row: Any) -> str:
         (
             not isinstance(correct, bool | int | float) or not 0 <= correct <= 1,
             f"correct must be true, false or in [0, 1]; got {correct!r}",
+        ),
+        (
+            group is not None and (not isinstance(group, str) or not group),
+            f"group must be a string that is not empty; got {group!r}",
         ),
     )
     return next((complaint for holds, complaint in obstacles if holds), "")

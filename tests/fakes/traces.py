@@ -49,16 +49,19 @@ class MadeUp:
             yield {"request_id": self.request_id, "think_tokens": tokens + delay_tokens, "correct": right}
 
 
-def made_up(number: int, seed: int = 0, eat: str = "tells", rank: str = "tells", forced: bool = False) -> MadeUp:
+def made_up(  # noqa: PLR0917
+    number: int, seed: int = 0, eat: str = "tells", rank: str = "tells", forced: bool = False, same: str = "tells"
+) -> MadeUp:
     """Return a request that settles on its answer part-way.
 
-    `eat` and `rank` say whether a signal `tells` when the answer is settled, is `blind` to it, or is `noise`.
+    `eat`, `rank` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is settled, is
+    `blind` to it, or is `noise`.
     """
     rng = np.random.default_rng((seed, number))
     sentences = int(rng.integers(12, 40))
     settled = int(sentences * rng.uniform(0.3, 0.8))
     request = MadeUp(f"r{number}-{rng.integers(1 << 30):08x}", natural_right=bool(rng.random() < 0.9))
-    tokens, low, same = 0, False, 0
+    tokens, low, run = 0, False, 0
     for sentence in range(sentences):
         length = int(rng.integers(6, 20))
         for token in range(length):
@@ -72,8 +75,9 @@ def made_up(number: int, seed: int = 0, eat: str = "tells", rank: str = "tells",
         if sentence == settled:
             request.settled_tokens = tokens
         # Before the request settles, an answer lasts for a sentence or two.
-        same = 1 if sentence == settled or (not low and rng.random() < 0.6) else same + 1
-        request.probes[tokens] = (_eat(rng, eat, low), same)
+        changes = sentence == settled or (not low and rng.random() < 0.6) if same == "tells" else rng.random() < 0.5
+        run = 1 if changes else run + 1
+        request.probes[tokens] = (_eat(rng, eat, low), run)
     request.rows.append((THINK, FLAG_MARKER | FLAG_END | (FLAG_FORCED if forced else 0), 0.1, 1))
     request.rows += [(OUTPUT, 0, 0.1, 4000)] * 3
     return request

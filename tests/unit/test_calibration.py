@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tomllib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +16,12 @@ from typer.testing import CliRunner, Result
 from meridian_control.cli.main import app
 from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.signals import add_eat_sample
-from meridian_control.offline import calibration
 from meridian_control.offline import calibration_report as frontier
-from meridian_control.offline.calibration import Calibration, Goal, calibrate, first_half
+from meridian_control.offline.calibration import Calibration, Goal, calibrate
+from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.correctness import Judge, from_labels, from_probes
 from meridian_control.offline.episodes import collect
+from meridian_control.offline.halves import TooFewRequests, first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
@@ -30,7 +33,7 @@ from meridian_control.offline.rule_replay import (
     StoppingRule,
     either,
 )
-from meridian_control.offline.statistics import Area, harmful_bound
+from meridian_control.offline.statistics import Area, harmful_bound, mean_bound, needed_to_prove
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -72,14 +75,14 @@ def separating(found: Calibration) -> set[str]:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
     found = calibrate(replay(tmp_path, made(), labelled), Goal())
-    assert separating(found) == {"EAT", "rank"}
+    assert separating(found) == {"EAT", "rank"} | ({"same answer"} if labelled else set())
     assert found.recommended is not None
     assert found.confirmed
     figures = found.recommended.held_out
     assert figures.saved > 0.25
     assert figures.saved_interval.low < figures.saved < figures.saved_interval.high
     assert figures.accuracy_change >= -0.01
-    assert 0 < figures.harmful_bound < 0.1
+    assert 0 < figures.harm_bound < 0.1
     assert found.fixed_cap is None or found.fixed_cap.held_out.saved < figures.saved
     entropy, scheduler = found.policy.entropy, found.policy.scheduler
     assert (entropy.enabled, entropy.shadow, entropy.rpdi_threshold) == (True, False, 0)
@@ -89,7 +92,7 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
 def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
     """If EAT is near 0 from the first token on, whatever the answer, a level threshold alone would end every request at
     once."""
-    found = calibrate(replay(tmp_path, made(eat="blind")), Goal())
+    found = calibrate(replay(tmp_path, made(eat="blind", same="noise")), Goal())
     assert separating(found) == {"rank"}
     assert found.recommended is not None
     assert "EAT" not in found.recommended.rule.signals
@@ -101,7 +104,7 @@ def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
 
 
 def test_eat_alone(tmp_path: Path) -> None:
-    found = calibrate(replay(tmp_path, made(rank="noise")), Goal())
+    found = calibrate(replay(tmp_path, made(rank="noise", same="noise")), Goal())
     assert separating(found) == {"EAT"}
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"EAT"}
@@ -113,7 +116,7 @@ def test_eat_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_nothing_is_found_in_noise(tmp_path: Path, labelled: bool) -> None:
-    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled), Goal())
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise", same="noise"), labelled), Goal())
     assert separating(found) == set()
     assert (found.recommended, found.confirmed) == (None, False)
     entropy = found.policy.entropy
@@ -128,7 +131,7 @@ def test_signals_that_were_not_measured(tmp_path: Path) -> None:
         request.rows = [(phase, flags, float("nan"), rank) for phase, flags, _, rank in request.rows]
     found = calibrate(replay(tmp_path, requests), Goal(max_loss=0.1))
     why = {s.signal: s.why_not for s in found.separations}
-    assert why["EAT"] == why["RPDI"] == why["entropy"] == "it was not measured"
+    assert why["EAT"] == why["RPDI"] == why["entropy"] == why["same answer"] == "it was not measured"
     assert not why["rank"]
     assert found.recommended is not None
     assert found.recommended.rule.signals == {"rank"}
@@ -144,7 +147,8 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
         values = request.probes.items()
         request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
     found = calibrate(replay(tmp_path, requests, labelled=False), Goal())
-    assert {s.why_not for s in found.separations} == {"every stop is right: there is nothing to tell apart"}
+    why = {s.why_not for s in found.separations if s.signal != "same answer"}
+    assert why == {"every stop is right: there is nothing to tell apart"}
     assert found.recommended is None
 
 
@@ -156,7 +160,7 @@ def test_it_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_too_few_requests(tmp_path: Path) -> None:
-    with pytest.raises(calibration.TooFewRequests, match="10 requests are needed in each half"):
+    with pytest.raises(TooFewRequests, match="10 requests are needed in each half"):
         calibrate(replay(tmp_path, made(12)), Goal())
 
 
@@ -276,6 +280,56 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
     return None, asked
 
 
+@pytest.mark.parametrize(("hold_ms", "late"), [(0, {2, 3, 4}), (50, {0})])
+def test_where_a_same_answer_rule_stops(tmp_path: Path, hold_ms: int, late: set[int]) -> None:
+    """The rule stops at the first sample that is the third with its answer, or once the decision from it has come."""
+    requests = made(30)
+    base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
+    replayed = replay(tmp_path, requests, base=base)
+    stops = replayed.stops(same_answer(3))
+    by_id = {request.request_id: request for request in requests}
+    for number, request_id in enumerate(replayed.episodes.ids):
+        ends = [tokens for tokens, _, _ in sentence_ends(by_id[request_id])]
+        probes = by_id[request_id].probes
+        at = next((tokens for tokens in ends if probes[tokens][1] >= 3), None)
+        natural = replayed.episodes.natural_tokens[number]
+        if at is not None and at < natural - 6:
+            assert stops.at_tokens[number] - at in late
+            assert stops.probes[number] >= sum(tokens <= at for tokens in ends)
+        elif at is None:
+            assert stops.at_tokens[number] == np.inf
+    assert np.isfinite(stops.at_tokens).sum() > 20
+
+
+def test_a_same_answer_rule_that_helps_is_found_and_its_policy_ends_thinking_nowhere_else(tmp_path: Path) -> None:
+    requests = made(eat="noise", rank="noise")
+    for request in requests:
+        runs = ((at, eat, run if at >= request.settled_tokens else 1) for at, (eat, run) in request.probes.items())
+        request.probes = {at: (eat, run) for at, eat, run in runs}
+    found = calibrate(replay(tmp_path, requests), Goal())
+    assert separating(found) == {"same answer"}
+    assert found.recommended is not None
+    assert found.confirmed
+    entropy = found.policy.entropy
+    assert entropy.same_answer_samples == found.recommended.rule.entropy["same_answer_samples"] > 0
+    assert (entropy.eat_level_threshold_nats, entropy.eat_probe_interval_tokens) == (0, 1)
+    assert (entropy.shadow, entropy.rank_conditions, entropy.rpdi_threshold) == (False, (), 0)
+    assert found.policy.scheduler.min_think_tokens == 0
+
+
+def test_without_labels_the_trial_answers_do_not_judge_themselves(tmp_path: Path) -> None:
+    found = calibrate(replay(tmp_path, made(eat="noise", rank="noise"), labelled=False), Goal(max_loss=0.05))
+    (same,) = (s for s in found.separations if s.signal == "same answer")
+    assert same.why_not == "without labels the same trial answers judge it"
+    assert found.recommended is None
+
+
+def test_two_rules_on_probes_are_not_paired(tmp_path: Path) -> None:
+    found = calibrate(replay(tmp_path, made(rank="noise")), Goal(max_loss=0.05))
+    assert separating(found) == {"EAT", "same answer"}
+    assert not any(points[0].rule.either for points in found.fronts.values() if points)
+
+
 def test_a_fixed_cap(tmp_path: Path) -> None:
     replayed = replay(tmp_path, made(30))
     stops = replayed.stops(StoppingRule(CAP, {}, {"max_think_tokens": 150}))
@@ -374,6 +428,132 @@ def test_a_request_with_half_its_labels_is_not_judged(tmp_path: Path) -> None:
     assert set(judge.owner.tolist()) == {episodes.ids.index(requests[2].request_id)}
 
 
+# ------------------------------------------------------------------------------------------------------------ groups
+
+
+def grouped(folder: Path, requests: list[traces.MadeUp], group_of: list[str]) -> Replay:
+    """Return a replay whose labels put each request into a group."""
+    folder.mkdir(exist_ok=True)
+    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    rows = [row | {"group": g} for request, g in zip(requests, group_of, strict=True) for row in request.labels()]
+    path = folder / "labels.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return Replay(episodes, from_labels(path, episodes), schema.Policy(), delay_tokens=2)
+
+
+def test_a_group_lies_in_one_half_and_every_split_is_another(tmp_path: Path) -> None:
+    names = [f"problem {n % 12}" for n in range(REQUESTS)]
+    replayed = grouped(tmp_path, made(), names)
+    splits = set()
+    for split in range(5):
+        fit, held_out, _ = halved(replayed.episodes.ids, replayed.judge, split)
+        first, second = ({replayed.judge.groups[n] for n in half} for half in (fit, held_out))
+        assert len(first) == len(second) == 6
+        assert not first & second
+        splits.add(frozenset(first))
+    assert len(splits) == 5
+
+
+def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> None:
+    """If all requests of a group are the same, more of them give no more certainty; as single requests they would."""
+    few, copies = made(30), 6
+    many = [replace(request, request_id=f"{request.request_id}-{n}") for request in few for n in range(copies)]
+    names = [f"problem {n // copies}" for n in range(len(many))]
+    together = calibrate(grouped(tmp_path / "groups", many, names), Goal())
+    apart = calibrate(replay(tmp_path / "single", many), Goal())
+    assert (together.groups, apart.groups) == (30, 0)
+    wide, narrow = together.natural, apart.natural
+    assert wide.harm_bound == pytest.approx(1 - 0.05 ** (1 / 15))
+    assert narrow.harm_bound == pytest.approx(1 - 0.05 ** (1 / narrow.requests))
+    spread = [
+        point.held_out.saved_interval.high - point.held_out.saved_interval.low
+        for found in (together, apart)
+        for point in found.fronts[CAP][-1:]
+    ]
+    assert spread[0] > 1.5 * spread[1]
+
+
+def test_too_few_groups(tmp_path: Path) -> None:
+    replayed = grouped(tmp_path, made(), [f"problem {n % 9}" for n in range(REQUESTS)])
+    with pytest.raises(TooFewRequests, match="5 groups of requests are needed in each half; there are 4, 5"):
+        calibrate(replayed, Goal())
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([{"group": "b"}], ":{last}: group must be 'a' as in an earlier line; got 'b'"),
+        ([{"group": ""}], ":{last}: group must be a string that is not empty; got ''"),
+        ([{"group": 3}], ":{last}: group must be a string that is not empty; got 3"),
+    ],
+)
+def test_groups_that_cannot_be_used(tmp_path: Path, rows: list[dict[str, Any]], complaint: str) -> None:
+    requests = made(2)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    good = [row | {"group": "a"} for request in requests for row in request.labels()]
+    bad = [{"request_id": requests[0].request_id, "correct": 1} | row for row in rows]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("\n".join(map(json.dumps, good + bad)))
+    with pytest.raises(FileError) as raised:
+        from_labels(path, episodes)
+    assert str(raised.value) == f"{path}{complaint.format(last=len(good) + 1)}"
+
+
+def test_a_request_without_a_group_among_others_with_one(tmp_path: Path) -> None:
+    requests = made(2)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    rows = [*(row | {"group": "a"} for row in requests[0].labels()), *requests[1].labels()]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(FileError, match=r"gives request '.*' no group, but it gives other requests one"):
+        from_labels(path, episodes)
+
+
+# --------------------------------------------------------------------------------------------------------- the proof
+
+
+def test_the_harm_bound_is_exact_for_single_requests_that_are_right_or_wrong(tmp_path: Path) -> None:
+    found = calibrate(replay(tmp_path, made()), Goal())
+    assert found.recommended is not None
+    figures = found.recommended.held_out
+    assert figures.harm == pytest.approx(figures.harmful / figures.requests)
+    assert figures.harm_bound == harmful_bound(figures.harmful, figures.requests, 0.95)
+
+
+def test_the_harm_bound_of_probabilities_is_that_of_means(tmp_path: Path) -> None:
+    requests = made()
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = tmp_path / "labels.jsonl"
+    rows = [row | {"correct": 0.9 * row["correct"]} for request in requests for row in request.labels()]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = calibrate(Replay(episodes, from_labels(path, episodes), schema.Policy(), delay_tokens=2), Goal())
+    harmful = [p.held_out for points in found.fronts.values() for p in points if p.held_out.harm > 0]
+    assert harmful
+    for figures in harmful:
+        assert figures.harm == pytest.approx(0.9 * figures.harmful / figures.requests)
+        assert figures.harm_bound == mean_bound(figures.harm, figures.requests, 0.95)
+
+
+def test_a_strict_goal_recommends_only_what_is_proved(tmp_path: Path) -> None:
+    """With 60 requests in a half no rule can be proved to lose less than one per cent, but less than ten per cent."""
+    replayed = replay(tmp_path, made())
+    loose = calibrate(replayed, Goal(max_loss=0.01))
+    assert (loose.confirmed, loose.proved) == (True, False)
+    strict = calibrate(replayed, Goal(max_loss=0.01, strict=True))
+    assert (strict.recommended, strict.confirmed, strict.policy.entropy.shadow) == (None, False, True)
+    wide = calibrate(replayed, Goal(max_loss=0.1, strict=True))
+    assert wide.recommended is not None
+    assert (wide.confirmed, wide.proved, wide.policy.entropy.shadow) == (True, True, False)
+    assert max(wide.recommended.fit.harm_bound, wide.recommended.held_out.harm_bound) <= 0.1
+
+
+def test_the_numbers_that_a_proof_needs() -> None:
+    assert needed_to_prove(0.01, 0.95) == 299
+    assert harmful_bound(0, 299, 0.95) <= 0.01 < harmful_bound(0, 298, 0.95)
+    assert needed_to_prove(0.0, 0.95) == float("inf")
+    assert needed_to_prove(1.0, 0.95) == 1
+
+
 # --------------------------------------------------------------------------------------------------- the statistics
 
 
@@ -382,6 +562,22 @@ def test_the_bound_on_harm() -> None:
     assert harmful_bound(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
     assert harmful_bound(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
     assert harmful_bound(5, 5, 0.95) == 1
+
+
+def test_the_bound_on_a_mean() -> None:
+    """Without harm the bound is the exact one; else it lies above the exact one for counts, and holds as often as it
+    should."""
+    assert mean_bound(0.0, 300, 0.95) == pytest.approx(harmful_bound(0, 300, 0.95))
+    assert mean_bound(0.03, 100, 0.95) > harmful_bound(3, 100, 0.95)
+    assert mean_bound(1.0, 10, 0.95) == 1
+    # The p-value of Learn then Test, computed here from its definition.
+    mean, count, bound = 0.1, 50, mean_bound(0.1, 50, 0.9)
+    entropy = mean * math.log(mean / bound) + (1 - mean) * math.log((1 - mean) / (1 - bound))
+    bentkus = math.e * sum(math.comb(count, k) * bound**k * (1 - bound) ** (count - k) for k in range(6))
+    assert min(math.exp(-count * entropy), bentkus) == pytest.approx(0.1)
+    rng = np.random.default_rng(5)
+    means = rng.beta(0.2, 1.8, (400, 60)).mean(axis=1)
+    assert np.mean([mean_bound(float(value), 60, 0.9) >= 0.1 for value in means]) >= 0.9
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:
@@ -395,6 +591,18 @@ def test_the_area_under_the_curve_counts_pairs() -> None:
         ones, others = score[drawn][right[drawn]], score[drawn][~right[drawn]]
         pairs = (ones[:, None] > others).mean() + (ones[:, None] == others).mean() / 2
         assert value == pytest.approx(pairs)
+
+
+def test_the_area_is_the_same_whether_boundaries_or_scores_are_summed() -> None:
+    """With few distinct scores the area is computed from counts by score and owner."""
+    rng = np.random.default_rng(2)
+    owner = np.repeat(np.arange(5), 200)
+    score, right = rng.integers(0, 4, len(owner)).astype(float), rng.random(len(owner)) < 0.4
+    weights = rng.integers(0, 3, (6, 5)).astype(float)
+    counted, summed = Area(score, right, owner, 5), Area(score, right, owner, 5)
+    assert counted._counts
+    summed._counts.clear()
+    assert counted(weights) == pytest.approx(summed(weights))
 
 
 def test_the_halves_are_about_equal() -> None:
@@ -429,6 +637,42 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["policy"] == tomllib.loads(out.read_text())
     assert found["recommended"]["held_out"]["saved"] > 0.25
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_what_is_proved(tmp_path: Path) -> None:
+    requests = made()
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels, report = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "report.json"
+    result = run(trace, "--labels", labels, "--report", report)
+    assert result.exit_code == OK
+    bound = json.loads(report.read_text())["recommended"]["held_out"]["harm_bound"]
+    assert (
+        f"The rule costs at most {100 * bound:.1f} points of accuracy with 95% confidence, which exceeds the allowed "
+        "1.0: the loss is not proved to be small, for which the other half needs at least 299 requests."
+    ) in " ".join(result.stdout.split())
+    assert json.loads(report.read_text())["proved"] is False
+    result = run(trace, "--labels", labels, "--strict", "--report", report)
+    assert result.exit_code == FAILED
+    told = " ".join(result.stdout.split())
+    assert "half of the allowed loss, with an upper bound of at most 1.0%. The policy stays in shadow." in told
+    result = run(trace, "--labels", labels, "--strict", "--max-loss", 0.1)
+    assert result.exit_code == OK
+    assert ", which is within the allowed 10.0." in " ".join(result.stdout.split())
+
+
+def test_the_command_says_how_many_groups_there_are(tmp_path: Path) -> None:
+    requests = made()
+    trace, labels = traces.write(tmp_path / "a.trace", traces.records(requests)), tmp_path / "labels.jsonl"
+    rows = [row | {"group": f"p{n % 14}"} for n, request in enumerate(requests) for row in request.labels()]
+    labels.write_text("\n".join(map(json.dumps, rows)))
+    told = " ".join(run(trace, "--labels", labels).stdout.split())
+    assert "The requests belong to 14 groups." in told
+    assert "for which the other half needs at least 299 groups." in told
+    rows = [row | {"group": "all"} for row in rows]
+    labels.write_text("\n".join(map(json.dumps, rows)))
+    result = run(trace, "--labels", labels)
+    assert result.exit_code == FAILED
+    assert result.stderr.startswith("5 groups of requests are needed in each half; there are 0, 1\n")
 
 
 def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) -> None:
