@@ -117,6 +117,11 @@ bench-cache: $(VENV)/ready ## measure what eviction tiers save
 bench-delivery: $(VENV)/ready ## measure how fast a policy reaches a fleet
 	$(BIN)/python -m tests.bench.delivery $(ARGS)
 
+# ARGS: --data FOLDER for the public set, --trace FILE --labels FILE for each recording of ours, --save.
+.PHONY: bench-replay
+bench-replay: $(VENV)/ready ## judge recorded thinking of real models by the rules that decide live
+	$(BIN)/python -m tests.bench.replay $(ARGS)
+
 .PHONY: bench-cost
 bench-cost: $(VENV)/ready ## measure what the agent adds to a step
 	$(BIN)/python -m tests.bench.cost $(ARGS)
