@@ -39,8 +39,8 @@ SECTIONS: dict[str, type[Section]] = {
 }
 HEAD = """# Policy fields
 
-`python -m tests.policy_reference --write` makes this page from `schema.py`, and a test holds it against that.
-An `[[override]]` may set the fields marked with `*` for the requests that it matches
+`python -m tests.policy_reference --write` makes this page from `schema.py` and `model_section.py`, and a test holds
+it against that. An `[[override]]` may set the fields marked with `*` for the requests that it matches
 ([how](policy.md#who-gets-what)). The [glossary](../../proto/glossary.md) explains the terms.
 """
 COLUMNS = f"| field | type | default | range | what it does | when to change it |\n{'|---' * 6}|\n"

@@ -30,7 +30,7 @@ BACKEND = "meridian_backend"
 # The id of the end marker's first token, the version of the list of request ids to leave out, and the list itself, or
 # None if the list of this version was sent before.
 WorkerRequest = tuple[int, int, tuple[str, ...] | None]
-# The bytes of the three columns of StepSignals, one after the other; with draft tokens, a pair of these bytes and the
+# The bytes of the four columns of StepSignals, one after the other; with draft tokens, a pair of these bytes and the
 # bytes of `first_row`.
 SignalBytes = bytes | tuple[bytes, bytes]
 
@@ -80,6 +80,7 @@ class StepSignals:
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.int32]
     end_logprob_nats: NDArray[np.float32]
+    top_logprob_nats: NDArray[np.float32]
 
     def row(self, request: int) -> int:
         """Return the first row of the request at this place in `req_ids`."""
@@ -87,16 +88,17 @@ class StepSignals:
 
     def encode(self) -> SignalBytes:
         """Return the columns as plain bytes, for another process."""
-        columns = b"".join((self.entropy_nats.tobytes(), self.end_rank.tobytes(), self.end_logprob_nats.tobytes()))
-        return columns if self.first_row is None else (columns, self.first_row.tobytes())
+        columns = self.entropy_nats, self.end_rank, self.end_logprob_nats, self.top_logprob_nats
+        encoded = b"".join(column.tobytes() for column in columns)
+        return encoded if self.first_row is None else (encoded, self.first_row.tobytes())
 
     @classmethod
     def decode(cls, encoded: SignalBytes) -> StepSignals:
         """Return the signals that `encode` turned into these bytes."""
         columns, first_row = encoded if isinstance(encoded, tuple) else (encoded, None)
-        entropy, end_rank, end_logprob = np.frombuffer(columns, np.float32).reshape(3, -1)
+        entropy, end_rank, end_logprob, top_logprob = np.frombuffer(columns, np.float32).reshape(4, -1)
         first = None if first_row is None else np.frombuffer(first_row, np.int32)
-        return cls(first, entropy, end_rank.view(np.int32), end_logprob)
+        return cls(first, entropy, end_rank.view(np.int32), end_logprob, top_logprob)
 
 
 def expected_backend(device_type: str) -> tuple[str, str]:

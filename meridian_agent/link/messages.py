@@ -125,8 +125,10 @@ def _add_tokens(columns: agent_pb2.TokenColumns, record: StepRecord) -> None:
         columns.entropy_nats.extend([float("nan")] * rows)
         columns.end_rank.extend([0] * rows)
         columns.end_logprob_nats.extend([float("nan")] * rows)
+        columns.top_logprob_nats.extend([float("nan")] * rows)
         return
     at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
     columns.entropy_nats.extend(signals.entropy_nats[at].tolist())
     columns.end_rank.extend(signals.end_rank[at].tolist())
     columns.end_logprob_nats.extend(signals.end_logprob_nats[at].tolist())
+    columns.top_logprob_nats.extend(signals.top_logprob_nats[at].tolist())

@@ -34,12 +34,12 @@ class Measurement:
     def signals(self) -> StepSignals:
         s, rows = self._pending.result(), self._rows
         if rows is None:
-            return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats)
-        entropy, end_logprob = np.full((2, rows.count), np.nan, np.float32)
+            return StepSignals(self._first_row, s.entropy_nats, s.end_rank, s.end_logprob_nats, s.top_logprob_nats)
+        entropy, end_logprob, top_logprob = np.full((3, rows.count), np.nan, np.float32)
         end_rank = np.zeros(rows.count, np.int32)
         entropy[rows.chosen], end_rank[rows.chosen] = s.entropy_nats, s.end_rank
-        end_logprob[rows.chosen] = s.end_logprob_nats
-        return StepSignals(self._first_row, entropy, end_rank, end_logprob)
+        end_logprob[rows.chosen], top_logprob[rows.chosen] = s.end_logprob_nats, s.top_logprob_nats
+        return StepSignals(self._first_row, entropy, end_rank, end_logprob, top_logprob)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Journal:
         if slot is None or (life := self._lives.get(slot)) is None:
             return
         what = made.decision_id, made.kind, made.reason, shadow
-        signals, number = signals_of(*seen), self._log.number()
+        signals, number = signals_of(*seen, policy.entropy.confirm_sentence_ends), self._log.number()
         made.logged = LoggedDecision(number, self.now, life, self._session_id, *what, revision, policy, signals)
         self._log.add(life, made.logged, life.probes if made.kind == "probe" else life.events)
 
@@ -139,15 +139,18 @@ class Journal:
             self._log.ended(life)
 
 
-def signals_of(seen: Seen, index: int) -> Signals:
+def signals_of(seen: Seen, index: int, confirm_sentence_ends: int = 1) -> Signals:
     """Return the signals of one request: row `index` of the request table, or moment `index` of a report.
 
-    The RPDI is computed for one request here, by the same formula as `signals.rpdi`.
+    The RPDI is computed for one request here, by the same formula as `signals.rpdi`. confirm_sentence_ends: number of
+    sentence ends in a row that the rules read.
     """
     width, count = seen.window.shape[1], seen.entropy_count.item(index)
     total = seen.entropy_sum.item(index)
     ratio = seen.entropy_window_sum.item(index) / width / (total / count) if count >= width and total else math.nan
     known = min(seen.boundary_count.item(index), seen.boundary_ranks.shape[1])
+    read = min(known, confirm_sentence_ends)
+    sampled = max(0, min(seen.eat_count.item(index), confirm_sentence_ends) - 1)
     cap = seen.max_think_tokens.item(index)
     return Signals(
         seen.phase.item(index),
@@ -165,4 +168,8 @@ def signals_of(seen: Seen, index: int) -> Signals:
         seen.loop_period.item(index),
         seen.loop_tokens.item(index),
         seen.same_answer.item(index),
+        tuple(seen.boundary_margins[index, :read].tolist()),
+        tuple(seen.boundary_rpdi[index, :read].tolist()),
+        tuple(seen.earlier_eat_ema_nats[index, :sampled].tolist()),
+        tuple(seen.earlier_eat_ema_variance[index, :sampled].tolist()),
     )

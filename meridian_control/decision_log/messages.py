@@ -188,6 +188,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
     rules = {
         ("force", "eat"): _eat,
         ("force", "rank"): _rank,
+        ("force", "margin"): _margin,
         ("force", "rpdi"): _rpdi,
         ("force", "same_answer"): _same_answer,
         ("force", "soft_close"): _soft_close,
@@ -204,26 +205,50 @@ def compared(made: LoggedDecision) -> list[Compared]:
 def _eat(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = made.signals, policy.entropy
     yield _floor(made, policy)
-    yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    name, needed = "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    if earlier := entropy.confirm_sentence_ends - 1:
+        name, needed = f"{name} + entropy.confirm_sentence_ends - 1", needed + earlier
+    yield "eat_samples", seen.eat_samples, ">=", name, needed
     level, variance = entropy.eat_level_threshold_nats, entropy.eat_ema_variance_threshold
     yield "eat_ema_variance", seen.eat_ema_variance, "<", "entropy.eat_ema_variance_threshold", variance
     yield "eat_ema_nats", seen.eat_ema_nats, "<", "entropy.eat_level_threshold_nats", level
+    for k in range(earlier):
+        then = seen.earlier_eat_ema_variance[k]
+        yield f"earlier_eat_ema_variance[{k}]", then, "<", "entropy.eat_ema_variance_threshold", variance
+        yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], "<", "entropy.eat_level_threshold_nats", level
 
 
 def _rank(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
-    ranks = made.signals.boundary_ranks
+    for age in range(policy.entropy.confirm_sentence_ends):
+        yield from _rank_at(made.signals.boundary_ranks, age, policy)
+
+
+def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Compared]:
+    """Yield the comparisons of the condition that held at the sentence end that `age` others follow."""
+    ranks = newest[age:]
     for index, condition in enumerate(policy.entropy.rank_conditions):
         bounds = condition.max_ranks
         if len(ranks) >= len(bounds) and all(rank <= bound for rank, bound in zip(ranks, bounds, strict=False)):
             for k, (rank, bound) in enumerate(zip(ranks, bounds, strict=False)):
-                yield f"boundary_ranks[{k}]", rank, "<=", f"entropy.rank_conditions[{index}].max_ranks[{k}]", bound
+                limit = f"entropy.rank_conditions[{index}].max_ranks[{k}]"
+                yield f"boundary_ranks[{age + k}]", rank, "<=", limit, bound
             return
+
+
+def _margin(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+    yield _floor(made, policy)
+    for k, margin in enumerate(made.signals.boundary_margins_nats):
+        limit = policy.entropy.margin_threshold_nats
+        yield f"boundary_margins_nats[{k}]", margin, "<=", "entropy.margin_threshold_nats", limit
 
 
 def _rpdi(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield _floor(made, policy)
-    yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", policy.entropy.rpdi_threshold
+    limit = policy.entropy.rpdi_threshold
+    yield "rpdi", made.signals.rpdi, ">", "entropy.rpdi_threshold", limit
+    for k, ratio in enumerate(made.signals.boundary_rpdi[1:], 1):
+        yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
 
 
 def _same_answer(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
@@ -267,6 +292,9 @@ def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:
         yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
+    if limit := policy.entropy.eat_probe_max_margin_nats:
+        margin = made.signals.boundary_margins_nats[0]
+        yield "boundary_margins_nats[0]", margin, "<=", "entropy.eat_probe_max_margin_nats", limit
 
 
 def _cap_probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

@@ -44,6 +44,12 @@ class Signals(NamedTuple):
     loop_tokens: int = 0
     # Number of EAT probes in a row, up to the newest one, that had the same trial answer.
     same_answer: int = 0
+    # End-marker margins and RPDI at the last sentence ends, and the moving means and variances of EAT after the samples
+    # before the newest one; newest first, as many as the policy's confirmation reads.
+    boundary_margins_nats: tuple[float, ...] = ()
+    boundary_rpdi: tuple[float, ...] = ()
+    earlier_eat_ema_nats: tuple[float, ...] = ()
+    earlier_eat_ema_variance: tuple[float, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

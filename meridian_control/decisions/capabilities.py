@@ -90,6 +90,7 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
     rules = (
         ("eat_level_threshold_nats", "eat_probe", eat),
         ("rank_conditions", "token_entropy", entropy.rank_conditions),
+        ("margin_threshold_nats", "token_entropy", entropy.margin_threshold_nats),
         ("rpdi_threshold", "token_entropy", entropy.rpdi_threshold),
         ("same_answer_samples", "eat_probe", entropy.same_answer_samples),
     )

@@ -50,6 +50,8 @@ class Unsampled(NamedTuple):
     eat_count: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
+    earlier_eat_ema_nats: NDArray[np.float64]
+    earlier_eat_ema_variance: NDArray[np.float64]
 
 
 class Before(NamedTuple):
@@ -63,14 +65,18 @@ class Before(NamedTuple):
 class SentenceEnds(NamedTuple):
     """Rows that reported the end marker's rank at a sentence end, [ends], sorted by slot.
 
-    ranks: the slot's newest RANK_HISTORY ranks after the row, newest first, [ends, RANK_HISTORY]. number: how many
-    ranks the slot has had. before: the slot's ranks before the report, [ends, RANK_HISTORY].
+    number: how many ranks the slot has had. ranks, margins, rpdi: the columns boundary_ranks, boundary_margins and
+    boundary_rpdi of the slot after the row; ranks_before, margins_before, rpdi_before: the same before the report.
     """
 
     row: NDArray[np.intp]
-    ranks: NDArray[np.int64]
     number: NDArray[np.int64]
-    before: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    ranks_before: NDArray[np.int64]
+    margins: NDArray[np.float64]
+    margins_before: NDArray[np.float64]
+    rpdi: NDArray[np.float64]
+    rpdi_before: NDArray[np.float64]
 
 
 class Entropies(NamedTuple):
@@ -111,11 +117,15 @@ class History:
         """Take in the step of each row, in the order of the rows in the report."""
         self._steps = step_of
 
+    def tell_rpdi(self, newest: NDArray[np.float64], before: NDArray[np.float64]) -> None:
+        """Take in RPDI at the report's sentence ends, as SentenceEnds has it."""
+        self.ends = self.ends._replace(rpdi=newest, rpdi_before=before)
+
     def sample(self, table: Any, slot: int, step: int) -> None:
         """Keep the slot's EAT columns before the table takes in a sample that was measured in this step."""
         if slot not in self.sampled:
             self.sampled[slot] = step
-            self._unsampled[slot] = tuple(getattr(table, name)[slot] for name in Unsampled._fields)
+            self._unsampled[slot] = tuple(getattr(table, name)[slot].copy() for name in Unsampled._fields)
 
     def note_probe_outcome(self, slot: int, step: int) -> None:
         """Note the step in which the outcome of the slot's probe came."""
@@ -197,6 +207,16 @@ class History:
     def rows_of(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return the indices of the slots' rows. slots: ascending."""
         return np.isin(self.rows.slot, slots).nonzero()[0]
+
+
+def ratio_of_means(
+    width: int, count: NDArray[np.int64], total: NDArray[np.float64], newest_sum: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return RPDI: the mean of the newest `width` entropies divided by the mean of all `count`; NaN while there are
+    fewer."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = (newest_sum / width) / (total / count)
+    return np.where(count >= width, ratio, np.nan)
 
 
 def _running(column: NDArray[Any]) -> NDArray[Any]:

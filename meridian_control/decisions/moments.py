@@ -187,13 +187,31 @@ class Moments:
 
     @kept
     def boundary_ranks(self) -> NDArray[np.int64]:
-        ends, number = self._history.ends, self._history.end_number
-        held: NDArray[np.int64] = self._table.boundary_ranks[self.slot]
-        if not len(ends.row):
-            return held
+        ends = self._history.ends
+        return self._at_newest_end("boundary_ranks", ends.ranks, ends.ranks_before)
+
+    @kept
+    def boundary_margins(self) -> NDArray[np.float64]:
+        ends = self._history.ends
+        return self._at_newest_end("boundary_margins", ends.margins, ends.margins_before)
+
+    @kept
+    def boundary_rpdi(self) -> NDArray[np.float64]:
+        ends = self._history.ends
+        return self._at_newest_end("boundary_rpdi", ends.rpdi, ends.rpdi_before)
+
+    def _at_newest_end(self, name: str, newest: NDArray[Any], earlier: NDArray[Any]) -> NDArray[Any]:
+        """Return the column's values after the newest sentence end of each moment.
+
+        newest, earlier: the values after each sentence end of the report, and before the report, as SentenceEnds has
+        them.
+        """
+        number, held = self._history.end_number, getattr(self._table, name)[self.slot]
+        if not len(newest):
+            return held  # type: ignore[no-any-return]
         here, begin, end = number[self.place], number[self._begin], number[self._over]
-        before = np.where((end > begin)[:, None], ends.before[np.minimum(begin, len(ends.row) - 1)], held)
-        return np.where((here > begin)[:, None], ends.ranks[here - 1], before)
+        before = np.where((end > begin)[:, None], earlier[np.minimum(begin, len(newest) - 1)], held)
+        return np.where((here > begin)[:, None], newest[here - 1], before)
 
 
 def at_rows(table: RequestTable, row: NDArray[np.intp]) -> Moments:
@@ -221,6 +239,7 @@ def sentence_ends(table: RequestTable) -> Moments:
         ends = SentenceEnds(*(column[~over] for column in ends))
     found = at_rows(table, ends.row)
     found.boundary_ranks, found.boundary_count = ends.ranks, ends.number
+    found.boundary_margins, found.boundary_rpdi = ends.margins, ends.rpdi
     found.live = found.thinking = found.boundary_now = np.ones(len(ends.row), bool)
     return found
 

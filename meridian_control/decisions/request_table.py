@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds
+from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds, ratio_of_means
 from meridian_control.decisions.table_columns import (
     ANSWER_TOKEN,
     COLUMNS,
+    CONFIRM_HISTORY,
+    HISTORIES,
     NO_TOKEN,
     OTHER_TOKEN,
+    RANK_HISTORY,
     THINK_END,
     UNTOLD,
     Columns,
@@ -28,6 +31,7 @@ from meridian_control.decisions.token_rows import (
     FLAG_MARKER,
     TAKE_BACK_SHIFT,
     differs,
+    newest_first,
     nth,
     rows_of,
 )
@@ -43,11 +47,9 @@ PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2
 # The table keeps this phase if an agent of a newer version sends a phase that the control plane does not know.
 UNKNOWN = agent_pb2.PHASE_UNSPECIFIED
 
-# Number of newest sentence ends for which the table keeps the end-marker rank.
-RANK_HISTORY = 8
-AGES = np.arange(RANK_HISTORY)
-
-NO_ENDS = SentenceEnds(*(np.zeros(shape, np.int64) for shape in (0, (0, RANK_HISTORY), 0, (0, RANK_HISTORY))))
+NONE = np.zeros(0, np.int64)
+NO_RANKS, NO_VALUES = np.zeros((0, RANK_HISTORY), np.int64), np.zeros((0, CONFIRM_HISTORY))
+NO_ENDS = SentenceEnds(NONE, NONE, NO_RANKS, NO_RANKS, NO_VALUES, NO_VALUES, NO_VALUES, NO_VALUES)
 
 # Bound for slot numbers. Agents number requests densely, so only a broken or hostile agent exceeds the bound.
 MAX_SLOTS = 1 << 16
@@ -67,8 +69,8 @@ class RequestTable(Columns):
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
         self.window = np.zeros((0, window_tokens), np.float32)
-        # End-marker ranks at the newest sentence ends of the thinking, newest first, [slots, RANK_HISTORY].
-        self.boundary_ranks = np.zeros((0, RANK_HISTORY), np.int64)
+        for name, (kind, _, number) in HISTORIES.items():
+            setattr(self, name, np.zeros((0, number), kind))
         # Latencies in the newest report, in milliseconds: from one answer token to the next (output_itl_ms), and from
         # the end of thinking to the first answer token (ttot_ms).
         self.output_itl_ms = self.ttot_ms = np.zeros(0)
@@ -100,7 +102,7 @@ class RequestTable(Columns):
         # Only rows of live slots are copied, because copying the rows of free slots would make the system allocate
         # memory for them.
         live = self.live[:old].nonzero()[0]
-        for name in ("window", "boundary_ranks"):
+        for name in ("window", *HISTORIES):
             rows = getattr(self, name)
             grown = np.zeros((capacity, rows.shape[1]), rows.dtype)
             grown[live] = rows[live]
@@ -121,7 +123,7 @@ class RequestTable(Columns):
                 raise ValueError(f"{name} must have at most {MAX_TEXT} characters; got {length}")
         if slot >= len(self.info):
             self._resize(1 << slot.bit_length())
-        for name, (_, value) in COLUMNS.items():
+        for name, (_, value, *_) in (*COLUMNS.items(), *HISTORIES.items()):
             getattr(self, name)[slot] = value
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
@@ -172,6 +174,7 @@ class RequestTable(Columns):
             self.window = np.zeros((len(self.info), tokens), np.float32)
             self.entropy_sum[:] = self.entropy_window_sum[:] = 0.0
             self.entropy_count[:] = 0
+            self.boundary_rpdi[:] = np.nan
 
     def add_tokens(self, columns: agent_pb2.TokenColumns, at_ms: float | NDArray[np.float64] = 0.0) -> int:
         """Take in a report's token rows and return how many rows belonged to live requests.
@@ -186,6 +189,7 @@ class RequestTable(Columns):
         ends = self._boundaries(rows)
         counted = self._count(rows)
         self.history = History(rows, before, ends, counted, self._signals(rows))
+        self._ratios()
         self.token_ms[s], self.entropy_nats[s] = rows.at_ms[last], rows.entropy_nats[last]
         self.end_rank[s], self.end_logprob_nats[s] = rows.end_rank[last], rows.end_logprob_nats[last]
         return len(rows.slot)
@@ -230,7 +234,7 @@ class RequestTable(Columns):
         return think, output
 
     def _boundaries(self, rows: TokenRows) -> SentenceEnds:
-        """Take in the end-marker ranks at sentence ends.
+        """Take in the end-marker ranks and margins at sentence ends.
 
         The rank at a sentence end is the rank in the distribution of the next token, so the next token's row reports
         it.
@@ -243,20 +247,30 @@ class RequestTable(Columns):
         if not len(known):
             return NO_ENDS
         slot = rows.slot[known]
-        begins = differs(slot)
-        first = begins.nonzero()[0]
-        owner = begins.cumsum() - 1
-        before, number = self.boundary_ranks[slot[first]], np.arange(len(known))
-        # One array with the ranks of each slot, oldest first: the kept ranks, then the ranks of the report.
-        at = number + RANK_HISTORY * (owner + 1)
-        line = np.empty(len(known) + before.size, np.int64)
-        line[at] = rows.end_rank[known]
-        line[(at[first] - 1)[:, None] - AGES] = before
-        ranks = line[at[:, None] - AGES]
-        count = self.boundary_count[slot] + (number - first[owner] + 1)
+        ranks = newest_first(slot, rows.end_rank[known], self.boundary_ranks)
+        margins = newest_first(slot, rows.margin_nats[known], self.boundary_margins)
+        count = self.boundary_count[slot] + nth(slot) + 1
         # If a slot occurs several times, NumPy keeps the value that is written last, which is the newest.
-        self.boundary_ranks[slot], self.boundary_count[slot] = ranks, count
-        return SentenceEnds(known, ranks, count, before[owner])
+        self.boundary_ranks[slot], self.boundary_margins[slot] = ranks[0], margins[0]
+        self.boundary_count[slot] = count
+        unknown = np.broadcast_to(np.nan, (len(known), self.boundary_rpdi.shape[1]))
+        return SentenceEnds(known, count, *ranks, *margins, unknown, unknown)
+
+    def _ratios(self) -> None:
+        """Take in RPDI at the report's sentence ends."""
+        history, width = self.history, self.window.shape[1]
+        slot = history.rows.slot[history.ends.row]
+        if not (self.entropy_count[slot] >= width).any():
+            # No request with a sentence end has enough tokens, so RPDI is not known at any of its sentence ends.
+            return
+        # The entropies after each sentence end, which the sums of the table have in them too.
+        here, over = (history.entropy_number[place] for place in (history.ends.row + 1, history.span(slot)[1]))
+        count = self.entropy_count[slot] - (over - here)
+        total = self.entropy_sum[slot] - (history.entropy_nats[over] - history.entropy_nats[here])
+        newest_sum = self.entropy_window_sum[slot] - (history.window_nats[over] - history.window_nats[here])
+        newest, before = newest_first(slot, ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
+        self.boundary_rpdi[slot] = newest
+        history.tell_rpdi(newest, before)
 
     def _signals(self, rows: TokenRows) -> Entropies:
         text = (rows.phase == THINK) & ((rows.flags & FLAG_MARKER) == 0)
@@ -316,6 +330,12 @@ class RequestTable(Columns):
 
     def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:
         """Note an EAT sample, and the moving mean and variance that include the sample."""
+        if self.eat_count[slot]:
+            for earlier, now in (
+                (self.earlier_eat_ema_nats, self.eat_ema_nats),
+                (self.earlier_eat_ema_variance, self.eat_ema_variance),
+            ):
+                earlier[slot] = np.append(now[slot], earlier[slot, :-1])
         self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
         self.eat_count[slot] += 1
 
@@ -403,6 +423,6 @@ class RequestTable(Columns):
 
 def _no_history() -> History:
     rows = rows_of(agent_pb2.TokenColumns(), np.zeros(0, bool), 0.0)
-    none, nothing = np.zeros(0, np.int64), np.zeros(0)
-    before = Before(none.astype(np.uint8), nothing.astype(np.float32), none.astype(np.uint32))
-    return History(rows, before, NO_ENDS, (none, none), Entropies(none, nothing, nothing))
+    nothing = np.zeros(0)
+    before = Before(NONE.astype(np.uint8), nothing.astype(np.float32), NONE.astype(np.uint32))
+    return History(rows, before, NO_ENDS, (NONE, NONE), Entropies(NONE, nothing, nothing))

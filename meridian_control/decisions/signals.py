@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meridian_control.decisions.history import ratio_of_means
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -41,6 +43,4 @@ def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:
     known = table.live & (count >= width)
     if not known.any():
         return np.full(len(known), np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = (table.entropy_window_sum / width) / (table.entropy_sum / count)
-    return np.where(known, ratio, np.nan)
+    return np.where(known, ratio_of_means(width, count, table.entropy_sum, table.entropy_window_sum), np.nan)

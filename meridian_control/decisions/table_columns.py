@@ -19,6 +19,13 @@ NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 # cap.
 UNTOLD, NO_CAP = -1, -2
 
+# Number of newest sentence ends, and of newest EAT samples, at which the table keeps what a rule compares: the most
+# that entropy.confirm_sentence_ends may ask for.
+CONFIRM_HISTORY = 4
+# Number of newest sentence ends for which the table keeps the end-marker rank, because a rank condition reads up to 8
+# of them at each sentence end.
+RANK_HISTORY = 8 + CONFIRM_HISTORY - 1
+
 # Name of each column: (type, value in the row of a new request).
 COLUMNS: dict[str, tuple[Any, Any]] = {
     "live": (bool, True),
@@ -90,12 +97,24 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
     # The rules in shadow that fired for the request, one bit for each ForceReason.
-    "shadow_decided": (np.uint16, 0),
+    "shadow_decided": (np.uint32, 0),
+}
+
+# Name of each column with several values per request, newest first: (type, value in the row of a new request, number).
+HISTORIES: dict[str, tuple[Any, Any, int]] = {
+    # End-marker ranks at the newest sentence ends of the thinking.
+    "boundary_ranks": (np.int64, 0, RANK_HISTORY),
+    # At the newest sentence ends: the log-probability of the likeliest token minus that of the end marker, and RPDI.
+    "boundary_margins": (np.float64, np.nan, CONFIRM_HISTORY),
+    "boundary_rpdi": (np.float64, np.nan, CONFIRM_HISTORY),
+    # The moving mean and variance of EAT after the samples before the newest one.
+    "earlier_eat_ema_nats": (np.float64, np.nan, CONFIRM_HISTORY - 1),
+    "earlier_eat_ema_variance": (np.float64, np.nan, CONFIRM_HISTORY - 1),
 }
 
 
 class Columns:
-    """The columns as typed attributes, each [slots]."""
+    """The columns as typed attributes, each [slots]; the columns of HISTORIES are [slots, number]."""
 
     live: NDArray[np.bool_]
     phase: NDArray[np.uint8]
@@ -142,4 +161,9 @@ class Columns:
     probes_since_stop: NDArray[np.int64]
     stop_is_empty: NDArray[np.bool_]
     end_decided: NDArray[np.uint8]
-    shadow_decided: NDArray[np.uint16]
+    shadow_decided: NDArray[np.uint32]
+    boundary_ranks: NDArray[np.int64]
+    boundary_margins: NDArray[np.float64]
+    boundary_rpdi: NDArray[np.float64]
+    earlier_eat_ema_nats: NDArray[np.float64]
+    earlier_eat_ema_variance: NDArray[np.float64]

@@ -2,9 +2,9 @@
 
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
-If several rules fire for a request at the same token, the order of precedence is EAT, rank, RPDI, same answer, soft
-close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and the
-agent applies it, so that the cap is exact to the token and holds without a stream.
+If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, same answer,
+soft close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and
+the agent applies it, so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def needs_signals(policy: Policy) -> bool:
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
-    """Whether a rule that may apply to some request reads the end marker's rank at sentence ends."""
+    """Whether a rule that may apply to some request reads the end marker's rank or margin at sentence ends."""
     entropy, scheduler = _of_any_request(policy)
-    ranked = any(e.enabled for e in entropy) and any(e.rank_conditions or e.eat_probe_max_rank for e in entropy)
-    return ranked or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
+    reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
+    rules_read = reads and any(e.enabled for e in entropy)
+    return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
 
 
 def finds_loops(policy: Policy) -> bool:
@@ -179,6 +180,7 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
         if (converged := eat_converged(entropy, seen)).any():
             yield agent_pb2.FORCE_REASON_EAT, above_floor & converged
         yield agent_pb2.FORCE_REASON_RANK, at_boundary & rank_reached(entropy, seen)
+        yield agent_pb2.FORCE_REASON_MARGIN, at_boundary & margin_reached(entropy, seen)
         yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
         if entropy.same_answer_samples:
             yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
@@ -187,13 +189,20 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
 
 
 def eat_converged(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
-    """Whether EAT is flat *and* low. EAT that is flat at a high level has not converged."""
-    warm = seen.eat_count >= policy.eat_warmup_samples
+    """Whether EAT is flat *and* low, now and after as many earlier samples as confirmation asks for. EAT that is flat
+    at a high level has not converged."""
+    earlier = policy.confirm_sentence_ends - 1
+    warm = seen.eat_count >= policy.eat_warmup_samples + earlier
     if not warm.any():
         return warm
     flat = seen.eat_ema_variance < policy.eat_ema_variance_threshold
     low: NDArray[np.bool_] = seen.eat_ema_nats < policy.eat_level_threshold_nats
-    return warm & flat & low
+    converged = warm & flat & low
+    if earlier:
+        was_flat = seen.earlier_eat_ema_variance[:, :earlier] < policy.eat_ema_variance_threshold
+        was_low = seen.earlier_eat_ema_nats[:, :earlier] < policy.eat_level_threshold_nats
+        converged &= (was_flat & was_low).all(axis=1)
+    return converged
 
 
 def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
@@ -213,24 +222,49 @@ def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
 
 
 def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Whether the newest tokens are more uncertain than all of the thinking. A threshold of 0 disables the rule."""
+    """Whether the newest tokens are more uncertain than all of the thinking, at this sentence end and at as many
+    earlier ones as confirmation asks for. A threshold of 0 disables the rule."""
     if policy.rpdi_threshold == 0:
         return np.zeros(len(seen.slot), bool)
-    return rpdi(seen) > policy.rpdi_threshold
+    exceeded = rpdi(seen) > policy.rpdi_threshold
+    if policy.confirm_sentence_ends > 1:
+        exceeded &= (seen.boundary_rpdi[:, 1 : policy.confirm_sentence_ends] > policy.rpdi_threshold).all(axis=1)
+    return exceeded
+
+
+def margin_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
+    """Whether the end marker was hardly less likely than the likeliest token, at each of the newest sentence ends that
+    confirmation asks for. A threshold of 0 disables the rule."""
+    if policy.margin_threshold_nats == 0:
+        return np.zeros(len(seen.slot), bool)
+    small = seen.boundary_margins[:, : policy.confirm_sentence_ends] <= policy.margin_threshold_nats
+    reached: NDArray[np.bool_] = small.all(axis=1)  # type: ignore[assignment]
+    return reached
 
 
 def rank_reached(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
-    """Whether any rank condition holds.
+    """Whether any rank condition holds, at each of the newest sentence ends that confirmation asks for.
 
-    A condition holds if the end marker's rank was at most its limit at each of the newest sentence ends that it lists.
+    A condition holds at a sentence end if the end marker's rank was at most its limit there and at each of the earlier
+    sentence ends that the condition lists.
     """
+    reached = _rank_reached(policy, seen, 0)
+    for age in range(1, policy.confirm_sentence_ends):
+        if not reached.any():
+            break
+        reached &= _rank_reached(policy, seen, age)
+    return reached
+
+
+def _rank_reached(policy: EntropyPolicy, seen: Seen, age: int) -> NDArray[np.bool_]:
+    """Whether any rank condition held at the sentence end that `age` others follow."""
     reached = np.zeros(len(seen.slot), bool)
     for condition in policy.rank_conditions:
-        depth = len(condition.max_ranks)
-        if not (seen.boundary_ranks[:, 0] <= condition.max_ranks[0]).any():
+        end = age + len(condition.max_ranks)
+        if not (seen.boundary_ranks[:, age] <= condition.max_ranks[0]).any():
             continue
-        low = (seen.boundary_ranks[:, :depth] <= np.array(condition.max_ranks)).all(axis=1)
-        reached |= low & (seen.boundary_count >= depth)
+        low = (seen.boundary_ranks[:, age:end] <= np.array(condition.max_ranks)).all(axis=1)
+        reached |= low & (seen.boundary_count >= end)
     return reached
 
 
@@ -258,6 +292,21 @@ def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None =
     return np.flatnonzero(found if among is None else found & among)
 
 
+def is_gated(policy: Any) -> bool:
+    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
+    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
+
+
+def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether the end marker's rank and margin allow a probe. ranks, margins: newest first, [ends or slots, number]."""
+    gate = np.ones(len(ranks), bool)
+    if policy.eat_probe_max_rank:
+        gate &= ranks[:, 0] <= policy.eat_probe_max_rank
+    if policy.eat_probe_max_margin_nats:
+        gate &= margins[:, 0] <= policy.eat_probe_max_margin_nats
+    return gate
+
+
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     thinking = table.thinking & ~table.preempted & (table.think_tokens > 0)
     found: NDArray[np.bool_] = thinking & ~table.probe_open
@@ -267,15 +316,14 @@ def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDAr
 def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
     """Return the slots whose EAT probe is due: one per interval, early enough that EAT is warm at the floor.
 
-    If the policy gates probes by rank, only requests are due that just passed a sentence end at which the end marker's
-    rank was at most `eat_probe_max_rank`.
+    If the policy gates probes, only requests are due that just passed a sentence end at which the gate was open.
     """
     entropy = policy.entropy
     if not entropy.enabled:
         return np.zeros(0, np.intp)
     due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
-    if entropy.eat_probe_max_rank:
-        due &= table.boundary_now & (table.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank)
+    if is_gated(entropy):
+        due &= table.boundary_now & gate_open(entropy, table.boundary_ranks, table.boundary_margins)
     return np.flatnonzero(due)
 
 
@@ -285,9 +333,9 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
     if not entropy.enabled:
         return None
     since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
-    if entropy.eat_probe_max_rank:
+    if is_gated(entropy):
         row, due = history.ends.row, np.zeros(0, np.intp)
-        row = row[(history.ends.ranks[:, 0] <= entropy.eat_probe_max_rank) & waits[history.rows.slot[row]]]
+        row = row[gate_open(entropy, history.ends.ranks, history.ends.margins) & waits[history.rows.slot[row]]]
     else:
         due = np.flatnonzero(waits & (table.think_tokens >= since))
         row = history.rows_of(due) if len(due) else due

@@ -33,6 +33,7 @@ MAX_ROWS_PER_SLOT = 1 << 14
 class TokenRows:
     """The columns of the rows, each [rows], and where each slot's rows begin and end.
 
+    margin_nats: log-probability of the likeliest token minus that of the end marker, NaN if either was not measured.
     at_ms: time at which the row came. number: index of the row in the report. begins: whether the row is the first of
     its slot. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
     """
@@ -43,6 +44,7 @@ class TokenRows:
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.uint32]
     end_logprob_nats: NDArray[np.float32]
+    margin_nats: NDArray[np.float64]
     at_ms: NDArray[np.float64]
     number: NDArray[np.intp]
     begins: NDArray[np.bool_]
@@ -76,8 +78,8 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     first, last = begins.nonzero()[0], ends.nonzero()[0]
     if len(first) and (most := int((last - first).max()) + 1) > MAX_ROWS_PER_SLOT:
         raise ValueError(f"a slot must have at most {MAX_ROWS_PER_SLOT} rows in a report; got {most}")
-    phase, flags, entropy, end_rank, end_logprob = (column[order] for column in others)
-    in_order = slot, phase, flags, entropy, end_rank, end_logprob, when_ms[order], order
+    phase, flags, entropy, end_rank, end_logprob, margin = (column[order] for column in others)
+    in_order = slot, phase, flags, entropy, end_rank, end_logprob, margin, when_ms[order], order
     return TokenRows(*in_order, begins, first, last, s=slot[first])
 
 
@@ -96,6 +98,26 @@ def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
     return counts
 
 
+def newest_first(
+    slot: NDArray[np.int64], values: NDArray[Any], held: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return for each value the slot's newest values up to this one, and the slot's newest values before the report;
+    both newest first, [values, number].
+
+    slot: ascending. held: the table's column with the newest values of each slot, [slots, number].
+    """
+    begins, ages = differs(slot), np.arange(held.shape[1])
+    first = begins.nonzero()[0]
+    owner = begins.cumsum() - 1
+    before = held[slot[first]]
+    # One array with the values of each slot, oldest first: the kept values, then the values of the report.
+    at = np.arange(len(slot)) + len(ages) * (owner + 1)
+    line = np.empty(len(slot) + before.size, held.dtype)
+    line[at] = values
+    line[(at[first] - 1)[:, None] - ages] = before
+    return line[at[:, None] - ages], before[owner]
+
+
 def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     slot = np.fromiter(columns.slot, np.int64, len(columns.slot))
     phase = np.fromiter(columns.phase, np.int32, len(columns.phase))
@@ -103,8 +125,15 @@ def _arrays(columns: agent_pb2.TokenColumns) -> tuple[NDArray[Any], ...]:
     entropy = np.fromiter(columns.entropy_nats, np.float32, len(columns.entropy_nats))
     end_rank = np.fromiter(columns.end_rank, np.uint32, len(columns.end_rank))
     end_logprob = np.fromiter(columns.end_logprob_nats, np.float32, len(columns.end_logprob_nats))
-    arrays = (slot, phase, flags, entropy, end_rank, end_logprob)
+    top_logprob = np.fromiter(columns.top_logprob_nats, np.float32, len(columns.top_logprob_nats))
+    if not len(top_logprob):
+        # An older agent leaves the column out.
+        top_logprob = np.full(len(slot), np.nan, np.float32)
+    arrays = (slot, phase, flags, entropy, end_rank, end_logprob, top_logprob)
     if len({len(a) for a in arrays}) != 1:
         raise ValueError(f"token columns must have one length; got {[len(a) for a in arrays]}")
     phase[(phase < 0) | (phase > agent_pb2.PHASE_OUTPUT)] = agent_pb2.PHASE_UNSPECIFIED
-    return arrays
+    # The difference is taken in double precision, so that a rule compares the same number that `explain` shows.
+    with np.errstate(invalid="ignore"):
+        margin = top_logprob.astype(np.float64) - end_logprob
+    return (*arrays[:-1], margin)

@@ -20,6 +20,7 @@ from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_SENTENCE,
+    MARGIN,
     RANK,
     RPDI,
     SAME,
@@ -312,6 +313,7 @@ def _scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
     return {
         "EAT": -replay.eat_nats,
         "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
+        "margin": -episodes.margins[:, 0],
         "RPDI": replay.rpdi,
         "same answer": np.where(same > 0, same, np.nan),
         "entropy": -episodes.entropy_nats,
@@ -363,8 +365,11 @@ def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests:
         entropy["same_answer_samples"] = 0
     if not {EAT_SENTENCE, SAME} & on:
         entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
+        entropy["eat_probe_max_margin_nats"] = 0.0
     if RANK not in on:
         entropy["rank_conditions"] = []
+    if MARGIN not in on:
+        entropy["margin_threshold_nats"] = 0.0
     if RPDI not in on:
         entropy["rpdi_threshold"] = 0.0
     if SOFT not in on:

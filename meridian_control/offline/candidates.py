@@ -6,6 +6,7 @@ The module decides which thresholds are tried, and does not know which answers a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations, product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,9 +15,11 @@ import numpy as np
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
+    EAT_NEAR,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
+    MARGIN,
     PROBED,
     RANK,
     RPDI,
@@ -46,8 +49,17 @@ ALPHAS = (0.2, 0.4)
 VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 RANKS = (1, 2, 3, 5, 10, 20, 50, 100)
 DEPTHS = (1, 2, 3)
+# Values of confirm_sentence_ends that are tried with each rule.
+CONFIRMATIONS = (1, 2)
 # Factors that loosen thresholds and shorten budgets, to test whether a rule only just keeps within the allowed loss.
 LAXER, SHORTER = 1.25, 0.9
+LOOSENED = (
+    "eat_level_threshold_nats",
+    "eat_ema_variance_threshold",
+    "eat_probe_max_rank",
+    "eat_probe_max_margin_nats",
+    "margin_threshold_nats",
+)
 # Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -59,7 +71,9 @@ GROUPS = {
     EAT_PARAGRAPH: "EAT",
     EAT_SETTLED: "EAT",
     EAT_GATED: "EAT",
+    EAT_NEAR: "EAT",
     RANK: RANK,
+    MARGIN: MARGIN,
     RPDI: RPDI,
     SAME: SAME,
     SOFT: SOFT,
@@ -74,8 +88,10 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
     ranks = ranks[ranks > 0]
     bounds = sorted({*RANKS, *map(int, _quantiles(ranks, GRID))}) if len(ranks) else []
     levels, coarse = _quantiles(eat, GRID), _quantiles(eat, COARSE)
+    margins = _quantiles(episodes.margins[here, 0], GRID)
     settled = list(product(ALPHAS, coarse, VARIANCES))
     gates = [b for b in bounds if b <= np.quantile(ranks, 0.6)] if len(ranks) else []
+    near = margins[: math.ceil(0.6 * len(margins))]
     natural = episodes.natural_tokens[requests]
     budgets = [int(tokens) for tokens in np.quantile(natural, (0.1, 0.2, 0.3, 0.45, 0.6, 0.8))]
     conditions = [*((bound,) * depth for depth in DEPTHS for bound in bounds), *(PUBLISHED if bounds else ())]
@@ -83,10 +99,12 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
         EAT_SENTENCE: [_eat(EAT_SENTENCE, level) for level in levels],
         EAT_PARAGRAPH: [_eat(EAT_PARAGRAPH, level) for level in levels] if episodes.paragraph.any() else [],
         EAT_SETTLED: [_eat(EAT_SETTLED, level, alpha, variance) for alpha, level, variance in settled],
-        EAT_GATED: [_eat(EAT_GATED, level, gate=gate) for gate, level in product(_thinned(gates), coarse)],
+        EAT_GATED: [_eat(EAT_GATED, level, max_rank=gate) for gate, level in product(_thinned(gates), coarse)],
+        EAT_NEAR: [_eat(EAT_NEAR, level, max_margin_nats=gate) for gate, level in product(_thinned(near), coarse)],
         RANK: [
             StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=c),)}) for c in dict.fromkeys(conditions)
         ],
+        MARGIN: [StoppingRule(MARGIN, {"margin_threshold_nats": margin}) for margin in margins],
         RPDI: [StoppingRule(RPDI, {"rpdi_threshold": ratio}) for ratio in RATIOS] if np.isfinite(ratios).any() else [],
         SAME: [same_answer(number) for number in SAMES if number <= replay.same_answer[here].max(initial=0)],
         SOFT: [
@@ -98,7 +116,17 @@ def single_rules(replay: Replay, requests: NDArray[np.intp]) -> dict[str, list[S
             for cap in dict.fromkeys(int(tokens) for tokens in np.quantile(natural, np.linspace(0, 1, 41)))
         ],
     }
-    return {family: found for family, found in rules.items() if found}
+    return {family: _confirmed(found) for family, found in rules.items() if found}
+
+
+def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
+    """Return the entropy rules with each number of sentence ends in a row, and all other rules as they are."""
+    return [
+        replace(rule, entropy={**rule.entropy, "confirm_sentence_ends": number}) if rule.entropy else rule
+        for number in CONFIRMATIONS
+        for rule in rules
+        if rule.entropy or number == 1
+    ]
 
 
 def loosened(rule: StoppingRule) -> StoppingRule:
@@ -106,7 +134,7 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     if rule.either:
         return either(*(loosened(part) for part in rule.either))
     entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
-    for name in ("eat_level_threshold_nats", "eat_ema_variance_threshold", "eat_probe_max_rank"):
+    for name in LOOSENED:
         if name in entropy:
             entropy[name] = LAXER * entropy[name]
     if "rank_conditions" in entropy:
@@ -126,7 +154,15 @@ def loosened(rule: StoppingRule) -> StoppingRule:
     return StoppingRule(rule.family, entropy, scheduler)
 
 
-def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, gate: int = 0) -> StoppingRule:
+def _eat(
+    family: str,
+    level: float,
+    alpha: float = 1.0,
+    variance: float = 1e-4,
+    *,
+    max_rank: int = 0,
+    max_margin_nats: float = 0.0,
+) -> StoppingRule:
     """Make an EAT rule that probes at every allowed place.
 
     With alpha 1 the moving mean is the newest sample, and the variance is 0.
@@ -140,7 +176,8 @@ def _eat(family: str, level: float, alpha: float = 1.0, variance: float = 1e-4, 
             "eat_level_threshold_nats": level,
             "eat_probe_interval_tokens": 1,
             "eat_probe_placement": "paragraph" if family == EAT_PARAGRAPH else "sentence",
-            "eat_probe_max_rank": gate,
+            "eat_probe_max_rank": max_rank,
+            "eat_probe_max_margin_nats": max_margin_nats,
         },
     )
 
@@ -161,16 +198,24 @@ def same_answer(samples: int) -> StoppingRule:
 def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:
     """Return pairs of rules from different groups, by the pair's family, with up to `most` rules of each family.
 
-    A pair stops thinking if either of its rules does. Two rules on probes are not paired, because each has its own
+    A pair stops thinking if either of its rules does. Both rules of a pair ask for as many sentence ends in a row,
+    because a policy has one number for all its rules. Two rules on probes are not paired, because each has its own
     places for probes.
     """
     pairs: dict[str, list[StoppingRule]] = {}
     for (first, ones), (second, others) in combinations(rules.items(), 2):
         if GROUPS[first] != GROUPS[second] and not {first, second} <= PROBED:
-            made = [either(a, b) for a, b in product(_thinned(list(ones), most), _thinned(list(others), most))]
+            both = product(_thinned(list(ones), most), _thinned(list(others), most))
+            made = [either(a, b) for a, b in both if _agree(a, b)]
             if made:
                 pairs[made[0].family] = made
     return pairs
+
+
+def _agree(first: StoppingRule, second: StoppingRule) -> bool:
+    """Whether one policy can hold both rules."""
+    wanted = {rule.entropy["confirm_sentence_ends"] for rule in (first, second) if rule.entropy}
+    return len(wanted) <= 1
 
 
 def _quantiles(values: NDArray[np.float64], grid: tuple[float, ...]) -> list[float]:

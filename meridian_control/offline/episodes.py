@@ -6,13 +6,15 @@ threshold. The columns have the values that a live session's `RequestTable` has 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions.request_table import OUTPUT, RANK_HISTORY, THINK
+from meridian_control.decisions.request_table import OUTPUT, THINK
+from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
     FLAG_END,
@@ -56,6 +58,9 @@ class Episodes:
     # End-marker ranks at this and earlier sentence ends, newest first, [boundaries, RANK_HISTORY], and their number.
     ranks: NDArray[np.int64]
     rank_count: NDArray[np.int64]
+    # End-marker margins in nats at this and earlier sentence ends, newest first, [boundaries, CONFIRM_HISTORY]; NaN if
+    # they were not measured.
+    margins: NDArray[np.float64]
     # By boundary: entropy of the newest token, count and sum of the request's entropies, and the boundary's place in
     # `entropy_running`, which is the running sum of entropies over all requests.
     entropy_nats: NDArray[np.float64]
@@ -63,6 +68,10 @@ class Episodes:
     entropy_sum: NDArray[np.float64]
     entropy_place: NDArray[np.int64]
     entropy_running: NDArray[np.float64]
+    # The same counts and places at the sentence ends before the boundary, newest first, [boundaries, CONFIRM_HISTORY -
+    # 1]; 0 for none.
+    earlier_counts: NDArray[np.int64]
+    earlier_places: NDArray[np.int64]
     # By boundary: the first sample between the boundary and the next boundary, -1 for none.
     sample: NDArray[np.int64]
     # By sample: number of the request, thinking tokens at the probe's place, and thinking tokens when the result came.
@@ -80,8 +89,17 @@ class Episodes:
 
     def window_sum(self, width: int) -> NDArray[np.float64]:
         """Return the sum of the newest `width` token entropies, [boundaries]; meaningless before `width` tokens."""
-        running, place = self.entropy_running, self.entropy_place
-        total: NDArray[np.float64] = running[place] - running[np.maximum(0, place - width)]
+        return self._newest(self.entropy_place, width)
+
+    def earlier_entropies(self, age: int, width: int) -> tuple[NDArray[Any], ...]:
+        """Return the count and the sum of a request's entropies, and the sum of the newest `width` of them, at the
+        sentence end that `age` others follow, this boundary included, [boundaries]."""
+        count, place = self.earlier_counts[:, age - 1], self.earlier_places[:, age - 1]
+        return count, self._newest(place, count), self._newest(place, width)
+
+    def _newest(self, place: NDArray[np.int64], number: int | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the sum of the newest `number` entropies before each place."""
+        total: NDArray[np.float64] = self.entropy_running[place] - self.entropy_running[np.maximum(0, place - number)]
         return total
 
 
@@ -150,15 +168,22 @@ class _Collector:
         owner = np.fromiter((slots.get(slot, -1) for slot in message.slot), np.int64, count)
         rows = [owner, np.full(count, self.report)]
         for name, kind in columns.items():
-            # A sender that does not know a column leaves the column empty.
-            values = getattr(message, name) or [0] * count
+            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured.
+            values = getattr(message, name) or [math.nan if kind is np.float64 else 0] * count
             if len(values) != count:
                 raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
             rows.append(np.fromiter(values, kind, count))
         return rows
 
 
-TOKEN_COLUMNS = {"phase": np.int64, "flags": np.int64, "entropy_nats": np.float64, "end_rank": np.int64}
+TOKEN_COLUMNS = {
+    "phase": np.int64,
+    "flags": np.int64,
+    "entropy_nats": np.float64,
+    "end_rank": np.int64,
+    "end_logprob_nats": np.float64,
+    "top_logprob_nats": np.float64,
+}
 PROBE_COLUMNS = {
     "think_tokens": np.int64,
     "eat_nats": np.float64,
@@ -206,17 +231,20 @@ def _episodes(seen: _Collector) -> Episodes:
     kept = [number for number, reason in enumerate(reasons) if not reason]
     numbers = np.full(len(everyone), -1)
     numbers[kept] = np.arange(len(kept))
-    owner, report, phase, flags, entropy, rank = _grouped(seen.tokens, TOKEN_COLUMNS, numbers)
+    owner, report, phase, flags, entropy, rank, end, top = _grouped(seen.tokens, TOKEN_COLUMNS, numbers)
     begins = np.searchsorted(owner, np.arange(len(kept) + 1))
     think = _within(begins, owner, _counted(phase, flags))
 
     known = (owner[1:] == owner[:-1]) & (phase[:-1] == THINK) & ((flags[:-1] & FLAG_BOUNDARY) != 0)
     at = np.flatnonzero(known & (phase[1:] == THINK) & (rank[1:] > 0))
-    ranks, rank_count = _ranks(owner[at], rank[at + 1])
     # A live session no longer decides once the end marker has begun, so boundaries before an end marker are left out.
     goes_on = (flags[at + 1] & FLAG_END) == 0
-    at, ranks, rank_count = at[goes_on], ranks[goes_on], rank_count[goes_on]
-    after = at + 1
+    before, at, after = at, at[goes_on], at[goes_on] + 1
+
+    def newest(values: NDArray[Any], depth: int) -> NDArray[Any]:
+        """Return the values at each boundary and at earlier sentence ends, those before an end marker included."""
+        found: NDArray[Any] = newest_values(owner[before], values[before + 1], depth)[goes_on]
+        return found
 
     measured = (phase == THINK) & ((flags & FLAG_MARKER) == 0) & np.isfinite(entropy)
     running = np.concatenate([[0.0], np.cumsum(np.where(measured, entropy, 0.0)[measured])])
@@ -230,13 +258,16 @@ def _episodes(seen: _Collector) -> Episodes:
         think_tokens=think[at],
         decided_tokens=think[after],
         paragraph=(flags[at] & FLAG_PARAGRAPH) != 0,
-        ranks=ranks,
-        rank_count=rank_count,
+        ranks=newest(rank, RANK_HISTORY),
+        rank_count=_numbered(owner[before])[goes_on] + 1,
+        margins=newest(top - end, CONFIRM_HISTORY),
         entropy_nats=entropy[at],
         entropy_count=count[after],
         entropy_sum=running[place[after]] - running[place[after] - count[after]],
         entropy_place=place[after],
         entropy_running=running,
+        earlier_counts=newest(count, CONFIRM_HISTORY)[:, 1:],
+        earlier_places=newest(place, CONFIRM_HISTORY)[:, 1:],
         sample=_sample_of(owner[at], think[at], samples["sample_owner"], samples["sample_tokens"]),
         **samples,
         seen=frozenset(r.request_id for r in seen.requests),
@@ -298,15 +329,21 @@ def _within(begins: NDArray[Any], owner: NDArray[Any], running: NDArray[np.int64
     return within
 
 
-def _ranks(owner: NDArray[Any], rank: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranks at each boundary and at the request's earlier boundaries, newest first, and their number."""
-    number = np.arange(len(owner))
-    position = number - np.searchsorted(owner, owner)
-    ranks = np.zeros((len(owner), RANK_HISTORY), np.int64)
-    for back in range(RANK_HISTORY):
+def _numbered(owner: NDArray[Any]) -> NDArray[np.int64]:
+    """Return for each entry the number of the owner's earlier entries; `owner` is sorted."""
+    number: NDArray[np.int64] = np.arange(len(owner)) - np.searchsorted(owner, owner)
+    return number
+
+
+def newest_values(owner: NDArray[Any], values: NDArray[Any], depth: int) -> NDArray[Any]:
+    """Return each value and the owner's earlier values, newest first, [values, depth]; 0, or NaN for floats, for
+    none."""
+    number, position = np.arange(len(owner)), _numbered(owner)
+    newest = np.full((len(owner), depth), np.nan if values.dtype.kind == "f" else 0, values.dtype)
+    for back in range(depth):
         there = position >= back
-        ranks[there, back] = rank[number[there] - back]
-    return ranks, position + 1
+        newest[there, back] = values[number[there] - back]
+    return newest
 
 
 def _sample_of(

@@ -15,7 +15,8 @@ import numpy as np
 from meridian_control.decisions import termination
 from meridian_control.decisions.request_table import THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
-from meridian_control.offline.episodes import KEY
+from meridian_control.decisions.table_columns import CONFIRM_HISTORY
+from meridian_control.offline.episodes import KEY, newest_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +29,17 @@ if TYPE_CHECKING:
 
 # Families of rules, and the signals that each family uses.
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
-EAT_GATED, RANK, RPDI, SOFT, CAP = "EAT gated by rank", "rank", "RPDI", "soft close", "fixed cap"
+EAT_GATED, EAT_NEAR = "EAT gated by rank", "EAT gated by margin"
+RANK, MARGIN, RPDI, SOFT, CAP = "rank", "margin", "RPDI", "soft close", "fixed cap"
 SAME = "same answer"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
     EAT_SETTLED: ("EAT",),
     EAT_GATED: ("EAT", "rank"),
+    EAT_NEAR: ("EAT", "margin"),
     RANK: ("rank",),
+    MARGIN: ("margin",),
     RPDI: ("RPDI",),
     SAME: ("same answer",),
     SOFT: ("rank",),
@@ -43,6 +47,10 @@ SIGNALS = {
 }
 # Families whose rules read probes.
 PROBED = frozenset(family for family, signals in SIGNALS.items() if {"EAT", "same answer"} & set(signals))
+
+
+# Columns of the request table from which RPDI follows.
+ENTROPIES = ("entropy_count", "entropy_sum", "entropy_window_sum")
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,10 @@ class StoppingRule:
         return " or ".join(part._text() for part in self.parts)
 
     def _text(self) -> str:
+        wanted = self.entropy.get("confirm_sentence_ends", 1)
+        return self._once() + (f", {wanted} times in a row" if wanted > 1 else "")
+
+    def _once(self) -> str:
         e, s = self.entropy, self.scheduler
         if self.family == CAP:
             return f"at {s['max_think_tokens']} tokens"
@@ -75,6 +87,8 @@ class StoppingRule:
             return f"RPDI > {e['rpdi_threshold']:g}"
         if self.family == SAME:
             return f"the same trial answer {e['same_answer_samples']} times in a row"
+        if self.family == MARGIN:
+            return f"margin <= {e['margin_threshold_nats']:g} nats"
         if self.family == RANK:
             return f"end marker <= {list(e['rank_conditions'][0].max_ranks)}"
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
@@ -82,6 +96,8 @@ class StoppingRule:
             text += f", variance < {e['eat_ema_variance_threshold']:g} (alpha {e['ema_alpha']:g})"
         if self.family == EAT_GATED:
             text += f" where the end marker <= {e['eat_probe_max_rank']}"
+        if self.family == EAT_NEAR:
+            text += f" where the margin <= {e['eat_probe_max_margin_nats']:g} nats"
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
@@ -156,8 +172,16 @@ class Replay:
         table = RequestTable.without_windows(self.window_tokens, max(1, count))
         table.fill(count, live=True, phase=THINK, boundary_now=True, think_tokens=episodes.decided_tokens)
         table.fill(count, boundary_ranks=episodes.ranks, boundary_count=episodes.rank_count)
-        table.fill(count, entropy_count=episodes.entropy_count, entropy_sum=episodes.entropy_sum)
-        table.fill(count, entropy_window_sum=episodes.window_sum(self.window_tokens))
+        table.fill(count, boundary_margins=episodes.margins)
+        ratios = np.full((count, CONFIRM_HISTORY), np.nan)
+        for age in range(CONFIRM_HISTORY - 1, 0, -1):
+            entropies = episodes.earlier_entropies(age, self.window_tokens)
+            table.fill(count, **dict(zip(ENTROPIES, entropies, strict=True)))
+            ratios[:, age] = rpdi(table)[:count]
+        newest = episodes.entropy_count, episodes.entropy_sum, episodes.window_sum(self.window_tokens)
+        table.fill(count, **dict(zip(ENTROPIES, newest, strict=True)))
+        ratios[:, 0] = rpdi(table)[:count]
+        table.fill(count, boundary_rpdi=ratios)
         return table
 
     @property
@@ -211,15 +235,18 @@ class Replay:
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
         places, right = episodes.decided_tokens + self._late, self.right
         if "EAT" in SIGNALS[rule.family]:
-            samples, mean, variance = self._eat_state(policy.entropy.ema_alpha, *_probing(rule))
-            table.fill(count, eat_count=samples, eat_ema_nats=mean, eat_ema_variance=variance)
+            samples, means, variances = self._eat_state(policy.entropy.ema_alpha, *_probing(rule))
+            table.fill(count, eat_count=samples, eat_ema_nats=means[:, 0], eat_ema_variance=variances[:, 0])
+            table.fill(count, earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
             fires = termination.eat_converged(policy.entropy, table)
-            places, right = self._eat[rule.family == EAT_GATED]
+            places, right = self._eat[rule.family in (EAT_GATED, EAT_NEAR)]
         elif rule.family == SAME:
             fires = termination.same_answered(policy.entropy, table)
             places, right = self._eat[False]
         elif rule.family == RANK:
             fires = termination.rank_reached(policy.entropy, table)
+        elif rule.family == MARGIN:
+            fires = termination.margin_reached(policy.entropy, table)
         elif rule.family == RPDI:
             fires = termination.rpdi_exceeded(policy.entropy, table)
         else:
@@ -232,13 +259,13 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------------------------ EAT
 
-    def _subset_of(self, paragraph: bool, gate: int) -> NDArray[np.intp]:
+    def _subset_of(self, paragraph: bool, max_rank: int, max_margin_nats: float) -> NDArray[np.intp]:
         """Return the boundaries at which EAT probes are requested."""
         episodes = self.episodes
+        gates = {"eat_probe_max_rank": max_rank, "eat_probe_max_margin_nats": max_margin_nats}
+        entropy = self.base.entropy.model_copy(update=gates)
         wanted = episodes.paragraph | (not paragraph)
-        if gate:
-            wanted &= episodes.ranks[:, 0] <= gate
-        return np.flatnonzero(wanted)
+        return np.flatnonzero(wanted & termination.gate_open(entropy, episodes.ranks, episodes.margins))
 
     def _probes(self, rule: StoppingRule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
         probed = [part for part in rule.parts if part.family in PROBED]
@@ -251,15 +278,16 @@ class Replay:
             count += np.searchsorted(keys, begins + until, side="right") - np.searchsorted(keys, begins)
         return count
 
-    def _eat_state_of(self, alpha: float, paragraph: bool, gate: int) -> tuple[NDArray[Any], ...]:
-        """Return the number of EAT samples and their moving mean and variance at each boundary that has a sample.
+    def _eat_state_of(self, alpha: float, *probing: Any) -> tuple[NDArray[Any], ...]:
+        """Return the number of EAT samples, and their moving means and variances after this and earlier samples, newest
+        first, at each boundary that has a sample. `probing` has the arguments of `_subset`.
 
         The values are those of `signals.add_eat_sample`. Other boundaries get 0 samples, because the EAT rule can fire
         only on a new sample.
         """
         owner, eat = self.episodes.owner, self.eat_nats
         count, mean, variance = np.zeros(len(owner), np.int64), np.zeros(len(owner)), np.zeros(len(owner))
-        sampled = self._subset(paragraph, gate)
+        sampled = self._subset(*probing)
         sampled = sampled[np.isfinite(eat[sampled])]
         position = np.arange(len(sampled)) - np.searchsorted(owner[sampled], owner[sampled])
         count[sampled] = position + 1
@@ -270,9 +298,14 @@ class Replay:
             now, before = sampled[later], sampled[later - 1]
             mean[now] = alpha * eat[now] + (1 - alpha) * mean[before]
             variance[now] = alpha * (eat[now] - mean[now]) ** 2 + (1 - alpha) * variance[before]
-        return count, mean, variance
+        means, variances = np.full((2, len(owner), CONFIRM_HISTORY), np.nan)
+        means[sampled] = newest_values(owner[sampled], mean[sampled], CONFIRM_HISTORY)
+        variances[sampled] = newest_values(owner[sampled], variance[sampled], CONFIRM_HISTORY)
+        return count, means, variances
 
 
-def _probing(rule: StoppingRule) -> tuple[bool, int]:
-    """Return whether a rule's probes are placed at paragraphs only, and the highest rank that their gate allows."""
-    return rule.entropy["eat_probe_placement"] == "paragraph", rule.entropy["eat_probe_max_rank"]
+def _probing(rule: StoppingRule) -> tuple[bool, int, float]:
+    """Return whether a rule's probes are placed at paragraphs only, and the highest rank and margin that their gates
+    allow."""
+    e = rule.entropy
+    return e["eat_probe_placement"] == "paragraph", e["eat_probe_max_rank"], e.get("eat_probe_max_margin_nats", 0.0)

@@ -56,10 +56,13 @@ PER_REQUEST = {
         "eat_probe_interval_tokens",
         "eat_probe_placement",
         "eat_probe_max_rank",
+        "eat_probe_max_margin_nats",
         "eat_hold_ms",
         "rank_conditions",
+        "margin_threshold_nats",
         "rpdi_threshold",
         "same_answer_samples",
+        "confirm_sentence_ends",
     ),
     "loop": ("enabled", "shadow", "min_rounds", "min_tokens"),
 }

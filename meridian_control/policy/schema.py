@@ -160,7 +160,7 @@ class EntropyPolicy(Section):
 
     enabled: bool = Field(
         True,
-        description="Evaluate the EAT, rank, RPDI and same-answer rules; false switches all of them off.",
+        description="Evaluate the EAT, rank, margin, RPDI and same-answer rules; false switches all of them off.",
         json_schema_extra=advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
     )
     shadow: bool = Field(
@@ -219,6 +219,14 @@ class EntropyPolicy(Section):
         "value, and is then placed at once; 0 switches the gate off.",
         json_schema_extra=advice("Set it to save probes if the end marker's rank is large until thinking can end."),
     )
+    eat_probe_max_margin_nats: float = Field(
+        0.0,
+        ge=0,
+        description="Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is "
+        "at most this value, and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates "
+        "must be open.",
+        json_schema_extra=advice("Set it, above margin_threshold_nats, to save probes where thinking cannot end yet."),
+    )
     eat_hold_ms: int = Field(
         50,
         ge=0,
@@ -235,6 +243,13 @@ class EntropyPolicy(Section):
         max_length=16,
         description="Rank rule: thinking ends at a sentence end where any of these conditions is met.",
         json_schema_extra=advice("Take the conditions from `meridianctl calibrate`."),
+    )
+    margin_threshold_nats: float = Field(
+        0.0,
+        ge=0,
+        description="Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability "
+        "of the likeliest token minus that of the end marker, is at most this many nats; 0 switches the rule off.",
+        json_schema_extra=advice("Take it from `meridianctl calibrate`."),
     )
     rpdi_threshold: float = Field(
         2.0,
@@ -275,6 +290,14 @@ class EntropyPolicy(Section):
         json_schema_extra=advice(
             "Leave it at 0 unless `calibrate --labels` recommends it: 8 cost an 8B model 11 to 25 points of accuracy."
         ),
+    )
+    confirm_sentence_ends: int = Field(
+        1,
+        ge=1,
+        le=4,
+        description="Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it "
+        "ends thinking; for the EAT rule, number of probes in a row.",
+        json_schema_extra=advice("Choose 2 if a rule ends thinking because of a single odd sentence end."),
     )
     lease_ms: SectionLease = 0
 

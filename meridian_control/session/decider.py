@@ -149,7 +149,7 @@ class Decider:
     def _probes(self, policy: Policy, out: Out, among: Among) -> None:
         table, entropy = self._table, policy.entropy
         hold_ms = 0 if entropy.shadow else entropy.eat_hold_ms
-        placement = PLACEMENTS["anywhere" if entropy.eat_probe_max_rank > 0 else entropy.eat_probe_placement]
+        placement = PLACEMENTS["anywhere" if termination.is_gated(entropy) else entropy.eat_probe_placement]
         near_cap = termination.cap_probes_due(policy, table, among).tolist()
         for seen, index in self._due(policy, among):
             slot, think_tokens = int(seen.slot[index]), int(seen.think_tokens[index])

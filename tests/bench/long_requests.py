@@ -164,7 +164,7 @@ class Engine:
         result = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
         if hasattr(output, REQUEST) and ids:
             ones = np.ones(len(ids), np.float32)
-            setattr(result, RESULT, StepSignals(None, ones, ones.astype(np.int32), -ones).encode())
+            setattr(result, RESULT, StepSignals(None, ones, ones.astype(np.int32), -ones, -ones).encode())
         self.scheduler.update_from_output(output, result)
         return sum(len(s) for r, s in zip(ids, sampled, strict=True) if r in self._left)
 

@@ -60,7 +60,7 @@ def mismatches(logprobs: Logprobs, prompt: list[int], tokens: list[int], measure
     """
     expected = logprobs(prompt + tokens)[len(prompt) - 1 :]
     found = [] if len(measured) == len(tokens) else [f"{len(measured)} rows for {len(tokens)} tokens"]
-    for i, (phase, flags, entropy_nats, end_rank, _) in enumerate(measured):
+    for i, (phase, flags, entropy_nats, end_rank, *_) in enumerate(measured):
         answers = phase == Phase.OUTPUT or (flags & FLAG_MARKER and not flags & FLAG_END)
         if answers and np.isnan(entropy_nats) and end_rank == 0:
             continue

@@ -42,10 +42,11 @@ def probes(seen: list[Any]) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]:
-    """Return the token rows of each request id in order: (phase, flags, entropy, end rank, end log-probability)."""
+def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float, float]]]:
+    """Return the token rows of each request id in order: (phase, flags, entropy, end rank, end log-probability, end
+    margin)."""
     request_of: dict[int, str] = {}
-    found: dict[str, list[tuple[int, int, float, int, float]]] = {}
+    found: dict[str, list[tuple[int, int, float, int, float, float]]] = {}
     for record, opened, slots, closed in seen:
         for slot, info, *_ in opened:
             request_of[slot] = info.request_id
@@ -53,9 +54,10 @@ def rows(seen: list[Any]) -> dict[str, list[tuple[int, int, float, int, float]]]
         for i, slot in enumerate(slots):
             at = record.rows[i]
             s = None if record.told is None else StepSignals.decode(record.told)
-            measured = (float("nan"), 0, float("nan"))
+            measured = (float("nan"), 0, float("nan"), float("nan"))
             if s is not None:
-                measured = float(s.entropy_nats[at]), int(s.end_rank[at]), float(s.end_logprob_nats[at])
+                end_logprob, top_logprob = float(s.end_logprob_nats[at]), float(s.top_logprob_nats[at])
+                measured = float(s.entropy_nats[at]), int(s.end_rank[at]), end_logprob, top_logprob - end_logprob
             found.setdefault(request_of[slot], []).append((record.phases[i], flags[i], *measured))
         for slot, _ in closed:
             request_of.pop(slot, None)

@@ -26,8 +26,8 @@ def offline() -> Any:
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
-    """Entropy matches to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5, in a mixed batch at
-    temperature 1."""
+    """Entropy and the end marker's margin match to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5, in
+    a mixed batch at temperature 1."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))
@@ -37,10 +37,13 @@ def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
     for case, tokens, measured in zip(chosen, generated, by_request.values(), strict=True):
         prompt = prompt_ids(llm, case)
         assert not mismatches(offline, prompt, tokens, measured, end)
-        expected = offline(prompt + tokens)[len(prompt) - 1 : -1, end]
+        logprobs = offline(prompt + tokens)[len(prompt) - 1 : -1]
+        expected = logprobs[:, end]
         # The tolerance is for a single logit: two implementations round float32 differently.
         thinking = [i for i, m in enumerate(measured) if m[0] == Phase.THINK]
         assert [measured[i][4] for i in thinking] == pytest.approx(expected[thinking], abs=5e-5)
+        margins = (logprobs.max(axis=1) - expected)[thinking]
+        assert [measured[i][5] for i in thinking] == pytest.approx(margins, rel=0, abs=1e-5)
         answer = [m for before, m in itertools.pairwise(measured) if before[0] == m[0] == Phase.OUTPUT]
         assert all(math.isnan(m[2]) for m in answer), "the entropy of an answer is measured, but no rule reads it"
 

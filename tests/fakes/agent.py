@@ -184,6 +184,7 @@ class FakeAgent:
         # Likeliest token of each probe.
         self.trial_answer = 7
         self.end_rank = 1
+        self.margin_nats = 0.0
         # Milliseconds of a step, and of each sequence in it.
         self.step_cost_ms = 5.0, 0.0
         self.say(snapshot=self.snapshot())
@@ -263,7 +264,8 @@ class FakeAgent:
         record = self.engine.tracker.record
         record.rows = list(range(len(record.slots)))
         columns = np.array(entropies, np.float32)
-        record.told = StepSignals(None, columns, np.full(len(columns), self.end_rank, np.int32), -columns).encode()
+        ranks = np.full(len(columns), self.end_rank, np.int32)
+        record.told = StepSignals(None, columns, ranks, -columns - self.margin_nats, -columns).encode()
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record

@@ -39,7 +39,7 @@ def answering(**columns: Any) -> dict[str, Any]:
 
 
 def tokens(rows: Iterable[Sequence[Any]]) -> agent_pb2.TokenColumns:
-    """Return columns from rows of (slot, phase, flags, entropy[, rank[, log-probability]])."""
+    """Return columns from rows of (slot, phase, flags, entropy[, rank[, log-probability[, likeliest one]]])."""
     columns = agent_pb2.TokenColumns()
     for slot, phase, flags, entropy, *rest in rows:
         columns.slot.append(slot)
@@ -48,4 +48,6 @@ def tokens(rows: Iterable[Sequence[Any]]) -> agent_pb2.TokenColumns:
         columns.entropy_nats.append(entropy)
         columns.end_rank.append(rest[0] if rest else 0)
         columns.end_logprob_nats.append(rest[1] if len(rest) > 1 else float("nan"))
+        if len(rest) > 2:
+            columns.top_logprob_nats.append(rest[2])
     return columns

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ class MadeUp:
 
     request_id: str
     rows: list[tuple[int, int, float, int]] = field(default_factory=list)
+    # The end marker's margin in each row, in nats; empty if the agent does not measure it.
+    margins: list[float] = field(default_factory=list)
     # EAT and the number of probes in a row with the same answer, by thinking tokens.
     probes: dict[int, tuple[float, int]] = field(default_factory=dict)
     settled_tokens: int = 0
@@ -49,15 +52,22 @@ class MadeUp:
             yield {"request_id": self.request_id, "think_tokens": tokens + delay_tokens, "correct": right}
 
 
-def made_up(  # noqa: PLR0917
-    number: int, seed: int = 0, eat: str = "tells", rank: str = "tells", forced: bool = False, same: str = "tells"
+def made_up(  # noqa: PLR0913
+    number: int,
+    seed: int = 0,
+    eat: str = "tells",
+    rank: str = "tells",
+    margin: str = "",
+    *,
+    forced: bool = False,
+    same: str = "tells",
 ) -> MadeUp:
     """Return a request that settles on its answer part-way.
 
-    `eat`, `rank` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is settled, is
-    `blind` to it, or is `noise`.
+    `eat`, `rank`, `margin` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is
+    settled, is `blind` to it, or is `noise`; an empty `margin` is not measured.
     """
-    rng = np.random.default_rng((seed, number))
+    rng, margins = np.random.default_rng((seed, number)), np.random.default_rng((seed, number, 1))
     sentences = int(rng.integers(12, 40))
     settled = int(sentences * rng.uniform(0.3, 0.8))
     request = MadeUp(f"r{number}-{rng.integers(1 << 30):08x}", natural_right=bool(rng.random() < 0.9))
@@ -70,6 +80,8 @@ def made_up(  # noqa: PLR0917
                 flags = PARAGRAPH if sentence % 4 == 3 else SENTENCE
             value = _rank(rng, rank, low) if token == 0 and sentence else int(rng.integers(500, 5000))
             request.rows.append((THINK, flags, float(rng.exponential(0.5)), value))
+            if margin:
+                request.margins.append(_margin(margins, margin, low and token == 0))
         tokens += length
         low = sentence >= settled
         if sentence == settled:
@@ -95,6 +107,12 @@ def _rank(rng: np.random.Generator, kind: str, low: bool) -> int:
     if kind != "tells":
         return int(rng.integers(1, 1000))
     return int(rng.integers(1, 12)) if low else int(rng.integers(8, 1000))
+
+
+def _margin(rng: np.random.Generator, kind: str, low: bool) -> float:
+    if kind == "tells" and low:
+        return float(rng.exponential(0.2))
+    return float(rng.uniform(0.3, 8))
 
 
 def records(
@@ -127,6 +145,8 @@ def records(
             request, at, tokens = live[slot]
             phase, flags, *_ = request.rows[at]
             _add_row(report.tokens, slot, request.rows[at])
+            if any(r.margins for r in requests):
+                _add_margin(report.tokens, request.margins[at] if at < len(request.margins) else math.nan)
             tokens += phase == THINK and not flags & FLAG_MARKER
             live[slot] = request, at + 1, tokens
             if phase == THINK and flags & SENTENCE:
@@ -150,6 +170,12 @@ def _add_row(columns: agent_pb2.TokenColumns, slot: int, row: tuple[int, int, fl
     columns.entropy_nats.append(entropy)
     columns.end_rank.append(rank)
     columns.end_logprob_nats.append(-float(rank))
+
+
+def _add_margin(columns: agent_pb2.TokenColumns, margin_nats: float) -> None:
+    """Give the newest row a margin."""
+    columns.top_logprob_nats.append(-0.25)
+    columns.end_logprob_nats[-1] = -0.25 - margin_nats
 
 
 def _add_probe(columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int) -> None:

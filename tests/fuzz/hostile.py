@@ -40,6 +40,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "end_rank": (0, 1, 4, 500),
     "entropy_nats": (0.1, 0.5, 2.0, math.nan),
     "end_logprob_nats": (-0.1, -3.0, math.nan),
+    "top_logprob_nats": (0.0, -0.1, math.nan),
     "eat_nats": (0.0, 0.01, 1.0, math.nan),
     "step_time_ms": (1.0, 5.0, 40.0),
     "max_think_tokens": (0, 1, 5, 30),

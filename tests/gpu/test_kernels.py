@@ -22,6 +22,8 @@ from tests.needed import GPU
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
 if reason := why_not():
     pytest.skip(f"{reason}: {GPU.how}", allow_module_level=True)
 
@@ -78,12 +80,18 @@ def rows_of(kind: str, count: int, vocab: int, dtype: torch.dtype = torch.float3
     return x.to(dtype)
 
 
+def margins(signals: RowSignals) -> NDArray[np.float64]:
+    """Return the end marker's margins, as the control plane computes them."""
+    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
+
+
 def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], rows: Sequence[int] | None = None) -> None:
     chosen = None if rows is None else np.array(rows, np.int32)
     want = reference(logits.double().cpu().numpy(), ends, chosen)
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
     for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
+    np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
     measurable = want.top_token_id >= 0
     np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
     np.testing.assert_array_equal(got.end_rank[measurable], want.end_rank[measurable])

@@ -18,17 +18,22 @@ from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Calibration, Goal, calibrate
-from meridian_control.offline.candidates import same_answer
+from meridian_control.offline.candidates import loosened, paired, same_answer, single_rules
+from meridian_control.offline.halves import first_half
 from meridian_control.offline.correctness import Judge, from_labels, from_probes
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.halves import TooFewRequests, first_half, halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
+    EAT_NEAR,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
+    MARGIN,
     RANK,
+    RPDI,
+    SOFT,
     Replay,
     StoppingRule,
     either,
@@ -89,6 +94,62 @@ def test_signals_that_tell_are_found(tmp_path: Path, labelled: bool) -> None:
     assert scheduler.min_think_tokens < 512
 
 
+def test_a_margin_that_tells_is_found(tmp_path: Path) -> None:
+    found = calibrate(replay(tmp_path, made(60, eat="noise", rank="noise", margin="tells")), Goal(max_loss=0.05))
+    assert separating(found) == {"margin"}
+    assert found.recommended is not None
+    assert found.recommended.rule.signals == {"margin"}
+    assert found.recommended.held_out.saved > 0.2
+    entropy = found.policy.entropy
+    assert entropy.margin_threshold_nats > 0
+    assert entropy.confirm_sentence_ends == found.recommended.rule.entropy["confirm_sentence_ends"]
+    assert (entropy.rank_conditions, entropy.rpdi_threshold, entropy.eat_level_threshold_nats) == ((), 0, 0)
+
+
+def test_a_margin_that_does_not_tell_is_switched_off(tmp_path: Path) -> None:
+    base = policy(entropy={"margin_threshold_nats": 2.0, "eat_probe_max_margin_nats": 3.0, "confirm_sentence_ends": 3})
+    requests = made(60, rank="noise", margin="noise")
+    found = calibrate(replay(tmp_path, requests, base=base), Goal(max_loss=0.05))
+    assert separating(found) == {"EAT"}
+    assert found.recommended is not None
+    assert found.recommended.rule.signals == {"EAT"}
+    entropy = found.policy.entropy
+    assert (entropy.margin_threshold_nats, entropy.eat_probe_max_margin_nats) == (0, 0)
+    assert entropy.confirm_sentence_ends < 3, "the base policy's number does not belong to the rule"
+
+
+def test_a_trace_of_an_older_agent_has_no_margin(tmp_path: Path) -> None:
+    requests = made(40, margin="tells")
+    for request in requests:
+        request.margins = []
+    found = calibrate(replay(tmp_path, requests), Goal(max_loss=0.1))
+    assert {s.signal: s.why_not for s in found.separations}["margin"] == "it was not measured"
+    assert not {MARGIN, EAT_NEAR} & set(found.fronts)
+    assert separating(found) == {"EAT", "rank"}
+
+
+def test_pairs_agree_on_how_many_sentence_ends(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, made(30, margin="tells"))
+    single = single_rules(replayed, np.arange(30))
+    confirmed = {family: {r.entropy.get("confirm_sentence_ends") for r in rules} for family, rules in single.items()}
+    assert confirmed.pop(CAP) == confirmed.pop(SOFT) == {None}
+    assert set(confirmed) >= {EAT_SENTENCE, EAT_NEAR, EAT_SETTLED, RANK, MARGIN}
+    assert set(map(frozenset, confirmed.values())) == {frozenset({1, 2})}
+    # Rules of both kinds alternate, so that thinning keeps both.
+    mixed = {family: sorted(rules, key=str) for family, rules in single.items() if family != CAP}
+    pairs = [pair for found in paired(mixed, 8).values() for pair in found]
+    assert {pair.entropy["confirm_sentence_ends"] for pair in pairs} == {1, 2}
+    for pair in pairs:
+        wanted = pair.entropy["confirm_sentence_ends"]
+        assert all(part.entropy.get("confirm_sentence_ends", wanted) == wanted for part in pair.parts)
+
+
+def test_a_loosened_margin_is_larger_and_needs_as_many_sentence_ends() -> None:
+    rule = StoppingRule(MARGIN, {"margin_threshold_nats": 0.4, "confirm_sentence_ends": 2})
+    assert loosened(rule).entropy == {"margin_threshold_nats": 0.5, "confirm_sentence_ends": 2}
+    assert str(rule) == "margin <= 0.4 nats, 2 times in a row"
+
+
 def test_a_blind_eat_is_left_out(tmp_path: Path) -> None:
     """If EAT is near 0 from the first token on, whatever the answer, a level threshold alone would end every request at
     once."""
@@ -147,7 +208,7 @@ def test_answers_that_all_begin_alike(tmp_path: Path) -> None:
         values = request.probes.items()
         request.probes = {at: (eat, number) for number, (at, (eat, _)) in enumerate(values, 1)}
     found = calibrate(replay(tmp_path, requests, labelled=False), Goal())
-    why = {s.why_not for s in found.separations if s.signal != "same answer"}
+    why = {s.why_not for s in found.separations if s.signal not in ("margin", "same answer")}
     assert why == {"every stop is right: there is nothing to tell apart"}
     assert found.recommended is None
 
@@ -190,6 +251,8 @@ def eat(family: str, **fields: Any) -> StoppingRule:
         "eat_probe_interval_tokens": 1,
         "eat_probe_placement": "sentence",
         "eat_probe_max_rank": 0,
+        "eat_probe_max_margin_nats": 0.0,
+        "confirm_sentence_ends": 1,
     }
     return StoppingRule(family, {**values, **fields})
 
@@ -228,20 +291,75 @@ def test_where_a_rank_rule_stops(tmp_path: Path, bounds: tuple[int, ...]) -> Non
     assert not stops.probes.any()
 
 
+@pytest.mark.parametrize("confirm", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_where_rules_at_sentence_ends_stop(tmp_path: Path, seed: int, confirm: int) -> None:
+    """Each rule stops where a slow reference finds the n-th sentence end in a row at which the rule holds."""
+    requests = [traces.made_up(n, seed, margin="tells") for n in range(12)]
+    replayed = replay(tmp_path, requests)
+    by_id, width = {request.request_id: request for request in requests}, replayed.window_tokens
+    rng = np.random.default_rng(seed)
+    conditions = tuple(RankCondition(max_ranks=tuple(rng.integers(5, 300, d).tolist())) for d in (1, 2, 4))
+    rules = [
+        StoppingRule(MARGIN, {"margin_threshold_nats": float(rng.uniform(0.3, 2))}),
+        StoppingRule(RANK, {"rank_conditions": conditions}),
+        StoppingRule(RPDI, {"rpdi_threshold": 1.05}),
+    ]
+    stopped = 0
+    for rule in rules:
+        confirmed = StoppingRule(rule.family, {**rule.entropy, "confirm_sentence_ends": confirm})
+        stops = replayed.stops(confirmed)
+        stopped += np.isfinite(stops.at_tokens).sum()
+        for number, request_id in enumerate(replayed.episodes.ids):
+            at = slow_stop(by_id[request_id], rule, confirm, width)
+            natural = replayed.episodes.natural_tokens[number]
+            assert stops.at_tokens[number] == (at if at is not None and at < natural else np.inf)
+    assert stopped > 5
+
+
+def slow_stop(request: traces.MadeUp, rule: StoppingRule, confirm: int, width: int) -> int | None:
+    """Return the thinking tokens at which the rule stops the request, two tokens after a sentence end."""
+    row, ranks = 0, list[int]()
+    for tokens, rank, _ in sentence_ends(request):
+        ranks.insert(0, rank)
+        entropies = [entropy for _, _, entropy, _ in request.rows[: tokens + 1]]
+        if rule.family == MARGIN:
+            holds = request.margins[tokens] <= rule.entropy["margin_threshold_nats"]
+        elif rule.family == RANK:
+            bounds = [condition.max_ranks for condition in rule.entropy["rank_conditions"]]
+            holds = any(
+                len(ranks) >= len(b) and all(r <= most for r, most in zip(ranks, b, strict=False)) for b in bounds
+            )
+        else:
+            ratio = np.mean(entropies[-width:]) / np.mean(entropies)
+            holds = len(entropies) >= width and ratio > rule.entropy["rpdi_threshold"]
+        row = row + 1 if holds else 0
+        if row >= confirm:
+            return tokens + 2
+    return None
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
         (EAT_SENTENCE, {}),
         (EAT_PARAGRAPH, {"eat_probe_placement": "paragraph"}),
         (EAT_GATED, {"eat_probe_max_rank": 100}),
+        (EAT_NEAR, {"eat_probe_max_margin_nats": 1.0}),
         (EAT_SETTLED, {"ema_alpha": 0.4, "eat_warmup_samples": 5, "eat_ema_variance_threshold": 0.1}),
+        (EAT_SENTENCE, {"confirm_sentence_ends": 2}),
+        (EAT_NEAR, {"eat_probe_max_margin_nats": 2.0, "confirm_sentence_ends": 3}),
+        (
+            EAT_SETTLED,
+            {"ema_alpha": 0.4, "eat_warmup_samples": 3, "eat_ema_variance_threshold": 0.1, "confirm_sentence_ends": 4},
+        ),
     ],
 )
 @pytest.mark.parametrize("hold_ms", [0, 50])
 def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, Any], hold_ms: int) -> None:
     """An EAT rule stops where a live table fires that gets the samples one by one; if requests are held, where EAT was
     measured."""
-    requests = made(30)
+    requests = made(30, margin="tells")
     base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
     replayed = replay(tmp_path, requests, base=base)
     rule = eat(family, **fields)
@@ -253,7 +371,7 @@ def test_where_an_eat_rule_stops(tmp_path: Path, family: str, fields: dict[str, 
         natural = replayed.episodes.natural_tokens[number]
         if expected is not None and expected < natural - 6:
             late = stops.at_tokens[number] - expected
-            if hold_ms and family != EAT_GATED:
+            if hold_ms and family not in (EAT_GATED, EAT_NEAR):
                 assert late == 0
             else:
                 assert 2 <= late <= 4, "a probe takes a step or two"
@@ -266,16 +384,19 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
     """Return the thinking tokens of the sample at which the rule fires, and the number of probes until then."""
     table, fields = RequestTable(4), rule.entropy
     table.live[0] = True
-    asked = 0
+    asked = held = 0
     for tokens, rank, paragraph in sentence_ends(request):
         wanted = paragraph or fields["eat_probe_placement"] == "sentence"
         if not wanted or (fields["eat_probe_max_rank"] and rank > fields["eat_probe_max_rank"]):
+            continue
+        if (gate := fields["eat_probe_max_margin_nats"]) and request.margins[tokens] > gate:
             continue
         asked += 1
         add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"])
         flat = table.eat_ema_variance[0] < fields["eat_ema_variance_threshold"]
         low = table.eat_ema_nats[0] < fields["eat_level_threshold_nats"]
-        if table.eat_count[0] >= fields["eat_warmup_samples"] and flat and low:
+        held = held + 1 if table.eat_count[0] >= fields["eat_warmup_samples"] and flat and low else 0
+        if held >= fields["confirm_sentence_ends"]:
             return tokens, asked
     return None, asked
 

@@ -40,6 +40,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
         "eat_probe",
         "entropy.same_answer_samples",
     ),
+    ({"entropy": {**IN_FORCE, "margin_threshold_nats": 0.5}}, "token_entropy", "entropy.margin_threshold_nats"),
     ({"override": [{"scheduler": {"max_think_tokens": 5}}]}, "force_end", "override[0].scheduler.max_think_tokens"),
     ({"override": [{"entropy": IN_FORCE}]}, "eat_probe", "override[0].entropy.eat_level_threshold_nats"),
 ]

@@ -109,6 +109,32 @@ def test_what_the_same_answer_rule_saw_and_compared() -> None:
     }
 
 
+def test_what_a_confirmed_eat_rule_compared() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"confirm_sentence_ends": 2}))
+    made.open("a")
+    made.step(40)
+    (force,) = decisions(made, kind="force")
+    assert compared(force) == compared(force) | {
+        "eat_samples": (5, ">=", "entropy.eat_warmup_samples + entropy.confirm_sentence_ends - 1", 5),
+        "earlier_eat_ema_nats[0]": (pytest.approx(0.01), "<", "entropy.eat_level_threshold_nats", 0.1),
+        "earlier_eat_ema_variance[0]": (0, "<", "entropy.eat_ema_variance_threshold", 1e-4),
+    }
+
+
+def test_what_the_gates_of_a_probe_compared() -> None:
+    gates = {"eat_probe_max_rank": 4, "eat_probe_max_margin_nats": 0.75}
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | gates))
+    made.agent.end_rank, made.agent.margin_nats = 3, 0.5
+    made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])
+    made.open("a")
+    made.step(4)
+    probe = decisions(made, kind="probe")[0]
+    assert compared(probe) == compared(probe) | {
+        "boundary_ranks[0]": (3, "<=", "entropy.eat_probe_max_rank", 4),
+        "boundary_margins_nats[0]": (0.5, "<=", "entropy.eat_probe_max_margin_nats", 0.75),
+    }
+
+
 RANKS = {"rank_conditions": [{"max_ranks": [1, 1]}, {"max_ranks": [9]}], "eat_probe_interval_tokens": 10_000}
 
 
@@ -119,6 +145,30 @@ RANKS = {"rank_conditions": [{"max_ranks": [1, 1]}, {"max_ranks": [9]}], "eat_pr
             {"entropy": RANKS},
             "rank",
             {"boundary_ranks[0]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9)},
+        ),
+        (
+            {"entropy": RANKS | {"confirm_sentence_ends": 2}},
+            "rank",
+            {
+                "boundary_ranks[0]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9),
+                "boundary_ranks[1]": (3, "<=", "entropy.rank_conditions[1].max_ranks[0]", 9),
+            },
+        ),
+        (
+            {"entropy": {"margin_threshold_nats": 0.75, "confirm_sentence_ends": 2}},
+            "margin",
+            {
+                "boundary_margins_nats[0]": (0.5, "<=", "entropy.margin_threshold_nats", 0.75),
+                "boundary_margins_nats[1]": (0.5, "<=", "entropy.margin_threshold_nats", 0.75),
+            },
+        ),
+        (
+            {"entropy": {"rpdi_threshold": 0.5, "rpdi_window_tokens": 2, "confirm_sentence_ends": 2}},
+            "rpdi",
+            {
+                "rpdi": (1, ">", "entropy.rpdi_threshold", 0.5),
+                "boundary_rpdi[1]": (1, ">", "entropy.rpdi_threshold", 0.5),
+            },
         ),
         (
             {"scheduler": {"soft_think_tokens": 4}},
@@ -135,7 +185,7 @@ def test_what_the_rules_at_sentence_ends_compared(
 ) -> None:
     scheduler = EARLY | sections.get("scheduler", {})
     made = stream(policy(scheduler=scheduler, entropy={"shadow": False} | sections.get("entropy", {})))
-    made.agent.end_rank = 3
+    made.agent.end_rank, made.agent.margin_nats = 3, 0.5
     made.open("a")
     made.step(3)
     made.agent.engine.tracker.boundaries = bytes(TEXT) + bytes([FLAG_SENTENCE])

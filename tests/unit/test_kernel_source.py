@@ -22,6 +22,8 @@ from tests.needed import NVRTC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
 PAGE = Path(cuda.__file__).parents[1] / "cuda_kernel.md"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tolerance in nats; the logarithm of a float32 that is far from 0 has a larger rounding error.
@@ -76,11 +78,17 @@ def _built(factory: pytest.TempPathFactory, **sizes: int) -> HostKernels:
     return HostKernels(factory.mktemp("host"), **sizes)
 
 
+def margins(signals: RowSignals) -> NDArray[np.float64]:
+    """Return the end marker's margins, as the control plane computes them."""
+    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
+
+
 def compare(got: RowSignals, logits: torch.Tensor, ends: Sequence[int], selected: Sequence[int] | None) -> None:
     chosen = None if selected is None else np.array(selected, np.int32)
     want = reference(logits.double().numpy(), ends, chosen)
     for column in ("entropy_nats", "log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
+    np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
     measurable = want.top_token_id >= 0
     np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
     np.testing.assert_array_equal(got.end_rank[measurable], want.end_rank[measurable])

@@ -19,6 +19,8 @@ from meridian_kernels.torch_ops import TorchOps
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
 VOCABULARIES = [2, 33, 32000, 128256, 151936, 262144]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["random", "peaked", "flat", "tied", "masked"]
@@ -70,12 +72,18 @@ def check(logits: torch.Tensor, end: int | list[int], rows: Sequence[int] | None
     return got
 
 
+def margins(signals: RowSignals) -> NDArray[np.float64]:
+    """Return the end marker's margins, as the control plane computes them."""
+    return signals.top_logprob_nats.astype(np.float64) - signals.end_logprob_nats
+
+
 def compare(got: RowSignals, want: RowSignals) -> None:
     """Compare all columns, but the rank only of rows that can be measured."""
     np.testing.assert_allclose(got.entropy_nats, want.entropy_nats, rtol=0, atol=NATS)
     for column in ("log_sum_exp_nats", "top_logprob_nats", "end_logprob_nats"):
         np.testing.assert_allclose(getattr(got, column), getattr(want, column), rtol=1e-6, atol=NATS, err_msg=column)
         assert getattr(got, column).dtype == np.float32
+    np.testing.assert_allclose(margins(got), margins(want), rtol=1e-6, atol=NATS)
     np.testing.assert_array_equal(got.top_token_id, want.top_token_id)
     measured = want.top_token_id >= 0
     np.testing.assert_array_equal(got.end_rank[measured], want.end_rank[measured])

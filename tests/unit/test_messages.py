@@ -82,6 +82,7 @@ def test_a_full_record() -> None:
             np.array([0.1, 0.2, 0.3], np.float32),
             np.array([7, 8, 9], np.int32),
             np.array([-1, -2, -3], np.float32),
+            np.array([-0.5, -0.25, -3], np.float32),
         ).encode(),
         probes=[(5, 0, 64, 0.25, 12, 3, True)],
         preempted=[1],
@@ -99,6 +100,7 @@ def test_a_full_record() -> None:
     assert list(report.tokens.end_rank) == [8, 9, 7, 0]
     np.testing.assert_array_equal(report.tokens.entropy_nats, np.array([0.2, 0.3, 0.1, math.nan], np.float32))
     np.testing.assert_array_equal(report.tokens.end_logprob_nats, np.array([-2, -3, -1, math.nan], np.float32))
+    np.testing.assert_array_equal(report.tokens.top_logprob_nats, np.array([-0.25, -3, -0.5, math.nan], np.float32))
     assert report.probes == agent_pb2.ProbeColumns(
         decision_id=[5],
         slot=[0],
@@ -183,7 +185,9 @@ def records_of(steps: list[dict[str, Any]]) -> list[StepRecord]:
                 engine.finish(list(engine.live)[which % len(engine.live)])
         n = len(engine.tracker.record.slots)
         entropy = np.array(step["entropy"][:n], np.float32)
-        engine.tracker.record.told = StepSignals(None, entropy, np.arange(n, dtype=np.int32), -entropy).encode()
+        engine.tracker.record.told = StepSignals(
+            None, entropy, np.arange(n, dtype=np.int32), -entropy, -entropy
+        ).encode()
         engine.take()
         engine.records[-1].ended_s = now_s = now_s + step["took_ms"] / 1e3
     return engine.records

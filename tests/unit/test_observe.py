@@ -73,6 +73,7 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     want = EntropyProbe().begin(batch, END_TOKEN).result()
     np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
     np.testing.assert_array_equal(signals.end_logprob_nats, want.end_logprob_nats)
+    np.testing.assert_array_equal(signals.top_logprob_nats, want.top_logprob_nats)
     np.testing.assert_array_equal(signals.end_rank, np.where(measured, want.end_rank, 0))
     assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
 
@@ -233,11 +234,13 @@ def test_rows_are_measured_whose_names_were_lost() -> None:
 
 @pytest.mark.parametrize("first_row", [None, np.array([0, 3], np.int32)])
 def test_what_is_told_is_what_was_measured(first_row: NDArray[np.int32] | None) -> None:
-    columns = np.array([0.5, np.nan], np.float32), np.array([7, 2**31 - 1], np.int32), np.array([-1, 0], np.float32)
+    logprobs = np.array([[-1, 0], [-0.5, np.nan]], np.float32)
+    columns = np.array([0.5, np.nan], np.float32), np.array([7, 2**31 - 1], np.int32), *logprobs
     told = StepSignals(first_row, *columns).encode()
     assert isinstance(told, bytes) == (first_row is None)
     found = StepSignals.decode(pickle.loads(pickle.dumps(told)))
-    for column, want in zip((found.entropy_nats, found.end_rank, found.end_logprob_nats), columns, strict=True):
+    decoded = found.entropy_nats, found.end_rank, found.end_logprob_nats, found.top_logprob_nats
+    for column, want in zip(decoded, columns, strict=True):
         np.testing.assert_array_equal(column, want)
         assert column.dtype == want.dtype
     assert [found.row(i) for i in range(2)] == ([0, 1] if first_row is None else [0, 3])

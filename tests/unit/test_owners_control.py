@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.decisions.table_columns import COLUMNS
+from meridian_control.decisions.table_columns import COLUMNS, HISTORIES
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SOURCES = sorted((ROOT / "meridian_control").rglob("*.py"))
 OWNER = ROOT / "meridian_control/decisions/request_table.py"
 # The columns, and what else the table keeps by slot.
-NAMES = {*COLUMNS, "window", "boundary_ranks", "info", "slot"}
+NAMES = {*COLUMNS, *HISTORIES, "window", "info", "slot"}
 # Attributes of the table's `history` that are kept by slot.
 KEPT = {"sampled", "probed"}
 TABLES = {"table", "_table"}

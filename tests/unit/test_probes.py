@@ -173,6 +173,6 @@ def test_a_probe_that_ends_without_a_token() -> None:
     group = SimpleNamespace(
         outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=[])], finished_requests=None
     )
-    probing.collect(group, StepSignals(None, *np.ones((3, 1))), {"meridian-probe-1": 0})
+    probing.collect(group, StepSignals(None, *np.ones((4, 1))), {"meridian-probe-1": 0})
     assert (probing.placed, group.outputs) == ({}, [])
     assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]

@@ -151,6 +151,11 @@ POLICIES = {
     "same answer": policy(
         scheduler=EARLY, entropy=DENSE.entropy.model_dump() | {"shadow": False, "same_answer_samples": 4}
     ),
+    "margin": policy(
+        scheduler=EARLY,
+        entropy={"shadow": False, "margin_threshold_nats": 0.5, "confirm_sentence_ends": 3}
+        | {"eat_probe_max_margin_nats": 1.0, "eat_probe_interval_tokens": 2},
+    ),
     "deadline": policy(scheduler=EARLY | {"strategy": "deadline", "output_tpot_budget_ms": 6.0}),
     "stock": policy(scheduler=EARLY | {"strategy": "stock"}, kv_memory={"shadow": True}),
     "shadow": policy(scheduler=EARLY | {"shadow": True, "max_think_tokens": 9}),

@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import phases
 from meridian_control.decisions import token_rows as rows
 from meridian_control.decisions.request_table import MAX_SLOTS, OUTPUT, PROMPT, THINK, RequestTable
-from meridian_control.decisions.table_columns import COLUMNS, UNTOLD
+from meridian_control.decisions.table_columns import COLUMNS, HISTORIES, UNTOLD
 from meridian_control.decisions.token_rows import FLAG_BOUNDARY
 from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
@@ -40,14 +40,14 @@ def test_opening_takes_over_what_a_snapshot_says() -> None:
 
 def test_a_slot_that_is_used_again_remembers_nothing() -> None:
     fresh, used = table({}), table({})
-    for name in COLUMNS:
+    for name in (*COLUMNS, *HISTORIES):
         getattr(used, name)[0] = 1
     used.window[:] = 9.0
     used.close(0)
     assert not used.holds(0)
     assert list(used.requests()) == []
     used.open(opened(0, request_id="r0", phase=THINK))
-    for name in COLUMNS:
+    for name in (*COLUMNS, *HISTORIES):
         np.testing.assert_array_equal(getattr(used, name)[0], getattr(fresh, name)[0], err_msg=name)
     assert used.max_think_tokens[0] == used.rank[0] == UNTOLD
 
@@ -85,7 +85,7 @@ def test_phases_of_another_version(phase: int) -> None:
 def test_columns_of_different_length() -> None:
     columns = tokens([(0, THINK, 0, 0.0)])
     columns.entropy_nats.append(0.0)
-    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 2, 1, 1\]"):
+    with pytest.raises(ValueError, match=r"one length; got \[1, 1, 1, 2, 1, 1, 1\]"):
         table({}).add_tokens(columns)
 
 
@@ -123,7 +123,30 @@ def test_tokens_of_every_kind() -> None:
     assert made.entropy_count[:3].tolist() == [1, 0, 0], "only thinking text counts for RPDI"
 
 
+def test_margins_at_sentence_ends() -> None:
+    """The margin is the likeliest token's log-probability minus the end marker's, in the row after the sentence end."""
+    made = table(thinking())
+    rows = [(FLAG_BOUNDARY, -4.0, -1.0), (0, -3.0, -0.5), (FLAG_BOUNDARY, -8.0, 0.0), (0, -1.25, -0.25)]
+    made.add_tokens(tokens([(0, THINK, flags, 1.0, 9, end, top) for flags, end, top in rows]))
+    np.testing.assert_array_equal(made.boundary_margins[0], [1.0, 2.5, np.nan, np.nan])
+
+
+def test_an_older_agent_sends_no_margins() -> None:
+    made = table(thinking())
+    assert made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 9, -4.0), (0, THINK, 0, 1.0, 9, -4.0)])) == 2
+    assert made.boundary_count[0] == 1
+    assert np.isnan(made.boundary_margins[0]).all()
+    only_one = tokens([(0, THINK, 0, 1.0, 9, -4.0, -1.0), (0, THINK, 0, 1.0, 9, -4.0)])
+    with pytest.raises(ValueError, match="one length"):
+        made.add_tokens(only_one)
+
+
 def test_a_new_window_length_begins_anew() -> None:
+    made = table(thinking())
+    made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 5)] * 6))
+    assert np.isfinite(made.boundary_rpdi[0, :2]).all()
+    made.set_window(5)
+    assert np.isnan(made.boundary_rpdi).all(), "RPDI of another window is another signal"
     made = table(thinking())
     made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 3))
     made.set_window(4)
@@ -167,7 +190,7 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[int, int, int, float]], si
 
 @pytest.mark.parametrize("window_tokens", [1, 3, 50])
 def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) -> None:
-    rows = [(n % 3, THINK, FLAG_BOUNDARY if n % 7 < 4 else 0, 0.25 * n, 1 + n) for n in range(120)]
+    rows = [(n % 3, THINK, FLAG_BOUNDARY if n % 7 < 4 else 0, 0.25 * n, 1 + n, -0.5 * n, -1.0) for n in range(120)]
     whole, alone = table(*[thinking()] * 3), table(*[thinking()] * 3)
     for made in (whole, alone):
         made.set_window(window_tokens)
@@ -175,7 +198,7 @@ def test_of_many_rows_of_a_slot_the_newest_are_remembered(window_tokens: int) ->
     whole.add_tokens(tokens(rows[7:]))
     for row in rows[7:]:
         alone.add_tokens(tokens([row]))
-    for name in ("window", "boundary_ranks", *(set(COLUMNS) - {"boundary_now"})):
+    for name in ("window", *HISTORIES, *(set(COLUMNS) - {"boundary_now"})):
         np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name), err_msg=name)
 
 

@@ -338,6 +338,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
     FORCE_REASON_SAME_ANSWER: _ForceReason.ValueType  # 10
     """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
+    FORCE_REASON_MARGIN: _ForceReason.ValueType  # 9
+    """At a sentence end the end marker was hardly less likely than the likeliest token."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -360,6 +362,8 @@ FORCE_REASON_OPERATOR: ForceReason.ValueType  # 7
 """An operator asked for the answer now (FleetService.EndThinking). No floor, shadow or section's lease applies."""
 FORCE_REASON_SAME_ANSWER: ForceReason.ValueType  # 10
 """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
+FORCE_REASON_MARGIN: ForceReason.ValueType  # 9
+"""At a sentence end the end marker was hardly less likely than the likeliest token."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:
@@ -937,7 +941,7 @@ Global___RequestClosed: _TypeAlias = RequestClosed  # noqa: Y015
 @_typing.final
 class TokenColumns(_message.Message):
     """Generated tokens, one row per token in generation order, so that steps are merged by concatenation. All columns have
-    the same length.
+    the same length; only top_logprob_nats may be absent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -948,6 +952,7 @@ class TokenColumns(_message.Message):
     END_RANK_FIELD_NUMBER: _builtins.int
     END_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
     FLAGS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slot of the request that generated the token."""
@@ -976,6 +981,12 @@ class TokenColumns(_message.Message):
     def flags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sum of the TokenFlag values that apply to the token."""
 
+    @_builtins.property
+    def top_logprob_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probability of the likeliest token, in nats; NaN if it was not measured. This value minus end_logprob_nats is
+        the end marker's margin. An older agent leaves the whole column out.
+        """
+
     def __init__(
         self,
         *,
@@ -985,10 +996,11 @@ class TokenColumns(_message.Message):
         end_rank: _abc.Iterable[_builtins.int] | None = ...,
         end_logprob_nats: _abc.Iterable[_builtins.float] | None = ...,
         flags: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprob_nats: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot", "top_logprob_nats", b"top_logprob_nats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1422,6 +1422,10 @@ class Signals(_message.Message):
     LOOP_PERIOD_TOKENS_FIELD_NUMBER: _builtins.int
     LOOP_TOKENS_FIELD_NUMBER: _builtins.int
     SAME_ANSWER_FIELD_NUMBER: _builtins.int
+    BOUNDARY_MARGINS_NATS_FIELD_NUMBER: _builtins.int
+    BOUNDARY_RPDI_FIELD_NUMBER: _builtins.int
+    EARLIER_EAT_EMA_NATS_FIELD_NUMBER: _builtins.int
+    EARLIER_EAT_EMA_VARIANCE_FIELD_NUMBER: _builtins.int
     phase: _agent_pb2.Phase.ValueType
     """Phase that the request was in."""
     think_tokens: _builtins.int
@@ -1454,6 +1458,25 @@ class Signals(_message.Message):
     def boundary_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks of the end marker at the newest sentence ends, newest first."""
 
+    @_builtins.property
+    def boundary_margins_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Margins of the end marker in nats at the newest sentence ends, newest first: the log-probability of the likeliest
+        token minus that of the end marker. This list and the following ones have at most as many entries as the policy
+        asks for in entropy.confirm_sentence_ends.
+        """
+
+    @_builtins.property
+    def boundary_rpdi(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """RPDI at the newest sentence ends, newest first."""
+
+    @_builtins.property
+    def earlier_eat_ema_nats(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Moving means of EAT in nats after the samples before the newest one, newest first."""
+
+    @_builtins.property
+    def earlier_eat_ema_variance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Moving variances of EAT in nats squared after the samples before the newest one, newest first."""
+
     def __init__(
         self,
         *,
@@ -1472,10 +1495,14 @@ class Signals(_message.Message):
         loop_period_tokens: _builtins.int = ...,
         loop_tokens: _builtins.int = ...,
         same_answer: _builtins.int = ...,
+        boundary_margins_nats: _abc.Iterable[_builtins.float] | None = ...,
+        boundary_rpdi: _abc.Iterable[_builtins.float] | None = ...,
+        earlier_eat_ema_nats: _abc.Iterable[_builtins.float] | None = ...,
+        earlier_eat_ema_variance: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_ranks", b"boundary_ranks", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "same_answer", b"same_answer", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "boundary_margins_nats", b"boundary_margins_nats", "boundary_ranks", b"boundary_ranks", "boundary_rpdi", b"boundary_rpdi", "earlier_eat_ema_nats", b"earlier_eat_ema_nats", "earlier_eat_ema_variance", b"earlier_eat_ema_variance", "eat_ema_nats", b"eat_ema_nats", "eat_ema_variance", b"eat_ema_variance", "eat_nats", b"eat_nats", "eat_samples", b"eat_samples", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "loop_period_tokens", b"loop_period_tokens", "loop_tokens", b"loop_tokens", "max_think_tokens", b"max_think_tokens", "output_tokens", b"output_tokens", "phase", b"phase", "rpdi", b"rpdi", "same_answer", b"same_answer", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

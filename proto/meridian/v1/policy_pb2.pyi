@@ -313,6 +313,9 @@ class EntropyOverride(_message.Message):
     EAT_PROBE_MAX_RANK_FIELD_NUMBER: _builtins.int
     EAT_HOLD_MS_FIELD_NUMBER: _builtins.int
     SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
+    MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
+    CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces EntropyPolicy.enabled."""
     shadow: _builtins.bool
@@ -337,6 +340,12 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.eat_hold_ms."""
     same_answer_samples: _builtins.int
     """Replaces EntropyPolicy.same_answer_samples."""
+    margin_threshold_nats: _builtins.float
+    """Replaces EntropyPolicy.margin_threshold_nats."""
+    confirm_sentence_ends: _builtins.int
+    """Replaces EntropyPolicy.confirm_sentence_ends."""
+    eat_probe_max_margin_nats: _builtins.float
+    """Replaces EntropyPolicy.eat_probe_max_margin_nats."""
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Replaces EntropyPolicy.rank_conditions."""
@@ -357,11 +366,16 @@ class EntropyOverride(_message.Message):
         eat_probe_max_rank: _builtins.int | None = ...,
         eat_hold_ms: _builtins.int | None = ...,
         same_answer_samples: _builtins.int | None = ...,
+        margin_threshold_nats: _builtins.float | None = ...,
+        confirm_sentence_ends: _builtins.int | None = ...,
+        eat_probe_max_margin_nats: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
+    _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofReturnType__eat_hold_ms: _TypeAlias = _typing.Literal["eat_hold_ms"]  # noqa: Y015
@@ -370,6 +384,8 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["eat_probe_max_margin_nats"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
@@ -380,12 +396,16 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__margin_threshold_nats: _TypeAlias = _typing.Literal["margin_threshold_nats"]  # noqa: Y015
+    _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
     _WhichOneofArgType__rpdi_threshold: _TypeAlias = _typing.Literal["_rpdi_threshold", b"_rpdi_threshold"]  # noqa: Y015
     _WhichOneofReturnType__same_answer_samples: _TypeAlias = _typing.Literal["same_answer_samples"]  # noqa: Y015
     _WhichOneofArgType__same_answer_samples: _TypeAlias = _typing.Literal["_same_answer_samples", b"_same_answer_samples"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__confirm_sentence_ends) -> _WhichOneofReturnType__confirm_sentence_ends | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_ema_variance_threshold) -> _WhichOneofReturnType__eat_ema_variance_threshold | None: ...
     @_typing.overload
@@ -394,6 +414,8 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_level_threshold_nats) -> _WhichOneofReturnType__eat_level_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_margin_nats) -> _WhichOneofReturnType__eat_probe_max_margin_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
     @_typing.overload
@@ -404,6 +426,8 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rpdi_threshold) -> _WhichOneofReturnType__rpdi_threshold | None: ...
     @_typing.overload
@@ -585,8 +609,11 @@ class EntropyPolicy(_message.Message):
     HOLDOUT_SHARE_FIELD_NUMBER: _builtins.int
     MAX_LOSS_FIELD_NUMBER: _builtins.int
     SAME_ANSWER_SAMPLES_FIELD_NUMBER: _builtins.int
+    MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
+    CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
+    EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT, rank, RPDI and same-answer rules; false switches all of them off."""
+    """Evaluate the EAT, rank, margin, RPDI and same-answer rules; false switches all of them off."""
     shadow: _builtins.bool
     """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
@@ -633,6 +660,18 @@ class EntropyPolicy(_message.Message):
     """Same-answer rule: thinking ends once this many EAT probes in a row had the same trial answer, of which a probe
     reads the first token; 0 switches the rule off.
     """
+    margin_threshold_nats: _builtins.float
+    """Margin rule: thinking ends at a sentence end where the end marker's margin, the log-probability of the likeliest
+    token minus that of the end marker, is at most this many nats; 0 switches the rule off.
+    """
+    confirm_sentence_ends: _builtins.int
+    """Number of sentence ends in a row at which the rank, margin or RPDI rule must be met before it ends thinking; for
+    the EAT rule, number of probes in a row.
+    """
+    eat_probe_max_margin_nats: _builtins.float
+    """Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is at most this value,
+    and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates must be open.
+    """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
@@ -657,11 +696,16 @@ class EntropyPolicy(_message.Message):
         holdout_share: _builtins.float | None = ...,
         max_loss: _builtins.float | None = ...,
         same_answer_samples: _builtins.int | None = ...,
+        margin_threshold_nats: _builtins.float | None = ...,
+        confirm_sentence_ends: _builtins.int | None = ...,
+        eat_probe_max_margin_nats: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
+    _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofReturnType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofArgType__eat_ema_variance_threshold: _TypeAlias = _typing.Literal["_eat_ema_variance_threshold", b"_eat_ema_variance_threshold"]  # noqa: Y015
     _WhichOneofReturnType__eat_hold_ms: _TypeAlias = _typing.Literal["eat_hold_ms"]  # noqa: Y015
@@ -670,6 +714,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__eat_level_threshold_nats: _TypeAlias = _typing.Literal["_eat_level_threshold_nats", b"_eat_level_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["eat_probe_interval_tokens"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_interval_tokens: _TypeAlias = _typing.Literal["_eat_probe_interval_tokens", b"_eat_probe_interval_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["eat_probe_max_margin_nats"]  # noqa: Y015
+    _WhichOneofArgType__eat_probe_max_margin_nats: _TypeAlias = _typing.Literal["_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_max_rank: _TypeAlias = _typing.Literal["eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofArgType__eat_probe_max_rank: _TypeAlias = _typing.Literal["_eat_probe_max_rank", b"_eat_probe_max_rank"]  # noqa: Y015
     _WhichOneofReturnType__eat_probe_placement: _TypeAlias = _typing.Literal["eat_probe_placement"]  # noqa: Y015
@@ -684,6 +730,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__holdout_share: _TypeAlias = _typing.Literal["_holdout_share", b"_holdout_share"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__margin_threshold_nats: _TypeAlias = _typing.Literal["margin_threshold_nats"]  # noqa: Y015
+    _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__max_loss: _TypeAlias = _typing.Literal["max_loss"]  # noqa: Y015
     _WhichOneofArgType__max_loss: _TypeAlias = _typing.Literal["_max_loss", b"_max_loss"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
@@ -695,6 +743,8 @@ class EntropyPolicy(_message.Message):
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__confirm_sentence_ends) -> _WhichOneofReturnType__confirm_sentence_ends | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_ema_variance_threshold) -> _WhichOneofReturnType__eat_ema_variance_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_hold_ms) -> _WhichOneofReturnType__eat_hold_ms | None: ...
@@ -702,6 +752,8 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_level_threshold_nats) -> _WhichOneofReturnType__eat_level_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_interval_tokens) -> _WhichOneofReturnType__eat_probe_interval_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_margin_nats) -> _WhichOneofReturnType__eat_probe_max_margin_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eat_probe_max_rank) -> _WhichOneofReturnType__eat_probe_max_rank | None: ...
     @_typing.overload
@@ -716,6 +768,8 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__holdout_share) -> _WhichOneofReturnType__holdout_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loss) -> _WhichOneofReturnType__max_loss | None: ...
     @_typing.overload

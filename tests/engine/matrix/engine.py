@@ -195,13 +195,14 @@ class Engine:
 class Observed:
     """The agent's reports of one sequence.
 
-    rows: (phase, flags, entropy, end rank, end log-probability) per token. probes: as in the step record. opened: its
-    phase when it was opened. steps: its tokens in each step. closed: the reason as meridian.v1.FinishReason.
+    rows: (phase, flags, entropy, end rank, end log-probability, end margin) per token. probes: as in the step record.
+    opened: its phase when it was opened. steps: its tokens in each step. closed: the reason as
+    meridian.v1.FinishReason.
     """
 
     def __init__(self, name: str, model: str, opened: Phase) -> None:
         self.name, self.model, self.opened, self.closed = name, model, opened, 0
-        self.rows: list[tuple[int, int, float, int, float]] = []
+        self.rows: list[tuple[int, int, float, int, float, float]] = []
         self.probes: list[tuple[Any, ...]] = []
         self.steps: list[int] = []
 

@@ -60,11 +60,12 @@ def logprobs(engine: Engine) -> None:
         vocabulary = engine.llm.llm_engine.model_config.get_vocab_size()
         found, expected = (one.all_logprobs(vocabulary) for one in (answer, stock))
         assert np.abs(np.exp(found) - np.exp(expected)).max() <= 1e-5
-        for (phase, _, entropy_nats, rank, logprob), row in zip(said.rows, expected, strict=True):
+        for (phase, _, entropy_nats, rank, logprob, margin), row in zip(said.rows, expected, strict=True):
             assert phase == Phase.THINK
             assert abs(entropy_nats - entropy(row)) <= 1e-5
             assert rank == 1 + int((row > row[engine.end]).sum())
             assert abs(logprob - row[engine.end]) <= 5e-5
+            assert abs(margin - (row.max() - row[engine.end])) <= 1e-5
 
 
 @feature("EAT probes: value, and two tokens each", *EVERYWHERE, *RANKS)
