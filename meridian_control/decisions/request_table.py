@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.decisions.decided_columns import DecidedColumns
 from meridian_control.decisions.history import Before, Entropies, History, SentenceEnds, ratio_of_means
 from meridian_control.decisions.table_columns import (
     ANSWER_TOKEN,
@@ -21,8 +22,6 @@ from meridian_control.decisions.table_columns import (
     OTHER_TOKEN,
     RANK_HISTORY,
     THINK_END,
-    UNTOLD,
-    Columns,
 )
 from meridian_control.decisions.token_rows import (
     FLAG_BOUNDARY,
@@ -60,7 +59,7 @@ COUNTS = ("prompt_tokens", "think_tokens", "output_tokens")
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")
 
 
-class RequestTable(Columns):
+class RequestTable(DecidedColumns):
     """The columns of one engine's requests, read as `table.phase[slot]`.
 
     All modules may read columns; only the methods of this class write them. The capacity doubles when a higher slot
@@ -348,77 +347,6 @@ class RequestTable(Columns):
         if self.probes_since_stop[slot] >= 0:
             self.probes_since_stop[slot] += 1
             self.stop_is_empty[slot] |= empty and self.probes_since_stop[slot] == 1
-
-    # ------------------------------------------------------------------------------ decided by the control plane
-
-    def set_ranks(self, slots: NDArray[np.intp], ranks: NDArray[np.int64]) -> None:
-        """Note the ranks that are sent to the agent. slots, ranks: [changed]."""
-        self.rank[slots] = ranks
-
-    def forget_ranks(self) -> None:
-        """Forget the ranks that were sent, so that all ranks are sent again."""
-        self.rank[:] = UNTOLD
-
-    def set_tier(self, slots: NDArray[np.intp], tier: agent_pb2.EvictionTier.ValueType) -> None:
-        """Note the eviction tier that is sent to the agent for these slots."""
-        self.tier[slots] = tier
-
-    def forget_tiers(self) -> None:
-        """Forget the tiers that were sent, so that all tiers are sent again."""
-        self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
-
-    def note_cap(self, slot: int, cap: int, shadow: bool) -> None:
-        """Note the cap that holds for a request, NO_CAP for none. shadow: whether the agent only counts the cap."""
-        self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
-
-    def extend_caps(self, requests: NDArray[np.bool_]) -> None:
-        """Note the requests whose cap was extended because the answer would be empty. requests: mask, [slots]."""
-        self.extended[requests] = True
-
-    def note_end(self, slot: int, reason: agent_pb2.ForceReason.ValueType, shadow: bool) -> None:
-        """Note the rule that ends a request's thinking. shadow: the rule is in shadow, and only its firing is noted."""
-        if shadow:
-            self.shadow_decided[slot] |= 1 << reason
-        else:
-            self.end_decided[slot] = reason
-
-    def note_stop_decided(self, slot: int, probed: bool) -> None:
-        """Note that an entropy rule has decided to end the thinking of a request of the control group, in shadow.
-
-        probed: whether the rule has just seen the request's newest probe. Only the first such decision counts.
-        """
-        if self.probes_since_stop[slot] < 0:
-            self.probes_since_stop[slot] = int(probed)
-            self.stop_is_empty[slot] = probed and self.empty_answer[slot]
-
-    def note_stop(self, slot: int, think_tokens: int) -> None:
-        """Note the thinking tokens at which the first such decision would have ended the thinking."""
-        if self.stop_tokens[slot] < 0:
-            self.stop_tokens[slot] = think_tokens
-
-    def restore_end(self, slot: int, reason: int) -> None:
-        """Note an end of thinking that the engine still carries out, unless the request has a newer one."""
-        self.end_decided[slot] = self.end_decided[slot] or reason
-
-    def forget_ends(self) -> None:
-        """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
-        self.end_decided[:] = self.shadow_decided[:] = 0
-
-    def schedule_probe(self, slot: int, think_tokens: int) -> None:
-        """Note the number of thinking tokens at which the request's next EAT probe is due."""
-        self.next_probe_tokens[slot] = think_tokens
-
-    def open_probe(self, slot: int) -> None:
-        """Note that the request has a probe without an outcome."""
-        self.probe_open[slot] = True
-
-    def close_probe(self, slot: int) -> None:
-        """Note that the outcome of the request's probe is known, so that the request may be probed again."""
-        self.probe_open[slot] = False
-
-    def note_cap_probe(self, slot: int) -> None:
-        """Note that the request is probed near its cap, which happens once per request."""
-        self.cap_probed[slot] = True
 
 
 def _no_history() -> History:

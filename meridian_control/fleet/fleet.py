@@ -28,7 +28,7 @@ from meridian_control.fleet.recording import (
     up_record,
 )
 from meridian_control.fleet.savings import withdrawn
-from meridian_control.fleet.status_messages import engine_view, request_views
+from meridian_control.fleet.status_messages import engine_view, request_views, subject_of
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.model import Who
 from meridian_control.rollout.transitions import revision_of
@@ -387,16 +387,6 @@ class Fleet:
         for session in sessions:
             for _, opened in session.table.requests():
                 if opened.request_id == request_id:
-                    return _subject(session.hello, opened)
+                    return subject_of(session.hello, opened)
         where = f'engine "{engine_id}"' if engine_id else "any engine"
         raise NotFound(f'no live request "{request_id}" on {where}')
-
-
-def _subject(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:
-    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
-    return Subject(
-        who,
-        hello.model,
-        opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
-        opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
-    )

@@ -9,6 +9,8 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.decisions.request_table import OUTPUT, THINK
 from meridian_control.decisions.signals import rpdi
+from meridian_control.policy.diff import Subject
+from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
     from meridian_control.session.session import Session
@@ -102,3 +104,13 @@ def _request(session: Session, slot: int, info: agent_pb2.RequestOpened, ratio: 
         view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
         view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
     return view
+
+
+def subject_of(hello: agent_pb2.Hello, opened: agent_pb2.RequestOpened) -> Subject:
+    who = Who(opened.model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels))
+    return Subject(
+        who,
+        hello.model,
+        opened.min_think_tokens if opened.HasField("min_think_tokens") else None,
+        opened.max_think_tokens if opened.HasField("max_think_tokens") else None,
+    )

@@ -19,7 +19,7 @@ from meridian_control.decisions.table_columns import CONFIRM_HISTORY
 from meridian_control.offline.episodes import KEY, newest_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -79,18 +79,8 @@ class StoppingRule:
 
     def _once(self) -> str:
         e, s = self.entropy, self.scheduler
-        if self.family == CAP:
-            return f"at {s['max_think_tokens']} tokens"
-        if self.family == SOFT:
-            return f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on"
-        if self.family == RPDI:
-            return f"RPDI > {e['rpdi_threshold']:g}"
-        if self.family == SAME:
-            return f"the same trial answer {e['same_answer_samples']} times in a row"
-        if self.family == MARGIN:
-            return f"margin <= {e['margin_threshold_nats']:g} nats"
-        if self.family == RANK:
-            return f"end marker <= {list(e['rank_conditions'][0].max_ranks)}"
+        if self.family in WITHOUT_EAT:
+            return WITHOUT_EAT[self.family](e, s)
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
         if self.family == EAT_SETTLED:
             text += f", variance < {e['eat_ema_variance_threshold']:g} (alpha {e['ema_alpha']:g})"
@@ -99,6 +89,17 @@ class StoppingRule:
         if self.family == EAT_NEAR:
             text += f" where the margin <= {e['eat_probe_max_margin_nats']:g} nats"
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
+
+
+# How the rules that need no EAT are spelled, from their fields of `entropy` and `scheduler`.
+WITHOUT_EAT: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
+    CAP: lambda _, s: f"at {s['max_think_tokens']} tokens",
+    SOFT: lambda _, s: f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on",
+    RPDI: lambda e, _: f"RPDI > {e['rpdi_threshold']:g}",
+    SAME: lambda e, _: f"the same trial answer {e['same_answer_samples']} times in a row",
+    MARGIN: lambda e, _: f"margin <= {e['margin_threshold_nats']:g} nats",
+    RANK: lambda e, _: f"end marker <= {list(e['rank_conditions'][0].max_ranks)}",
+}
 
 
 def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:

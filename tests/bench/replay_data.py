@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions.request_table import RANK_HISTORY
+from meridian_control.decisions.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.correctness import Judge, from_labels
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
@@ -153,6 +153,9 @@ def _replay(siblings: Siblings, trial: NDArray[np.int64], cost_tokens: int) -> R
         sample_arrived=at,
         eat_nats=nothing,
         cost_tokens=np.full(count, cost_tokens),
+        margins=np.full((count, CONFIRM_HISTORY), np.nan),
+        earlier_counts=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
+        earlier_places=np.zeros((count, CONFIRM_HISTORY - 1), np.int64),
         same_answer=same[thinks],
         empty_answer=trial[thinks] < 0,
         seen=frozenset(),

@@ -26,8 +26,8 @@ def offline() -> Any:
 
 
 def test_token_signals(llm: Any, agent: Any, offline: Any) -> None:
-    """Entropy and the end marker's margin match to 1e-5 nats, rank exactly, the end marker's log-probability to 5e-5, in
-    a mixed batch at temperature 1."""
+    """In a mixed batch at temperature 1, entropy and the end marker's margin match to 1e-5 nats, the rank exactly, and
+    the end marker's log-probability to 5e-5."""
     chosen = cases()
     with records(agent) as seen:
         generated = chat(llm, chosen, SamplingParams(temperature=1.0, max_tokens=120, seed=7))

@@ -52,7 +52,7 @@ class MadeUp:
             yield {"request_id": self.request_id, "think_tokens": tokens + delay_tokens, "correct": right}
 
 
-def made_up(  # noqa: PLR0913
+def made_up(
     number: int,
     seed: int = 0,
     eat: str = "tells",

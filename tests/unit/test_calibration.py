@@ -19,7 +19,6 @@ from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Calibration, Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, same_answer, single_rules
-from meridian_control.offline.halves import first_half
 from meridian_control.offline.correctness import Judge, from_labels, from_probes
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.halves import TooFewRequests, first_half, halved
