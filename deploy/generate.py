@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from deploy.dashboards import DASHBOARDS
-from meridian_control.telemetry.catalogue import markdown
+from meridian_control.telemetry.catalogue import GROUPS, Entry
 
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"
@@ -30,8 +30,23 @@ def generated() -> dict[Path, str]:
     files[ADDONS / "monitoring" / "prometheusrule.yaml"] = _rule()
     guide = (HERE / "metrics.md").read_text(encoding="utf-8")
     before, after = guide.split(BEGIN)[0], guide.split(END)[1]
-    files[HERE / "metrics.md"] = f"{before}{BEGIN}{markdown()}{END}{after}"
+    files[HERE / "metrics.md"] = f"{before}{BEGIN}{_metrics()}{END}{after}"
     return files
+
+
+def _metrics() -> str:
+    """Return the catalogue of metrics as Markdown tables."""
+    parts = []
+    for title, entries in GROUPS.items():
+        rows = [_row(entry) for entry in entries]
+        parts.append("\n".join([f"**{title}**", "", "| metric | says | act on it |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(entry: Entry) -> str:
+    labels = f"{{{', '.join(entry.labels)}}}" if entry.labels else ""
+    kind = "" if entry.kind == "gauge" else f"{entry.kind}: "
+    return f"| `{entry.name}{labels}` | {kind}{entry.text} | {entry.act} |"
 
 
 def _rule() -> str:

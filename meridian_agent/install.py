@@ -1,4 +1,5 @@
-"""Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers.
+"""Installs the agent in vLLM by wrapping the two functions through which vLLM builds schedulers and workers, and the
+requests of its API servers.
 
 `install` runs in every vLLM process (front end, engine core, workers), but each wrapper acts only in the process that
 calls it. Importing this module does not touch a GPU.
@@ -10,7 +11,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.vllm_adapter import kv_connectors
+from meridian_agent.vllm_adapter import client_effort, kv_connectors
 from meridian_agent.vllm_adapter.version import Unsupported, unfit, unfit_worker, vllm_version
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _INSTALLED = "_meridian_installed"
 
 
 def install() -> None:
-    """Wrap the two functions through which vLLM builds schedulers and workers.
+    """Wrap the two functions through which vLLM builds schedulers and workers, and the requests of its API servers.
 
     If this vLLM cannot host the agent, only the choice of the scheduler class is wrapped, so that the engine core tells
     the control plane why; then Unsupported is raised.
@@ -38,6 +39,7 @@ def install() -> None:
         raise Unsupported(reason)
     _after_choosing(SchedulerConfig, _governed)
     _wrap_worker(WorkerWrapperBase)
+    client_effort.install()
     logger.info("meridian: agent installed in vLLM %s", vllm_version())
 
 
@@ -61,6 +63,7 @@ def _governed(chosen: type) -> type:
     """Return a subclass of the chosen scheduler class that has the agent's mixin in front."""
     from meridian_agent.engine.scheduler_mixin import governed
 
+    client_effort.say_absent()
     return governed(chosen)
 
 

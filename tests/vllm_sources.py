@@ -16,7 +16,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meridian_agent.vllm_adapter.required_api import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, missing
+from meridian_agent.vllm_adapter import required_api
+from meridian_agent.vllm_adapter.required_api import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +161,9 @@ def main() -> None:
 
     *options, path = sys.argv[1:]
     sources = Sources(Path(path))
-    lacking = missing(sources, {**ENGINE, **CONNECTOR, **V1_RUNNER, **V2_RUNNER})
+    api = required_api
+    tables = api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.BUDGET
+    lacking = [name for table in tables for name in missing(sources, table)]
     print(json.dumps({"vllm": sources.version(), "missing": lacking}))
     if "--save" in options:
         build, name = results.SOURCES

@@ -10,9 +10,12 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_agent.core.live_request import RequestInfo
+from meridian_agent.core.phases import TokenEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from meridian_agent.core.phases import Markers
 
 logger = logging.getLogger("vllm.meridian")
 
@@ -20,6 +23,8 @@ MAX_TEXT = 128
 # Largest number of characters of a request id, which a client may choose too (X-Request-Id).
 MAX_ID = 256
 MAX_TOKENS = 2**31 - 1
+# Number of tokens at a prompt's end in which the start marker of open thinking is searched.
+OPEN_TAIL_TOKENS = 64
 
 
 class Overrides(NamedTuple):
@@ -34,10 +39,11 @@ class Overrides(NamedTuple):
     complaint: str
 
 
-def info_of(request: Any, model: str) -> RequestInfo:
+def info_of(request: Any, model: str, markers: Markers) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
     adapter."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
+    caps = own.max_think_tokens, budget_of(request.sampling_params, request.prompt_token_ids or (), markers)
     if own.complaint:
         logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
     return RequestInfo(
@@ -49,7 +55,7 @@ def info_of(request: Any, model: str) -> RequestInfo:
         prompt_tokens=request.num_prompt_tokens,
         max_tokens=min(request.max_tokens, MAX_TOKENS),
         min_think_tokens=own.min_think_tokens,
-        max_think_tokens=own.max_think_tokens,
+        max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
         traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
     )
 
@@ -63,6 +69,19 @@ def read(extra_args: Mapping[str, object] | None) -> Overrides:
     floor = _tokens(extra, "meridian_min_think_tokens", complaints)
     cap = _tokens(extra, "meridian_max_think_tokens", complaints)
     return Overrides(tenant, slo_class, effort, floor, cap, "; ".join(complaints))
+
+
+def budget_of(params: Any, prompt: Sequence[int], markers: Markers) -> int | None:
+    """Return vLLM's own thinking_token_budget of a request as a cap on generated tokens; None if the request has none.
+
+    vLLM counts the prompt's tokens after the start marker as thinking, such as the newline of a chat template; the
+    agent does not count them. With the same number both would end thinking at different tokens.
+    """
+    budget = getattr(params, "thinking_token_budget", None)
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        return None
+    event, after = markers.last_event(prompt[-OPEN_TAIL_TOKENS:])
+    return min(max(0, budget - (after if event is TokenEvent.START else 0)), MAX_TOKENS)
 
 
 def _tokens(extra: Mapping[str, object], name: str, complaints: list[str]) -> int | None:

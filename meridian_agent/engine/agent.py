@@ -167,11 +167,11 @@ class Agent:
         params = request.sampling_params
         if params is None or request.request_id in self.tracker.by_id or request.request_id in self.probing.placed:
             return
-        info = request_info.info_of(request, self.facts.model)
         if self.lease.idle:
             # No step is under way, so settings that have arrived apply to this request already.
             self.mailbox.begin()
             self.take_arrived(scheduler)
+        info = request_info.info_of(request, self.facts.model, self.tracker.markers)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request)
@@ -191,7 +191,8 @@ class Agent:
                 self.tracker.reread(live, state)
                 self.link.outbox.resync()
             elif request.sampling_params is not None and live is None:
-                info, waits = request_info.info_of(request, self.facts.model), request_api.waits_preempted(request)
+                info = request_info.info_of(request, self.facts.model, self.tracker.markers)
+                waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:
             self._adoption = None

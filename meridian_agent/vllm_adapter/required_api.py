@@ -191,6 +191,19 @@ CONNECTOR: Table = {
     "vllm.v1.worker.gpu_worker:Worker": ("initialize_from_config(_)",),
 }
 
+# The classes of requests from which the agent copies a client's effort, in processes that serve an API. Without one of
+# them, or without one of its members, the effort that clients name in its API reaches no policy.
+API_SERVER: Table = {
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": (
+        "to_sampling_params(**_)",
+        "reasoning_effort",
+    ),
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": ("to_sampling_params(**_)", "reasoning"),
+}
+
+# The field with vLLM's own budget of thinking tokens; without it requests have no cap but those that Meridian knows.
+BUDGET: Table = {"vllm.sampling_params:SamplingParams": ("thinking_token_budget",)}
+
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 # The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
 # runner that it has.

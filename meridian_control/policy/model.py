@@ -70,6 +70,9 @@ SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])
 LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
 
+# The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
+API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+
 Glob = Annotated[str, Field(max_length=256)]
 
 
@@ -89,7 +92,7 @@ class Override(Section):
     model: Glob = Field("", description="Glob over the model or LoRA adapter name; empty matches all.")
     tenant: Glob = Field("", description="Glob over the request's meridian_tenant; empty matches all.")
     slo_class: Glob = Field("", description="Glob over the request's meridian_slo_class; empty matches all.")
-    effort: Glob = Field("", description="Glob over the request's meridian_effort; empty matches all.")
+    effort: Glob = Field("", description="Glob over the request's effort; empty matches all.")
     engine_labels: Mapping[str, str] = Field({}, max_length=32, description="Labels that the engine must have.")
     scheduler: SchedulerOverride = Field(SchedulerOverride(), description="Other scheduler values.")  # type: ignore[valid-type]
     entropy: EntropyOverride = Field(EntropyOverride(), description="Other entropy values.")  # type: ignore[valid-type]
@@ -140,3 +143,8 @@ class Policy(Section):
         entropy = self.entropy.model_copy(update=changes["entropy"])
         loop = self.loop.model_copy(update=changes["loop"])
         return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, "loop": loop})
+
+    def knows_effort(self, who: Who) -> bool:
+        """Whether a request has no effort, one of the API's levels, or an effort that a matching override names."""
+        named = (override for override in self.override if override.effort)
+        return not who.effort or who.effort in API_EFFORTS or any(override.matches(who) for override in named)

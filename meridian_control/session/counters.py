@@ -33,6 +33,7 @@ class Totals:
     token_events: int = 0
     reports: int = 0
     requests: int = 0
+    unknown_efforts: int = 0
     unknown_outcomes: int = 0
     nacks: int = 0
 

@@ -63,7 +63,7 @@ class Groups:
             return
         own = self.policy
         if own.override:
-            own = own.of(Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels))
+            own = own.of(self._who(opened))
         in_force = has_control_group(own.entropy)
         control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
         begins = not (self._table.think_tokens[slot] or self._table.output_tokens[slot])
@@ -84,6 +84,13 @@ class Groups:
         """Count a request that closes, which the table still holds, as treated or as control."""
         if self._experiment is not None and self._table.holds(closed.slot):
             self._experiment.closed(self._table, closed.slot, closed.reason)
+
+    def knows_effort(self, opened: agent_pb2.RequestOpened) -> bool:
+        """Whether the policy knows a request's effort; True if no policy is in force."""
+        return self.policy is None or self.policy.knows_effort(self._who(opened))
+
+    def _who(self, opened: agent_pb2.RequestOpened) -> Who:
+        return Who(opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels)
 
     def _forget_unused(self) -> None:
         """Drop policies that no live request uses. Clients choose which overrides match, so the list could grow."""

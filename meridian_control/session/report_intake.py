@@ -134,7 +134,9 @@ class Intake:
 
     def _open(self, opened: agent_pb2.RequestOpened, now_ms: float) -> None:
         # A request that already has tokens was counted before; an agent that rested reports it again.
-        self._totals.requests += not (opened.think_tokens or opened.output_tokens)
+        new = not (opened.think_tokens or opened.output_tokens)
+        self._totals.requests += new
+        self._totals.unknown_efforts += new and not self._groups.knows_effort(opened)
         self._table.open(opened, now_ms)
         self._shadow.opened(opened.slot)
         if self._journal is not None:

@@ -1,7 +1,7 @@
 """Every metric of the control plane: its name, its labels, its help text, and advice to the operator.
 
-Collectors take names, labels and texts from this list, so every exposed metric is listed. `python -m
-meridian_control.telemetry.catalogue` prints the tables of the operations guide. The functions are pure.
+Collectors take names, labels and texts from this list, so every exposed metric is listed. `python -m deploy.generate`
+writes the tables of the operations guide from it.
 """
 
 from __future__ import annotations
@@ -173,6 +173,13 @@ STREAMS = (
     ),
     _counter("meridian_token_events_total", (), "Token rows received.", "Plan capacity: rows per second and core."),
     _counter("meridian_requests_total", (), "Requests opened on engines.", "Compare with the gateway's count."),
+    _counter(
+        "meridian_unknown_efforts_total",
+        (),
+        "Requests with an effort that is not one of the API's levels (none, minimal, low, medium, high, xhigh, max) and "
+        "that no override names. They get the values of requests without an effort.",
+        "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
+    ),
     _counter(
         "meridian_stream_ends_total",
         ("reason",),
@@ -356,22 +363,3 @@ GROUPS = {
     "gRPC server": SERVER,
 }
 CATALOGUE = {entry.name: entry for group in GROUPS.values() for entry in group}
-
-
-def markdown() -> str:
-    """Return the catalogue as Markdown tables."""
-    parts = []
-    for title, entries in GROUPS.items():
-        rows = [_row(entry) for entry in entries]
-        parts.append("\n".join([f"**{title}**", "", "| metric | says | act on it |", "|---|---|---|", *rows]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _row(entry: Entry) -> str:
-    labels = f"{{{', '.join(entry.labels)}}}" if entry.labels else ""
-    kind = "" if entry.kind == "gauge" else f"{entry.kind}: "
-    return f"| `{entry.name}{labels}` | {kind}{entry.text} | {entry.act} |"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -14,14 +14,25 @@ from typing import TYPE_CHECKING
 import pytest
 
 from meridian_agent.vllm_adapter import version
-from meridian_agent.vllm_adapter.required_api import CONNECTOR, ENGINE, V1_RUNNER, V2_RUNNER, Imported, missing
+from meridian_agent.vllm_adapter.required_api import (
+    API_SERVER,
+    BUDGET,
+    CONNECTOR,
+    ENGINE,
+    V1_RUNNER,
+    V2_RUNNER,
+    Imported,
+    missing,
+)
 from tests.processes import ENGINE_ENV, Control, Process, wait_for
 from tests.vllm_sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALL = {**ENGINE, **CONNECTOR, **V1_RUNNER, **V2_RUNNER}
+ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **ENGINE}
+PARAMS = "vllm.sampling_params:SamplingParams"
+ALL[PARAMS] += BUDGET[PARAMS]
 
 
 class Maimed(Sources):

@@ -864,13 +864,17 @@ class RequestOpened(_message.Message):
     output_tokens: _builtins.int
     """Answer tokens generated so far; non-zero only in a Snapshot."""
     max_think_tokens: _builtins.int
-    """The request's own cap in tokens, from its vllm_xargs; absent if it has none."""
+    """The request's own cap in tokens: the smaller of meridian_max_think_tokens in its vllm_xargs and vLLM's
+    thinking_token_budget, less the prompt's tokens that vLLM counts as thinking; absent if it has neither.
+    """
     forced: _builtins.bool
     """Whether a forced end of thinking has already been applied to this request."""
     preempted: _builtins.bool
     """Whether the request was preempted and waits to be resumed."""
     effort: _builtins.str
-    """The request's own effort level from its vllm_xargs, which policy can match; empty if it has none."""
+    """The request's own effort, which policy can match: meridian_effort in its vllm_xargs, otherwise the effort that the
+    client named in its API, such as reasoning_effort; empty if it has none.
+    """
     min_think_tokens: _builtins.int
     """The request's own floor in tokens, from its vllm_xargs; no rule ends its thinking before the floor. Absent if it
     has none.

@@ -151,7 +151,7 @@ class Override(_message.Message):
     slo_class: _builtins.str
     """Glob over the request's meridian_slo_class."""
     effort: _builtins.str
-    """Glob over the request's meridian_effort."""
+    """Glob over the request's effort."""
     @_builtins.property
     def engine_labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels that the engine must have, by label name; the values must be equal."""
@@ -1462,7 +1462,7 @@ class ExplainPolicyRequest(_message.Message):
     slo_class: _builtins.str
     """The request's meridian_slo_class."""
     effort: _builtins.str
-    """The request's meridian_effort."""
+    """The request's effort."""
     engine_id: _builtins.str
     """Id of a connected engine; may be empty."""
     request_id: _builtins.str

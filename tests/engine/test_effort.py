@@ -1,0 +1,310 @@
+"""Clients that know nothing of Meridian name an effort or a budget in vLLM's APIs, and policy receives both.
+
+Each server is a real one; the first has two API server processes. The tests about tool calls use a model with random
+weights, whose thinking and whose arguments are arbitrary text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+from tests.data import maze
+from tests.engine.test_served import APART, Served
+from tests.processes import MARKED, RPC_S, Control, free_port, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from meridian.v1 import fleet_pb2
+
+PROMPT = maze.prompts(1, seed=5)[0]
+# Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
+CLOSING, CLOSING_TOKENS = "Wait .", 2
+REASONING = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": f"{CLOSING} </think>"})
+POLICY = {
+    "entropy": {"enabled": False},
+    "override": [{"effort": "ultra*", "scheduler": {"max_think_tokens": 900}}],
+}
+
+
+class Client:
+    """A client of one server, and an operator of its control plane."""
+
+    def __init__(self, served: Served, control: Control, metrics: str) -> None:
+        self.control, self._metrics, self._port = control, metrics, served.port
+        self.process, self.open = served.process, served.client
+
+    def post(self, path: str, body: dict[str, Any], name: str = "") -> dict[str, Any]:
+        """Send a request whose id contains `name`, and return the answer."""
+        sent = {"model": "maze", "temperature": 0.0, **body}
+        headers = {"X-Request-Id": name} if name else {}
+        answer = httpx.post(f"http://127.0.0.1:{self._port}/v1{path}", json=sent, headers=headers, timeout=RPC_S * 5)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def chat(self, name: str = "", **more: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300, **more}
+        return self.post("/chat/completions", body, name)
+
+    def life(self, name: str) -> fleet_pb2.RequestLife:
+        """Return what `meridianctl explain` shows of a request that has ended."""
+
+        def ended() -> fleet_pb2.RequestLife | None:
+            with contextlib.suppress(grpc.RpcError):
+                life = self.control.explain(name)
+                return life if life.HasField("close_time") else None
+            return None
+
+        life: fleet_pb2.RequestLife = wait_for(ended, 20, f"the end of {name}")
+        return life
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"http://{self._metrics}/metrics", timeout=RPC_S).text
+        return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+@contextlib.contextmanager
+def serving(folder: Path, policy: dict[str, Any], options: list[str], more: dict[str, str]) -> Iterator[Client]:
+    """Run a server and its control plane, with a policy in force."""
+    folder.mkdir()
+    metrics = f"127.0.0.1:{free_port()}"
+    control = Control(folder, options=["--metrics-listen", metrics])
+    served = Served(folder, control.target, options=options, more=more)
+    try:
+        wait_for(served.ready, 180, "vLLM to serve")
+        control.apply(policy)
+        yield Client(served, control, metrics)
+    finally:
+        served.process.stop()
+        control.process.stop()
+
+
+# ------------------------------------------------------------------------------------------------- efforts and budgets
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    """Yield a client of a server with two API server processes, in which vLLM closes thinking with a text."""
+    options = ["--api-server-count", "2", "--reasoning-config", REASONING]
+    more = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with serving(folder / "effort", POLICY, options, more) as client:
+        yield client
+
+
+def test_each_api_says_its_effort(client: Client) -> None:
+    """Both API server processes copy the effort; meridian_effort takes precedence, and no effort stays no effort."""
+    turns = [{"role": "user", "content": PROMPT}]
+    chats: dict[str, tuple[dict[str, Any], str]] = {
+        **{f"chat-{i}": ({"reasoning_effort": "low"}, "low") for i in range(8)},
+        "chat-none": ({"reasoning_effort": "none"}, "none"),
+        "chat-silent": ({}, ""),
+        "chat-own": ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "ultra-9"}}, "ultra-9"),
+        "chat-beside": ({"reasoning_effort": "max", "vllm_xargs": {"meridian_tenant": "a"}}, "max"),
+    }
+    messages = {
+        "messages-effort": ({"output_config": {"effort": "high"}}, "high"),
+        "messages-off": ({"thinking": {"type": "disabled"}}, "none"),
+    }
+    for name, (more, _) in chats.items():
+        client.chat(name, **more)
+    for name, (more, _) in messages.items():
+        client.post("/messages", {"messages": turns, "max_tokens": 300, **more}, name)
+    answered = client.post(
+        "/responses", {"input": PROMPT, "max_output_tokens": 300, "reasoning": {"effort": "minimal"}}
+    )
+    expected = {name: effort for name, (_, effort) in {**chats, **messages}.items()}
+    # vLLM numbers the turns of a response.
+    expected[f"{answered['id']}_0"] = "minimal"
+    assert {name: client.life(name).effort for name in expected} == expected
+    assert client.life("chat-beside").tenant == "a"
+    assert client.metric("meridian_unknown_efforts_total") == 0
+    assert "Traceback" not in client.process.output()
+
+
+def test_unknown_efforts_are_counted(client: Client) -> None:
+    """An effort that neither the APIs nor an override know gets the defaults; one series counts all such requests."""
+    before = client.metric("meridian_unknown_efforts_total")
+    for effort in ("turbo", "ultra-1", "LOW"):
+        client.chat(f"unknown-{effort}", vllm_xargs={"meridian_effort": effort})
+        assert client.life(f"unknown-{effort}").effort == effort
+    wait_for(lambda: client.metric("meridian_unknown_efforts_total") == before + 2, 20, "both efforts to be counted")
+
+
+@pytest.mark.parametrize(("budget", "own", "cap"), [(7, None, 7), (9, 4, 4), (4, 9, 4), (0, None, 0), (-1, 5, 5)])
+def test_of_two_caps_the_smaller_holds(client: Client, budget: int, own: int | None, cap: int) -> None:
+    """vLLM's budget is the request's own cap; both act at the same token, and the end is reported as a cap's."""
+    name = f"budget-{budget}-{own}"
+    before = client.control.engine().ends["hard_cap"]
+    xargs = {} if own is None else {"vllm_xargs": {"meridian_max_think_tokens": own}}
+    message = client.chat(name, thinking_token_budget=budget, **xargs)["choices"][0]["message"]
+    life = client.life(name)
+    assert (life.max_think_tokens, life.think_tokens) == (cap, cap + CLOSING_TOKENS)
+    thought = message["reasoning"].split()
+    assert (len(thought), " ".join(thought[cap:])) == (cap + CLOSING_TOKENS, CLOSING)
+    assert message["content"]
+    assert [event.detail for event in life.events if event.kind == "think_end"] == ["hard_cap"]
+    assert client.control.engine().ends["hard_cap"] == before + 1
+
+
+def test_a_budget_holds_without_the_agent_too(client: Client) -> None:
+    """A frozen engine is stock vLLM, and its answers are those of the governed engine."""
+    budgets = (0, 6, 40)
+    governed = [client.chat(thinking_token_budget=budget)["choices"][0]["message"] for budget in budgets]
+    client.control.freeze()
+    try:
+        wait_for(lambda: client.control.engine().freeze.confirmed, 20, "the freeze")
+        stock = [client.chat(thinking_token_budget=budget)["choices"][0]["message"] for budget in budgets]
+    finally:
+        client.control.thaw()
+    wait_for(lambda: not client.control.engine().freeze.confirmed, 20, "the thaw")
+    assert governed == stock
+
+
+# ---------------------------------------------------------------------------------------------------------- tool calls
+
+WAYS = ["left", "right", "on"]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "turn",
+        "description": "Turn.",
+        "parameters": {
+            "type": "object",
+            "properties": {"way": {"type": "string", "enum": WAYS}},
+            "required": ["way"],
+            "additionalProperties": False,
+        },
+    },
+}
+# The model's prompt opens thinking, unless the request's effort is `none`.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    "<think>\n{% if enable_thinking is defined and not enable_thinking %}</think>\n{% endif %}"
+)
+CAP, CALLS = 12, 12
+TOOL_OPTIONS = ["--load-format", "dummy", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+TOOL_OPTIONS += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True})]
+
+
+@pytest.fixture(scope="module")
+def thinker(folder: Path) -> Path:
+    """Return a model with random weights and a byte-level tokenizer that has `<think>` and `</think>`."""
+    made = folder / "thinker"
+    shutil.copytree(MARKED, made)
+    tokenizer = made / "tokenizer.json"
+    text = tokenizer.read_text().replace("<|start|>", "<think>").replace("<|end|>", "</think>")
+    tokenizer.write_text(text)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def marker_ids(thinker: Path) -> dict[str, int]:
+    added = json.loads((thinker / "tokenizer.json").read_text())["added_tokens"]
+    return {token["content"]: token["id"] for token in added}
+
+
+def ask(seed: int, **more: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"Which way, {seed}?"}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "temperature": 1.0,
+        "seed": seed,
+        "max_tokens": 600,
+        **more,
+    }
+
+
+def checked(calls: list[dict[str, str]], *texts: str | None) -> None:
+    """Check that each tool call is whole, and that no other text and no marker came with the calls."""
+    assert calls
+    for call in calls:
+        assert call["name"] == "turn"
+        assert json.loads(call["arguments"]) in [{"way": way} for way in WAYS]
+    assert not any(texts), texts
+
+
+async def streamed(
+    client: Client, body: dict[str, Any], extra: dict[str, Any]
+) -> tuple[list[dict[str, str]], str, str]:
+    """Send a streaming request; return its tool calls, its reasoning and its content."""
+    calls: dict[int, dict[str, str]] = {}
+    reasoning = content = ""
+    async with client.open() as api:
+        chunks = await api.chat.completions.create(model="maze", stream=True, **body, extra_body=extra)
+        async for chunk in chunks:
+            for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                content += choice.delta.content or ""
+                for part in choice.delta.tool_calls or ():
+                    call = calls.setdefault(part.index, {"name": "", "arguments": ""})
+                    call["name"] += part.function.name or ""
+                    call["arguments"] += part.function.arguments or ""
+    return [calls[i] for i in sorted(calls)], reasoning, content
+
+
+@pytest.fixture(scope="module")
+def parsed(folder: Path, thinker: Path) -> Iterator[Client]:
+    """Yield a client of a server with a reasoning parser and a parser of tool calls."""
+    options = ["--model", str(thinker), *TOOL_OPTIONS]
+    with serving(folder / "parsed", {"entropy": {"enabled": False}}, options, {}) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("more", "thought"),
+    [
+        ({"vllm_xargs": {"meridian_max_think_tokens": CAP}}, CAP),
+        # vLLM counts the line feed after the start marker as a thinking token.
+        ({"thinking_token_budget": CAP}, CAP - 1),
+        ({"thinking_token_budget": CAP, "vllm_xargs": {"meridian_max_think_tokens": CAP}}, CAP - 1),
+        ({"thinking_token_budget": 0}, 0),
+        ({"reasoning_effort": "none"}, 0),
+    ],
+    ids=["own cap", "budget", "both", "no budget", "no thinking"],
+)
+async def test_a_required_tool_call_under_a_cap(parsed: Client, more: dict[str, Any], thought: int) -> None:
+    """Nothing of the thinking, and no marker, is in the tool calls or beside them; each end is the cap's."""
+    client, name = parsed, f"tools-{thought}-{'-'.join(more)}"
+    before = client.control.engine().ends["hard_cap"]
+    for seed in range(CALLS):
+        answer = client.post("/chat/completions", ask(seed, **more), f"{name}-{seed}")["choices"][0]
+        message = answer["message"]
+        checked([call["function"] for call in message["tool_calls"]], message["content"])
+        life = client.life(f"{name}-{seed}")
+        assert life.think_tokens == thought
+    bodies = [ask(seed) for seed in range(CALLS)]
+    for calls, _, content in await asyncio.gather(*(streamed(client, body, more) for body in bodies)):
+        checked(calls, content)
+    if "reasoning_effort" not in more:
+        ends = before + 2 * CALLS
+        wait_for(lambda: client.control.engine().ends["hard_cap"] == ends, 20, "every end to be reported as a cap's")
+
+
+async def test_a_required_tool_call_without_a_reasoning_parser(folder: Path, thinker: Path) -> None:
+    """vLLM's grammar then applies from the first token on, so there is no thinking, and no cap may break the grammar.
+
+    The policy names the markers, so the agent believes that the requests think, and their caps are due.
+    """
+    ids = marker_ids(thinker)
+    markers = {"think_start_token_ids": [ids["<think>"]], "think_end_token_ids": [ids["</think>"]]}
+    policy = {"entropy": {"enabled": False}, "model": {"maze": markers}}
+    options = ["--model", str(thinker), *TOOL_OPTIONS, "--reasoning-parser", ""]
+    own = {"vllm_xargs": {"meridian_max_think_tokens": 3}}
+    with serving(folder / "unparsed", policy, options, {}) as client:
+        for seed in range(CALLS):
+            message = client.post("/chat/completions", ask(seed, **own))["choices"][0]["message"]
+            checked([call["function"] for call in message["tool_calls"]], message["content"], message["reasoning"])
+        for calls, *texts in await asyncio.gather(*(streamed(client, ask(seed), own) for seed in range(CALLS))):
+            checked(calls, *texts)
+        engine = client.control.settled()
+        assert not engine.fault
+        assert engine.ends["hard_cap"] == 0
