@@ -176,8 +176,8 @@ STREAMS = (
     _counter(
         "meridian_unknown_efforts_total",
         (),
-        "Requests with an effort that is not one of the API's levels (none, minimal, low, medium, high, xhigh, max) and "
-        "that no override names. They get the values of requests without an effort.",
+        "Requests with an effort that no override names and that is not a level of the APIs: none, minimal, low, "
+        "medium, high, xhigh, max. They get the values of requests without an effort.",
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
     _counter(

@@ -98,6 +98,19 @@ async def test_an_engine_and_its_agent(own: Process) -> None:
     assert value(own, "meridian_stream_ends_total") == 1
 
 
+async def test_efforts_that_are_not_known(own: Process) -> None:
+    """The metric has one series, whatever clients write."""
+    await own.started()
+    with LinkedEngine([own.target], "measured") as engine:
+        engine.open("first", effort="low")
+        await engine.steps_until(engine.caps)
+        for effort in ("high", "turbo", "a" * 100, "\u2028"):
+            engine.open(f"r{len(effort)}", effort=effort)
+        await engine.steps_until(lambda: value(own, "meridian_unknown_efforts_total") == 3)
+    (sample,) = (s for s in scraped(own)["meridian_unknown_efforts_total"].samples if s.name.endswith("_total"))
+    assert sample.labels == {}
+
+
 async def test_a_rollout(own: Process) -> None:
     await own.started()
     assert value(own, "meridian_rollout_state") == 0

@@ -12,6 +12,7 @@ import sys
 def main() -> None:
     import vllm
     from vllm.config.scheduler import SchedulerConfig
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -23,6 +24,7 @@ def main() -> None:
         del Scheduler._preempt_request
     register()
     assert not hasattr(WorkerWrapperBase.init_device, "__wrapped__")
+    assert not hasattr(ChatCompletionRequest.to_sampling_params, "__wrapped__")
     chosen = SchedulerConfig.get_scheduler_cls(SchedulerConfig.default_factory())
     assert "meridian" not in str(chosen.__mro__), chosen
 

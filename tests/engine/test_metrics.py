@@ -57,7 +57,7 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     paced(llm, cases(), sampled, settled)
     control.apply(CONVERGED)
     paced(llm, cases(), sampled, settled)
-    chat(llm, cases()[:1], sampled)
+    chat(llm, cases()[:1], SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args={"meridian_effort": "?"}))
     control.settled()
     after, engines = scraped(control)
     grown = {name for name, entry in CATALOGUE.items() if entry.kind != "gauge" and after[name] > before.get(name, 0)}

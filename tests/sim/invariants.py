@@ -189,3 +189,4 @@ class Invariants:
         assert not session.open_decisions
         assert sum(totals.decisions.values()) == sum(totals.outcomes.values()), "decisions and outcomes differ"
         assert not totals.unknown_outcomes
+        assert totals.unknown_efforts <= totals.requests

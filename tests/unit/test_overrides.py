@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.request_info import MAX_TEXT, MAX_TOKENS, read
+from meridian_agent.core.phases import NO_MARKERS, Markers
+from meridian_agent.core.request_info import MAX_TEXT, MAX_TOKENS, OPEN_TAIL_TOKENS, budget_of, info_of, read
 from meridian_agent.link.messages import opened_message
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
@@ -38,6 +39,63 @@ def test_a_number_too_long_to_print() -> None:
 @pytest.mark.parametrize("extra", [None, {}])
 def test_nothing_said(extra: dict[str, object] | None) -> None:
     assert read(extra) == ("", "", "", None, None, "")
+
+
+# ------------------------------------------------------------------------------------------------- vLLM's own budget
+
+START, END, TEXT = 4, 5, 9
+MARKERS = Markers(((START,),), ((END,),))
+
+
+def params(budget: object, **extra: object) -> SimpleNamespace:
+    return SimpleNamespace(thinking_token_budget=budget, extra_args=extra or None)
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "cap"),
+    [
+        (7, [TEXT, TEXT], 7),
+        (7, [TEXT, START], 7),
+        # vLLM counts the tokens after the start marker.
+        (7, [START, TEXT, TEXT], 5),
+        (1, [START, TEXT, TEXT], 0),
+        (7, [START, TEXT, END, TEXT], 7),
+        (7, [START] + [TEXT] * (OPEN_TAIL_TOKENS - 1), 0),
+        (2**40, [], MAX_TOKENS),
+        (0, [TEXT], 0),
+        (None, [START], None),
+        # Values that vLLM itself refuses.
+        (-1, [TEXT], None),
+        (True, [TEXT], None),
+        (3.5, [TEXT], None),
+    ],
+)
+def test_a_budget_is_a_cap(budget: object, prompt: list[int], cap: int | None) -> None:
+    assert budget_of(params(budget), prompt, MARKERS) == cap
+
+
+def test_a_budget_without_known_markers_or_without_the_field() -> None:
+    assert budget_of(params(7), [START, TEXT], NO_MARKERS) == 7
+    assert budget_of(SimpleNamespace(extra_args=None), [START, TEXT], MARKERS) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "own", "cap"), [(7, 9, 7), (9, 7, 7), (9, None, 9), (None, 7, 7), (None, None, None)]
+)
+def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | None, cap: int | None) -> None:
+    request = SimpleNamespace(
+        request_id="r",
+        lora_request=None,
+        sampling_params=params(budget, **({} if own is None else {CAP: own})),
+        prompt_token_ids=None,
+        num_prompt_tokens=1,
+        max_tokens=100,
+        trace_headers=None,
+    )
+    assert info_of(request, "m", MARKERS).max_think_tokens == cap
+
+
+# -------------------------------------------------------------------------------------------------------- on the wire
 
 
 @given(

@@ -247,6 +247,25 @@ def test_an_override_matches_when_all_its_patterns_do(patterns: dict[str, Any], 
     assert (changed.scheduler.soft_close_rank == 3) is expected
 
 
+@pytest.mark.parametrize(
+    ("who", "known"),
+    [
+        (Who(), True),
+        *((Who(effort=level), True) for level in ("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+        (Who(effort="turbo"), False),
+        (Who(effort="Low"), False),
+        # An override without an effort names none, and one for other tenants does not count.
+        (Who(effort="turbo", tenant="any"), False),
+        (Who(effort="ultra-3"), False),
+        (Who(effort="ultra-3", tenant="acme"), True),
+    ],
+)
+def test_an_effort_is_known_to_the_apis_or_to_an_override(who: Who, known: bool) -> None:
+    ultra = {"effort": "ultra*", "tenant": "acme", "scheduler": {"max_think_tokens": 9}}
+    anyone = {"tenant": "any", "scheduler": {"max_think_tokens": 8}}
+    assert Policy.model_validate({"override": [ultra, anyone]}).knows_effort(who) is known
+
+
 def test_later_overrides_win_field_by_field() -> None:
     second = {"tenant": "a", "scheduler": {"soft_think_tokens": 7}, "entropy": {"shadow": False}}
     third = {"tenant": "a", "scheduler": {"soft_think_tokens": 8}}

@@ -41,6 +41,25 @@ def test_overrides_decide_caps_and_rules_of_the_requests_they_match() -> None:
     assert "careful" not in {d.request_id for d in made.session.last_decision.values() if d.kind == "force"}
 
 
+def test_unknown_efforts_get_the_defaults_and_are_counted_once() -> None:
+    """A request is counted when it opens: not again under a new policy, after a snapshot, or without policy."""
+    made = stream(policy(scheduler=EARLY, override=[LOW, {**LOW, "effort": "ultra*"}]))
+    for effort in ("", "low", "high", "ultra-2", "turbo", "LOW"):
+        made.open(f"r-{effort}", effort=effort)
+    made.step()
+    assert caps_of(made) == {"r-": 32768, "r-low": 7, "r-high": 32768, "r-ultra-2": 7, "r-turbo": 32768, "r-LOW": 32768}
+    assert (made.session.totals.requests, made.session.totals.unknown_efforts) == (6, 2)
+    made.apply(policy(scheduler=EARLY))
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.pump()
+    made.step()
+    assert made.session.totals.unknown_efforts == 2
+    ungoverned = Stream()
+    ungoverned.open("early", effort="turbo")
+    ungoverned.step()
+    assert (ungoverned.session.totals.requests, ungoverned.session.totals.unknown_efforts) == (1, 0)
+
+
 def test_overrides_are_gone_over_again_with_a_new_policy() -> None:
     made = stream(policy(scheduler=EARLY, override=[LOW]))
     made.open("low", effort="low")

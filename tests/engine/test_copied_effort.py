@@ -1,0 +1,110 @@
+"""vLLM's own request classes copy a client's effort into their sampling parameters, or are left as they are."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+from meridian_agent.vllm_adapter import client_effort, required_api
+from tests.processes import ROOT
+
+
+class Classes(NamedTuple):
+    chat: Any
+    responses: Any
+
+
+@pytest.fixture
+def classes(monkeypatch: pytest.MonkeyPatch) -> Classes:
+    """Return the two classes with vLLM's own methods, which are restored after the test."""
+    # The import gives warnings, so it is not made while tests are collected.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for request_class in (ChatCompletionRequest, ResponsesRequest):
+        method: Any = vars(request_class)[client_effort.METHOD]
+        monkeypatch.setattr(request_class, client_effort.METHOD, getattr(method, "__wrapped__", method))
+    return Classes(ChatCompletionRequest, ResponsesRequest)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, {"meridian_effort": "low"}),
+        ({"reasoning_effort": "max", "vllm_xargs": {"a": 1}}, {"a": 1, "meridian_effort": "max"}),
+        ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "own"}}, {"meridian_effort": "own"}),
+        ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": ""}}, {"meridian_effort": ""}),
+        ({"vllm_xargs": {"a": 1}}, {"a": 1}),
+    ],
+)
+def test_a_chat_completion(classes: Classes, said: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    client_effort.install()
+    request = classes.chat(messages=[], **said)
+    for _ in range(2):
+        assert request.to_sampling_params(9, {}).extra_args == expected
+    assert request.vllm_xargs == said.get("vllm_xargs"), "the client's own request was changed"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "expected"), [(None, {}), ({}, {}), ({"effort": "xhigh"}, {"meridian_effort": "xhigh"})]
+)
+def test_a_response(classes: Classes, reasoning: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+    client_effort.install()
+    assert classes.responses(input="", reasoning=reasoning).to_sampling_params(9).extra_args == expected
+
+
+def test_a_request_that_cannot_be_read_is_sent_as_it_is(classes: Classes) -> None:
+    """An exception of the agent never reaches vLLM, but vLLM's own exceptions reach its caller."""
+
+    class Odd(classes.chat):  # type: ignore[name-defined, misc]
+        @property
+        def reasoning(self) -> Any:
+            raise KeyError("reasoning")
+
+    client_effort.install()
+    request = Odd(messages=[], reasoning_effort="low", vllm_xargs={"a": 1})
+    assert request.to_sampling_params(9, {}).extra_args == {"a": 1}
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="max_tokens"):
+        request.to_sampling_params(-9, {})
+
+
+def test_a_method_that_is_gone_leaves_the_others(
+    classes: Classes, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.delattr(classes.chat, client_effort.METHOD)
+    with caplog.at_level(logging.WARNING, "vllm.meridian"):
+        client_effort.install()
+    assert [record.getMessage() for record in caplog.records] == [
+        "meridian: vLLM lacks ChatCompletionRequest.to_sampling_params: its clients' effort reaches no policy"
+    ]
+    response = classes.responses(input="", reasoning={"effort": "high"}).to_sampling_params(9)
+    assert response.extra_args == {"meridian_effort": "high"}
+
+
+def test_a_vllm_without_the_classes_says_so(classes: Classes, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.meridian"):
+        client_effort.say_absent()
+        assert not caplog.records
+        tables = {**required_api.API_SERVER, "vllm.entrypoints.moved:ChatCompletionRequest": ()}
+        monkeypatch.setattr(required_api, "API_SERVER", tables)
+        monkeypatch.setattr(required_api, "BUDGET", {"vllm.sampling_params:SamplingParams": ("no_such_budget",)})
+        client_effort.install()
+        client_effort.say_absent()
+    assert [record.getMessage() for record in caplog.records] == [
+        "meridian: vLLM lacks vllm.entrypoints.moved: its clients' effort reaches no policy",
+        "meridian: vLLM lacks SamplingParams.no_such_budget: clients' budgets reach no policy",
+    ]
+    assert vars(classes.chat)[client_effort.METHOD].__wrapped__
+
+
+def test_classes_that_are_imported_later() -> None:
+    command = [sys.executable, "-m", "tests.engine.late"]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
