@@ -75,7 +75,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         try:
             spec = importlib.util.find_spec(fullname)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _then_wrapping(spec.loader.exec_module)  # type: ignore[method-assign]
+                setattr(spec.loader, "exec_module", _then_wrapping(spec.loader.exec_module))  # noqa: B010
         except Exception:
             logger.exception("meridian: %s is imported as it is: its clients' effort reaches no policy", fullname)
             return None

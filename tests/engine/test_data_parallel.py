@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from tests.engine.test_served import Served, all_of
+from tests.engine.test_served import PROMPTS, Served, all_of, stream
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
@@ -34,9 +35,17 @@ async def test_each_rank_is_an_engine_of_its_own(tmp_path: Path) -> None:
 
         wait_for(lambda: sum(_ended(obey(revision))) == len(answers), 30, "every cap to be reported")
         engines = obey(revision)
+        names = [f"effort-{i}" for i in range(len(PROMPTS))]
+        said = [
+            stream(served, prompt, reasoning_effort="low", request_id=name)
+            for prompt, name in zip(PROMPTS, names, strict=True)
+        ]
+        await asyncio.gather(*said)
+        efforts = {control.explain(name).effort for name in names}
     finally:
         served.process.stop()
         control.process.stop()
+    assert efforts == {"low"}
     assert engines is not None
     assert engines.keys() == {"served", "served-dp1"}
     assert not any(engine.fault for engine in engines.values())

@@ -155,6 +155,26 @@ def test_of_two_caps_the_smaller_holds(client: Client, budget: int, own: int | N
     assert client.control.engine().ends["hard_cap"] == before + 1
 
 
+def test_vllms_own_text_prevails_at_its_budget(client: Client) -> None:
+    """The policy's closing text is written at the policy's cap; at vLLM's budget vLLM writes its own."""
+    closing = {"model": {"maze": {"closing_text": "the walk ends"}}, "scheduler": {"max_think_tokens": 4}}
+    client.control.apply({**POLICY, **closing})
+    try:
+        for name, budget, text, reason in (
+            ("closing", 90, "the walk ends", "hard_cap"),
+            ("prevails", 3, CLOSING, "natural"),
+        ):
+            message = client.chat(name, thinking_token_budget=budget)["choices"][0]["message"]
+            thought = message["reasoning"].split()
+            assert " ".join(thought[min(budget, 4) :]) == text
+            assert "think" not in message["content"]
+            assert message["content"]
+            ends = [event.detail for event in client.life(name).events if event.kind == "think_end"]
+            assert ends == [reason]
+    finally:
+        client.control.apply(POLICY)
+
+
 def test_a_budget_holds_without_the_agent_too(client: Client) -> None:
     """A frozen engine is stock vLLM, and its answers are those of the governed engine."""
     budgets = (0, 6, 40)
@@ -226,6 +246,8 @@ def ask(thinker: Path, seed: int, **more: Any) -> dict[str, Any]:
         "temperature": 1.0,
         "seed": seed,
         "max_tokens": 600,
+        # The model does not end the request while it thinks.
+        "min_tokens": CAP + 4,
         **more,
     }
 
@@ -244,9 +266,12 @@ async def streamed(
 ) -> tuple[list[dict[str, str]], str, str]:
     """Send a streaming request; return its tool calls, its reasoning and its content."""
     calls: dict[int, dict[str, str]] = {}
+    # The client's library does not know vLLM's own parameters.
+    known = {name: value for name, value in body.items() if name != "min_tokens"}
+    extra = {**extra, "min_tokens": body["min_tokens"]}
     reasoning = content = ""
     async with client.open() as api:
-        chunks = await api.chat.completions.create(model="maze", stream=True, **body, extra_body=extra)
+        chunks = await api.chat.completions.create(model="maze", stream=True, **known, extra_body=extra)
         async for chunk in chunks:
             for choice in chunk.choices:
                 reasoning += getattr(choice.delta, "reasoning", None) or ""

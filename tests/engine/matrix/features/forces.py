@@ -139,3 +139,25 @@ def force(engine: Engine, name: str) -> None:
     forces = [agent_pb2.ForceEnd(slot=slot, reason=agent_pb2.FORCE_REASON_EAT) for slot in wanted]
     step = max([live.opened_step for live in engine.agent.tracker.by_slot.values()], default=0)
     engine.agent.link.inbox.messages.append(agent_pb2.Directives(step=step, forces=forces))
+
+
+@feature("vLLM's own thinking budget: output as stock's, reported as a cap; the smaller of both holds", *ALL)
+def budget(engine: Engine) -> None:
+    """Prompts open thinking themselves or leave it to the model; the agent and vLLM force at the same token."""
+    count, tokens = (2, 12) if engine.slow else (6, 24)
+    opened: list[dict[str, Any]] = [{"open_think": True}, {}]
+    asks = [
+        Ask(engine.prompt(i, opened[i % 2]), {**GREEDY, "max_tokens": 2 * tokens, "thinking_token_budget": tokens - i})
+        for i in range(count)
+    ]
+    engine.control.apply({"entropy": {"enabled": False}})
+    before = engine.control.settled().ends["hard_cap"]
+    stock = [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    assert all(answer.count(engine.end) == 1 for answer in stock)
+    assert engine.tokens(asks) == stock
+    assert engine.control.settled().ends["hard_cap"] == before + count
+    engine.control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": 4}})
+    for i, (free, capped) in enumerate(zip(stock, engine.tokens(asks), strict=True)):
+        # A prompt that leaves thinking to the model is followed by the start marker.
+        engine.check_ends_once(free, capped, 4 + i % 2)
+    assert engine.control.settled().ends["hard_cap"] == before + 2 * count
