@@ -29,6 +29,7 @@ logger = logging.getLogger("vllm.meridian")
 
 EFFORT = "meridian_effort"
 METHOD = "to_sampling_params"
+UNCOPIED = "meridian: vLLM lacks %s: the effort that its clients name reaches no policy"
 
 
 def install() -> None:
@@ -46,12 +47,24 @@ def install() -> None:
 
 def say_absent() -> None:
     """Log the request classes that this vLLM does not have, and a missing thinking_token_budget. Runs in the engine
-    core, so that the log has each of them once, however many processes the engine has."""
-    modules = (owner.partition(":")[0] for owner in required_api.API_SERVER)
-    if lacks := [module for module in modules if not _has_file(vllm.__path__, module)]:
-        logger.warning("meridian: vLLM lacks %s: its clients' effort reaches no policy", ", ".join(lacks))
-    if lacks := required_api.missing(required_api.Imported(), required_api.BUDGET):
-        logger.warning("meridian: vLLM lacks %s: clients' budgets reach no policy", ", ".join(lacks))
+    core, so that the log has each of them once, however many processes the engine has. Never raises."""
+    try:
+        lacks = [lack for owner in required_api.API_SERVER for lack in _lacks(owner)]
+        if lacks:
+            logger.warning(UNCOPIED, ", ".join(lacks))
+        if lacks := required_api.missing(required_api.Imported(), required_api.BUDGET):
+            logger.warning("meridian: vLLM lacks %s: clients' budgets reach no policy", ", ".join(lacks))
+    except Exception:
+        logger.exception("meridian: vLLM's request classes could not be looked for")
+
+
+def _lacks(owner: str) -> list[str]:
+    """Return what a request class lacks, without importing its module: only the module is looked for if this process
+    has not imported it."""
+    module = owner.partition(":")[0]
+    if module in sys.modules:
+        return required_api.missing(required_api.Imported(), {owner: required_api.API_SERVER[owner]})
+    return [] if _has_file(vllm.__path__, module) else [module]
 
 
 def _has_file(roots: Iterable[str], module: str) -> bool:
@@ -77,7 +90,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             if spec is not None and spec.loader is not None:
                 setattr(spec.loader, "exec_module", _then_wrapping(spec.loader.exec_module))  # noqa: B010
         except Exception:
-            logger.exception("meridian: %s is imported as it is: its clients' effort reaches no policy", fullname)
+            logger.exception(
+                "meridian: %s is imported as it is: the effort that its clients name reaches no policy", fullname
+            )
             return None
         return spec
 
@@ -86,23 +101,24 @@ def _then_wrapping(execute: Callable[[ModuleType], None]) -> Callable[[ModuleTyp
     def exec_module(module: ModuleType) -> None:
         execute(module)
         for owner in required_api.API_SERVER:
-            if owner.partition(":")[0] == module.__name__:
-                _wrap(owner)
+            if owner.partition(":")[0] == module.__name__ and (lacks := _wrap(owner)):
+                logger.warning(UNCOPIED, ", ".join(lacks))
 
     return exec_module
 
 
-def _wrap(owner: str) -> None:
-    """Wrap the method through which a request becomes sampling parameters. Never raises."""
+def _wrap(owner: str) -> list[str]:
+    """Wrap the method through which a request becomes sampling parameters; return what the class lacks for it. Never
+    raises."""
     module, _, name = owner.partition(":")
     try:
-        if lacks := required_api.missing(required_api.Imported(), {owner: required_api.API_SERVER[owner]}):
-            logger.warning("meridian: vLLM lacks %s: its clients' effort reaches no policy", ", ".join(lacks))
-            return
+        if lacks := _lacks(owner):
+            return lacks
         request_class = getattr(sys.modules[module], name)
         setattr(request_class, METHOD, _copying(getattr(request_class, METHOD)))
     except Exception:
-        logger.exception("meridian: %s stays as it is: its clients' effort reaches no policy", owner)
+        logger.exception("meridian: %s stays as it is: the effort that its clients name reaches no policy", owner)
+    return []
 
 
 def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
