@@ -18,13 +18,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import probe_admission
 from meridian_agent.core.guard import MAX_FAULT, hook
 from meridian_agent.core.request_info import clean
-from meridian_agent.core.settings_check import check
 from meridian_agent.core.step_signals import expected_backend
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.control_stream import Link
 from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
 from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, reasoning_markers, tokenizer
 

@@ -20,7 +20,6 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.guard import MAX_FAULT
 from meridian_agent.core.request_info import clean
-from meridian_agent.core.settings_check import check
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
 from meridian_agent.link.inbox import Inbox
@@ -28,6 +27,7 @@ from meridian_agent.link.lease import Lease
 from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import Outbox
+from meridian_agent.link.settings_check import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
