@@ -36,6 +36,8 @@ class Given:
         self._overtaken: dict[tuple[str, int], Policy] = {}
         # The policy that each session's agent acknowledged last, and the revisions sent on each session.
         self.acknowledged: dict[str, Policy] = {}
+        # The policy that each session's agent answered last, also if a newer one was under way by then.
+        self._answered: dict[str, Policy] = {}
         self._sent: set[tuple[str, int]] = set()
         # Sessions with such a freeze or policy; all sessions on which settings were sent, oldest first.
         self._loose: set[str] = set()
@@ -80,6 +82,7 @@ class Given:
             if (at(stream), nonce) > (at(name), status.nonce)
         }
         self._overtaken |= {key: before[key] for key in before.keys() - self._under_way.keys() if key[0] != name}
+        self._answered[name] = given
         # If several settings were sent, only the newest count.
         if session.delivery.pending is not None and session.delivery.nonce == status.nonce:
             self.acknowledged[name] = given
@@ -99,8 +102,8 @@ class Given:
 
     def _is_loose(self, session: Session) -> bool:
         may_hold, revision = list(self._under_way.values()), session.hello.revision
-        if (acknowledged := self.acknowledged.get(session.session_id)) is not None:
-            may_hold.append(acknowledged)
+        if (answered := self._answered.get(session.session_id)) is not None:
+            may_hold.append(answered)
         elif revision in self._known:
             may_hold.append(self._known[revision])
         elif revision:
