@@ -6,7 +6,6 @@ them out in vLLM. Pure but for the tracker that it changes. Runs on the engine-c
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from meridian_agent.core.dispatch_plan import DispatchPlan
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
 from meridian_agent.core.reclaim import TIERS
+from meridian_agent.core.think_limit import ending_tokens, first_due_row, is_limited, limit_in, reserve_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,12 +154,14 @@ class Directives:
             self.report(cap.decision_id, Outcome.APPLIED, live)
             self._tracker.watch_limit(live)
             return
-        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow))
+        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow, cap.answer_reserve_tokens))
         if not cap.shadow:
             # If the default cap has begun a forced end, that end counts as this decision's.
             live.credit_forced_end(cap.decision_id)
         if live.state.ends and live.state.phase is not Phase.THINK:
-            self._close_cap(live, Outcome.APPLIED if live.capped and not cap.shadow else Outcome.ENDED_NATURALLY)
+            if live.capped and not cap.shadow:
+                self._close_cap(live, Outcome.APPLIED, live.capped_detail)
+            self._close_cap(live, Outcome.ENDED_NATURALLY)
         self._tracker.watch_limit(live)
 
     def _supersede_cap(self, live: LiveRequest) -> None:
@@ -228,13 +230,15 @@ class Directives:
             self.report(live.cap.decision_id, outcome, live, detail)
 
     def shadow_cap(self, live: LiveRequest) -> None:
-        """Report a shadowed cap once it would have ended thinking."""
-        if (
-            live.cap
-            and live.cap.shadow
-            and not live.cap.reported
-            and live.state.think_tokens >= live.cap.max_think_tokens
-        ):
+        """Report a shadowed cap once it, or its answer reserve, would have ended thinking."""
+        cap, think_tokens, reserved = live.cap, live.state.think_tokens, live.shadow_reserved
+        if cap is None or not cap.shadow or cap.reported:
+            return
+        if reserved < cap.max_think_tokens and reserved <= think_tokens:
+            live.mark_cap_reported()
+            detail = f"answer_reserve_tokens is {cap.answer_reserve_tokens}"
+            self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, reserved, detail))
+        elif think_tokens >= cap.max_think_tokens:
             self._close_cap(live, Outcome.SHADOWED)
 
     def forced_tokens(self, live: LiveRequest, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
@@ -246,32 +250,30 @@ class Directives:
         with draft tokens too; but not after a draft token that only the workers know, because that token may end
         thinking itself.
         """
-        first = 0
-        if live.ending is None:
-            limit = live.limit
-            reached = None if limit is None else self._row_at(live, limit, rows, drafts)
+        first, ending = 0, live.ending
+        if ending is None:
+            reached = first_due_row(live, rows, drafts, self._tracker.markers) if is_limited(live) else None
             if reached is None:
                 return {}
-            (first, state), cap = reached, live.cap
-            counts = cap is not None and not cap.shadow and not cap.reported and cap.max_think_tokens == limit
+            first, state, limit = reached
+            cap = live.cap if live.cap and not (live.cap.shadow or live.cap.reported) else None
+            counts = cap is not None and (limit.by_reserve or cap.max_think_tokens == limit.tokens)
             self._tracker.run.end()
-            tokens = state.ending(self._tracker.markers)
-            live.begin_forced_end(Ending(tokens, cap.decision_id if cap and counts else 0, by_cap=True))
+            made = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
+            live.begin_forced_end(made)
+            live.rewrite_forced_end(*self._written(live, state, made))
         elif not _begun(live):
-            live.rewrite_forced_end(live.state.ending(self._tracker.markers))
+            live.rewrite_forced_end(*self._written(live, live.state, ending))
         return live.expect_forced_end(first, rows)
 
-    def _row_at(self, live: LiveRequest, limit: int, rows: int, drafts: Sequence[int]) -> tuple[int, PhaseState] | None:
-        """Return the first row before which the request thinks and has `limit` thinking tokens, and its state there;
-        None if no row is known to get there."""
-        state = replace(live.state, tail=list(live.state.tail))
-        for row in range(rows):
-            if state.phase is Phase.THINK and state.think_tokens >= limit:
-                return row, state
-            if row == len(drafts) or drafts[row] < 0:
-                return None
-            state.feed(drafts[row], self._tracker.markers)
-        return None
+    def _written(self, live: LiveRequest, state: PhaseState, ending: Ending) -> tuple[tuple[int, ...], str]:
+        """Return the tokens that a forced end writes in `state`, and the detail of its outcome."""
+        if not ending.by_reserve:
+            return state.ending(self._tracker.markers), ""
+        most, reserve = live.info.most_tokens, live.reserve_tokens
+        left = most - state.generated_tokens
+        tokens = ending_tokens(state, self._tracker.markers, left - reserve)
+        return tokens, reserve_note(left - len(tokens), most, reserve)
 
     def after_tokens(self, live: LiveRequest, ended: bool) -> None:
         """Report the outcomes of forced ends and caps that follow from a step's tokens. ended: thinking ended in the
@@ -283,7 +285,7 @@ class Directives:
                 live.mark_cap_reported()
             elif not ending.by_cap:
                 self._close_cap(live, Outcome.SUPERSEDED)
-            self.report(ending.decision_id, Outcome.APPLIED, live)
+            self.report(ending.decision_id, Outcome.APPLIED, live, ending.detail)
         elif ending is not None and ended:
             live.drop_forced_end()
             if live.cap is None or live.cap.decision_id != ending.decision_id:
@@ -298,8 +300,8 @@ class Directives:
     def _drop_unstarted_cap(self, live: LiveRequest, ending: Ending) -> None:
         """Drop the forced end of a cap whose row was rejected with its draft: the cap has not been reached, so the next
         step looks again."""
-        limit, thinks = live.limit, live.state.phase is Phase.THINK
-        if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit):
+        limit, thinks = limit_in(live, live.state, self._tracker.markers), live.state.phase is Phase.THINK
+        if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit.tokens):
             return
         live.drop_forced_end()
         if live.cap is None or live.cap.decision_id != ending.decision_id:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_FORCED, Phase, PhaseState
+from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_FORCED, Phase, PhaseState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,10 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The facts of a request that a policy may match on; they never include prompt or output text."""
+    """The facts of a request that a policy may match on; they never include prompt or output text.
+
+    context_tokens: largest number of tokens that the model's context leaves to the output; not reported.
+    """
 
     request_id: str
     model: str
@@ -45,13 +48,22 @@ class RequestInfo:
     effort: str = ""
     min_think_tokens: int | None = None
     traceparent: str = ""
+    context_tokens: int = NEVER
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens that the request may generate."""
+        return min(self.max_tokens, self.context_tokens)
 
 
 @dataclass(slots=True)
 class Cap:
+    """A decided cap with its answer reserve, which is 0 for none."""
+
     decision_id: int
     max_think_tokens: int
     shadow: bool
+    answer_reserve_tokens: int = 0
     reported: bool = False
 
 
@@ -61,18 +73,21 @@ class Ending:
 
     tokens: tuple[int, ...]
     decision_id: int
-    # A cap began the forced end: the request's own cap or the control plane's.
+    # A cap or the answer reserve began the forced end: the request's own cap or the control plane's.
     by_cap: bool = False
     # Reason of the forced end, as in ForceEnd; 0 if a cap began it.
     reason: agent_pb2.ForceReason.ValueType = agent_pb2.FORCE_REASON_UNSPECIFIED
     position: int = 0
+    # The answer reserve began the forced end; `detail` says then how many tokens the end leaves to the answer.
+    by_reserve: bool = False
+    detail: str = ""
 
     def advance(self) -> int:
         """Count one more generated token; return the row flags of the last token, and 0 for all others."""
         self.position += 1
         if self.position < len(self.tokens):
             return 0
-        return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0)
+        return FLAG_FORCED | (FLAG_BY_CAP if self.by_cap else 0) | (FLAG_BY_RESERVE if self.by_reserve else 0)
 
 
 class TextRun:
@@ -148,15 +163,17 @@ class LiveRequest:
     own_state: PhaseState
     opened_step: int
     ref: Any
-    # Cap from the settings; it applies until the first cap is decided for the request.
+    # Cap and answer reserve (0 for none) from the settings; they apply until the first cap is decided for the request.
     default_cap: int | None = None
+    default_reserve: int = 0
     cap: Cap | None = None
     ending: Ending | None = None
     # Tokens of the forced end in this step's masks, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
-    # The default cap ended thinking, before a cap was decided for the request.
+    # The default cap or reserve ended thinking, before a cap was decided for the request; and the detail of that end.
     capped: bool = False
+    capped_detail: str = ""
     rank: int | None = None
     # Step of the first report that has the request's current phase; a rank that was decided from an older report is for
     # the previous phase.
@@ -173,6 +190,8 @@ class LiveRequest:
     passed: tuple[int, int] = (0, 0)
     # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
+    # Number of thinking tokens at which an answer reserve in shadow would have ended thinking.
+    shadow_reserved: int = NEVER
     # Likeliest token after the end marker in the newest probe, and the number of probes in a row with this token.
     trial_answer: int = -1
     same_answer: int = 0
@@ -204,8 +223,15 @@ class LiveRequest:
     # ----------------------------------------------------------------------------------------------- caps and endings
 
     def set_cap(self, cap: Cap | None) -> None:
-        """Put a decided cap in force, or no cap if None; the default cap no longer applies."""
-        self.cap, self.default_cap = cap, None
+        """Put a decided cap in force, or no cap if None; the default cap and reserve no longer apply."""
+        self.cap, self.default_cap, self.default_reserve = cap, None, 0
+        self.shadow_reserved = NEVER
+
+    def note_shadow_reserve(self, think_tokens: int) -> None:
+        """Note where the answer reserve in shadow would end the thinking that the request is in, if it was not reached
+        before."""
+        if self.own_state.think_tokens < self.shadow_reserved:
+            self.shadow_reserved = think_tokens
 
     def mark_cap_reported(self) -> None:
         """Note that the outcome of the cap has been reported."""
@@ -228,10 +254,10 @@ class LiveRequest:
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
             self.ending.decision_id = decision_id
 
-    def rewrite_forced_end(self, tokens: tuple[int, ...]) -> None:
-        """Replace the tokens of a forced end of which no token has been generated."""
+    def rewrite_forced_end(self, tokens: tuple[int, ...], detail: str) -> None:
+        """Replace the tokens and the detail of a forced end of which no token has been generated."""
         if self.ending is not None:
-            self.ending.tokens = tokens
+            self.ending.tokens, self.ending.detail = tokens, detail
 
     def expect_forced_end(self, first_row: int, rows: int) -> dict[int, int]:
         """Note and return the next tokens of the forced end by row, from `first_row` on, for a step with `rows`
@@ -247,8 +273,9 @@ class LiveRequest:
 
     def complete_forced_end(self) -> None:
         """Note that all tokens of the forced end have been generated."""
-        by_default = self.cap is None and self.ending is not None and self.ending.decision_id == 0
-        self.ending, self.forced, self.capped = None, True, by_default
+        ending, self.ending = self.ending, None
+        self.forced, self.capped = True, self.cap is None and ending is not None and ending.decision_id == 0
+        self.capped_detail = ending.detail if ending is not None else ""
 
     def drop_forced_end(self) -> None:
         """Drop the forced end; tokens that were written into masks are not counted for it any more."""
@@ -309,13 +336,13 @@ class LiveRequest:
 
     # ------------------------------------------------------------------------------------------------------- tokens
 
-    def reread(self, state: PhaseState, default_cap: int | None, known_from: int) -> None:
+    def reread(self, state: PhaseState, default_cap: int | None, default_reserve: int, known_from: int) -> None:
         """Replace the state, because the request's tokens have been read with other markers. known_from: step of the
         first report that has the new phase."""
         self.own_state = state
         self.enter_phase(known_from)
-        # The default cap that the request began with may be from settings that are no longer in force.
-        self.default_cap = default_cap if self.cap is None else None
+        # The defaults that the request began with may be from settings that are no longer in force.
+        self.default_cap, self.default_reserve = (default_cap, default_reserve) if self.cap is None else (None, 0)
         self.own_boundary, self.passed = 0, (0, 0)
 
     def since_boundary(self, flags: int, most: int) -> int | None:
@@ -335,8 +362,9 @@ class LiveRequest:
             return 0
         if state.phase in (Phase.OUTPUT, Phase.UNKNOWN):
             return NEVER
-        shadow = cap.max_think_tokens if cap is not None and cap.shadow and not cap.reported else NEVER
-        return min(self.watch_from, shadow) - state.think_tokens - 1
+        if cap is None or not cap.shadow or cap.reported:
+            return self.watch_from - state.think_tokens - 1
+        return min(self.watch_from, cap.max_think_tokens, self.shadow_reserved) - state.think_tokens - 1
 
     @property
     def effective_rank(self) -> int:
@@ -344,11 +372,15 @@ class LiveRequest:
 
     @property
     def limit(self) -> int | None:
-        """Number of thinking tokens after which the agent forces an end, with or without a stream: the smallest cap in
-        force."""
+        """The smallest cap in force, in thinking tokens, with or without a stream; None for no cap."""
         policy = self.default_cap if self.cap is None else None if self.cap.shadow else self.cap.max_think_tokens
         own = self.info.max_think_tokens
         return policy if own is None else own if policy is None else min(own, policy)
+
+    @property
+    def reserve_tokens(self) -> int:
+        """The answer reserve in force, 0 for none."""
+        return self.default_reserve if self.cap is None else 0 if self.cap.shadow else self.cap.answer_reserve_tokens
 
 
 def share_step(sequences: list[LiveRequest], skipped: set[LiveRequest], step: int) -> None:

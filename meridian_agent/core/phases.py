@@ -54,6 +54,7 @@ FLAG_END = agent_pb2.TOKEN_FLAG_END
 FLAG_FROM_OUTPUT = agent_pb2.TOKEN_FLAG_FROM_OUTPUT
 FLAG_FORCED = agent_pb2.TOKEN_FLAG_FORCED
 FLAG_BY_CAP = agent_pb2.TOKEN_FLAG_BY_CAP
+FLAG_BY_RESERVE = agent_pb2.TOKEN_FLAG_BY_RESERVE
 FLAG_SENTENCE = agent_pb2.TOKEN_FLAG_SENTENCE
 FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
@@ -273,6 +274,13 @@ class PhaseState:
     text_run: int = 0
     # The start marker that opened the newest thinking; empty before the first.
     start: tuple[int, ...] = ()
+    # Number of generated tokens that belong to markers.
+    marker_tokens: int = 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens that the request has generated in a known phase."""
+        return self.think_tokens + self.output_tokens + self.marker_tokens
 
     def feed(self, token: int, markers: Markers) -> tuple[Phase, int]:
         """Advance by one token; return the phase that the token belongs to, and its row flags."""
@@ -327,6 +335,11 @@ class PhaseState:
         own = min(self.text_run, len(self.tail))
         return markers.ending_after(self.tail[len(self.tail) - own :], self.start)
 
+    def opening(self, markers: Markers) -> tuple[int, ...]:
+        """Return the rest of a start marker that the newest tokens may have begun; empty if they have not."""
+        own = min(self.text_run, len(self.tail))
+        return _longest_begun(markers.starts, self.tail[len(self.tail) - own :])[1]
+
     def may_be_in_marker(self, markers: Markers) -> bool:
         """Return whether the newest tokens are the beginning of a marker of several tokens."""
         return self.ending(markers) != markers.ending_of(self.start)
@@ -356,6 +369,7 @@ class PhaseState:
         """Uncount the marker's earlier tokens, which were counted as text when they were generated; return row
         flags."""
         length, self.text_run = min(length, self.text_run), 0
+        self.marker_tokens += length + 1
         if before is Phase.THINK:
             self.think_tokens -= length
             return length << TAKE_BACK_SHIFT

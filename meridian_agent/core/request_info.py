@@ -39,9 +39,9 @@ class Overrides(NamedTuple):
     complaint: str
 
 
-def info_of(request: Any, model: str, markers: Markers) -> RequestInfo:
+def info_of(request: Any, model: str, markers: Markers, max_model_len: int) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
-    adapter."""
+    adapter. max_model_len: tokens of prompt and output that the engine allows."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
     caps = own.max_think_tokens, budget_of(request.sampling_params, request.prompt_token_ids or (), markers)
     if own.complaint:
@@ -57,6 +57,7 @@ def info_of(request: Any, model: str, markers: Markers) -> RequestInfo:
         min_think_tokens=own.min_think_tokens,
         max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
         traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
+        context_tokens=max_model_len - request.num_prompt_tokens,
     )
 
 

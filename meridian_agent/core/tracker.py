@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.live_request import NEVER, LiveRequest, RequestInfo, TextRun, opened_row
 from meridian_agent.core.phases import Markers, Phase, PhaseState, begin
 from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
 from meridian_agent.core.token_cycles import LoopWatch
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ class Tracker:
         self.run = TextRun()
         self.loops = LoopWatch(tokens_per_step)
         self.supports_think_disable = True
+        # Cap and answer reserve (0 for none) of new requests.
         self.default_cap: int | None = None
+        self.default_reserve = 0
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
         # Requests that may need a forced token in the coming step, and preempted requests that wait. The requests are
@@ -39,8 +42,8 @@ class Tracker:
         self._answering_ids: frozenset[str] | None = frozenset()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
-        # Tokens that a request may generate beyond the next one before its cap is checked again, so caps are checked
-        # this much earlier.
+        # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
+        # checked this much earlier.
         self.lookahead = 0
         # Request ids of the newest step outside of a run; a run begins once two such steps in a row have the same
         # requests.
@@ -48,6 +51,16 @@ class Tracker:
         self._free: list[int] = []
         self._next_slot = 0
         self._last_step = 0
+
+    def use(self, markers: Markers) -> None:
+        """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
+        self.markers = markers
+        for live in self.by_id.values():
+            self.watch_limit(live)
+
+    def limit_new(self, cap: int | None, reserve: int, over: bool) -> None:
+        """Give new requests the settings' cap and answer reserve, but neither if the lease of caps is `over`."""
+        self.default_cap, self.default_reserve = (None, 0) if over else (cap, reserve)
 
     def open(self, info: RequestInfo, prompt: list[int], step: int, ref: Any) -> LiveRequest:
         """Start tracking a request that was just admitted to the engine."""
@@ -59,7 +72,8 @@ class Tracker:
         # Under asynchronous scheduling the engine's step number alone does not distinguish this record from the
         # previous one.
         step = max(step, self._last_step + 1)
-        live = LiveRequest(slot, info, state, step, ref, self.default_cap, preempted=preempted, run=self.run)
+        defaults = self.default_cap, self.default_reserve
+        live = LiveRequest(slot, info, state, step, ref, *defaults, preempted=preempted, run=self.run)
         if preempted:
             self.preempted[live] = None
         self.by_id[info.request_id] = self.by_slot[slot] = live
@@ -73,7 +87,7 @@ class Tracker:
         """Replace the state of a tracked request, because its tokens have been read with other markers."""
         self.run.end()
         self._count(live.own_state.phase, -1)
-        live.reread(state, self.default_cap, self._last_step + 1)
+        live.reread(state, self.default_cap, self.default_reserve, self._last_step + 1)
         self._count(state.phase, 1)
         self.reorder = self.record.urgent = True
         self.watch_limit(live)
@@ -110,10 +124,13 @@ class Tracker:
             self.answering += by
 
     def watch_limit(self, live: LiveRequest) -> None:
-        """Add a thinking request to `due` if it is near its cap or being ended, and remove it otherwise."""
+        """Add a thinking request to `due` if it is near its limit or being ended, and remove it otherwise."""
         self.run.end()
-        limit = live.limit
-        live.watch_from = NEVER if limit is None else limit - self.lookahead
+        limit = limit_in(live, live.state, self.markers)
+        early = self.lookahead if limit is None else self.lookahead + may_lengthen(self.markers, limit)
+        live.watch_from = NEVER if limit is None else limit.tokens - early
+        if live.state.phase is Phase.THINK:
+            watch_shadow(live, self.markers)
         if live.state.phase is Phase.THINK and (live.ending or live.state.think_tokens >= live.watch_from):
             self.due[live] = None
         else:

@@ -68,9 +68,9 @@ class Agent:
         self.blocks = KvBlocks(directives, facts.tool_call)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
-        # Cap of new requests; parts of the directives whose lease has run out; whether the engine is frozen.
+        # Cap and answer reserve of new requests; parts of the directives whose lease has run out.
         self.default_cap: int | None = None
-        self._lapsed = 0
+        self.default_reserve = self._lapsed = 0
         self.frozen = False
         # The settings and markers that this agent obeys, as the lease held them.
         self._obeyed: tuple[agent_pb2.Settings, Markers] | None = None
@@ -93,11 +93,13 @@ class Agent:
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey these settings from now on."""
-        was_known, self.tracker.markers = self.tracker.markers.known, markers
+        was_known = self.tracker.markers.known
+        self.tracker.use(markers)
         self.tracker.supports_think_disable = settings.supports_think_disable
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
-        self.tracker.default_cap = None if self._lapsed & CAPS else self.default_cap
+        self.default_reserve = settings.answer_reserve_tokens
+        self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
         self.observe_entropy, self.tracker.loops.enabled = settings.observe_entropy, settings.find_loops
         if markers.known != was_known:
             self._read_anew()
@@ -157,7 +159,7 @@ class Agent:
             logger.info("meridian: no longer frozen")
             self.link.outbox.resync()
         self._lapsed, self.frozen = lapsed, frozen
-        self.tracker.default_cap = None if lapsed & CAPS else self.default_cap
+        self.tracker.limit_new(self.default_cap, self.default_reserve, bool(lapsed & CAPS))
 
     # ------------------------------------------------------------------------------------------------ request events
 
@@ -191,7 +193,7 @@ class Agent:
                 self.tracker.reread(live, state)
                 self.link.outbox.resync()
             elif request.sampling_params is not None and live is None:
-                info = request_info.info_of(request, self.facts.model, self.tracker.markers)
+                info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler.max_model_len)
                 waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:

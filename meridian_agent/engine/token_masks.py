@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.think_limit import is_limited, limit_in, may_lengthen
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
 if TYPE_CHECKING:
@@ -29,14 +30,14 @@ class TokenMasks:
     def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
         """Return whether a scheduled request may need a forced token once the previous step's output has been
         processed."""
-        near = (live for live in self._tracker.due if live.info.request_id in scheduled and _end_is_near(live))
+        near = (live for live in self._tracker.due if live.info.request_id in scheduled and self._end_is_near(live))
         return any(self._may_end(live, _under_way(live)) and not self._is_under_way(live) for live in near)
 
     def drop_unknown_drafts(self) -> None:
-        """Remove draft tokens that only the workers know from requests near their cap, because such a draft token may
+        """Remove draft tokens that only the workers know from requests near their limit, because such a draft token may
         be the model's own end marker."""
         for live in self._tracker.due:
-            if live.limit is not None and any(token < 0 for token in live.ref.spec_token_ids):
+            if is_limited(live) and any(token < 0 for token in live.ref.spec_token_ids):
                 # The request gets a new list, because vLLM shares its list between many requests.
                 live.ref.spec_token_ids = []
 
@@ -74,13 +75,21 @@ class TokenMasks:
             return False
         return live.ending.position + len(live.expected) == len(live.ending.tokens)
 
+    def _end_is_near(self, live: LiveRequest) -> bool:
+        """Return whether a due request's thinking may have to end in the step that was just scheduled, however many
+        tokens the previous step brings."""
+        limit = limit_in(live, live.state, self._tracker.markers)
+        most = live.state.think_tokens + _under_way(live)
+        near = limit is not None and most >= limit.tokens - may_lengthen(self._tracker.markers, limit)
+        return live.ending is not None or near
+
     def _drafted_to_think(self, output: Any) -> list[LiveRequest]:
-        """Return the requests that do not think now but may begin to think within their draft tokens, where a cap may
+        """Return the requests that do not think now but may begin to think within their draft tokens, where a limit may
         be reached."""
         found = []
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             live = self._tracker.by_id.get(request_id)
-            if live is None or live.limit is None or live.state.phase is Phase.THINK:
+            if live is None or not is_limited(live) or live.state.phase is Phase.THINK:
                 continue
             if not self._tracker.markers.by_last.keys().isdisjoint(drafts):
                 found.append(live)
@@ -110,13 +119,6 @@ def _under_way(live: LiveRequest) -> int:
     """Return how many tokens may still come before the last token of the step that was just scheduled: the previous
     step's tokens, and the draft tokens of both steps."""
     return max(0, int(live.ref.num_output_placeholders) - 1)
-
-
-def _end_is_near(live: LiveRequest) -> bool:
-    """Return whether a due request's thinking may have to end in the step that was just scheduled, however many tokens
-    the previous step brings."""
-    most = live.state.think_tokens + _under_way(live)
-    return live.ending is not None or (live.limit is not None and most >= live.limit)
 
 
 def _grammar_allows(output: Any, base: Any, request_id: str, tokens: dict[int, int]) -> bool:

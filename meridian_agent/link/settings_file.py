@@ -45,7 +45,7 @@ class StateFile:
         """Read the settings from the file; None if it has no settings that this engine can use.
 
         A policy section with a lease of its own is an experiment, which must end if the engine restarts without the
-        control plane: so the cap of such a section is left out.
+        control plane: so the cap and the answer reserve of such a section are left out.
         """
         try:
             if self.path.stat().st_size > MAX_BYTES:
@@ -59,6 +59,7 @@ class StateFile:
             return None
         if settings.scheduler_lease_ms:
             settings.ClearField("max_think_tokens")
+            settings.ClearField("answer_reserve_tokens")
         return settings
 
     def _settings_of(self, kept: Any) -> Any:

@@ -52,6 +52,7 @@ ENGINE: Table = {
         "connector_prefix_cache_stats",
         "kv_cache_config",
         "kv_cache_manager",
+        "max_model_len",
         "max_num_running_reqs",
         "max_num_scheduled_tokens",
         "num_spec_tokens",

@@ -284,6 +284,8 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
         limit, name = made.life.opened.max_think_tokens, "own max_think_tokens"
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
+    if cap is not None and (reserve := policy.scheduler.answer_reserve_tokens):
+        yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
 
 
 def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

@@ -135,6 +135,8 @@ class Decision:
     request_id: str = ""
     # Newest reported step of the engine when the decision was made.
     step: int = 0
+    # The cap that a decision of kind cap sets, in thinking tokens; 0 otherwise.
+    cap_tokens: int = 0
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
     think_tokens: int = 0

@@ -29,6 +29,7 @@ NEEDS = {
         "min_prefill_tokens": "dispatch",
         "long_think_tokens": "dispatch",
         "max_think_tokens": "force_end",
+        "answer_reserve_tokens": "force_end",
         "soft_think_tokens": "token_entropy",
         "empty_answer_extension_tokens": "eat_probe",
     },

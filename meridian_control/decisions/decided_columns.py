@@ -35,9 +35,11 @@ class DecidedColumns(Columns):
         """Forget the tiers that were sent, so that all tiers are sent again."""
         self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
 
-    def note_cap(self, slot: int, cap: int, shadow: bool) -> None:
-        """Note the cap that holds for a request, NO_CAP for none. shadow: whether the agent only counts the cap."""
+    def note_cap(self, slot: int, cap: int, shadow: bool, reserve: int) -> None:
+        """Note the cap that holds for a request, NO_CAP for none, and the answer reserve, 0 for none. shadow: whether
+        the agent only counts both."""
         self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
+        self.answer_reserve_tokens[slot] = reserve
 
     def extend_caps(self, requests: NDArray[np.bool_]) -> None:
         """Note the requests whose cap was extended because the answer would be empty. requests: mask, [slots]."""

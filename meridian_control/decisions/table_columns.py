@@ -79,6 +79,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "tier": (np.uint8, 0),
     "max_think_tokens": (np.int64, UNTOLD),
     "cap_shadow": (bool, False),
+    # Answer reserve that was sent with the cap, 0 for none.
+    "answer_reserve_tokens": (np.int64, 0),
     # Whether thinking has ended at least once; whether its newest end was forced.
     "ended": (bool, False),
     "forced": (bool, False),
@@ -152,6 +154,7 @@ class Columns:
     tier: NDArray[np.uint8]
     max_think_tokens: NDArray[np.int64]
     cap_shadow: NDArray[np.bool_]
+    answer_reserve_tokens: NDArray[np.int64]
     ended: NDArray[np.bool_]
     forced: NDArray[np.bool_]
     reentered: NDArray[np.bool_]

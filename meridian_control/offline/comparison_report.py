@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.offline.policy_comparison import NATURAL, UNKNOWN, changed
+from meridian_control.offline.policy_comparison import NATURAL, RESERVE, UNKNOWN, changed
 from meridian_control.policy.diff import diff
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ def unknowns(found: Difference) -> list[str]:
         sentences.append(
             f"EAT: samples exist only at recorded places. {asked - answered} of the {asked} probes that the new "
             f"policy asks for have no sample, so its EAT rule may fire less often in this replay than it would live."
+        )
+    if any(o.after.reason == RESERVE and o.recorded.reason != RESERVE for o in found.outcomes):
+        sentences.append(
+            "Answer reserve: a recording has neither the model's context nor the length of a forced end, so the replay "
+            "takes max_tokens as the limit and one token as the end."
         )
     if gone_on:
         sentences.append(

@@ -15,10 +15,10 @@ import numpy as np
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import MeridianError
 from meridian_control.decisions import moments
-from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_FORCED
+from meridian_control.decisions.token_rows import FLAG_FORCED
 from meridian_control.offline.policy_replay import ReplayResult, SessionReplay, ThinkEnd
 from meridian_control.offline.trace_file import FileError, read
-from meridian_control.session.think_ends import FINISHED
+from meridian_control.session.think_ends import FINISHED, by_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Reasons for an end of thinking, besides the names of the rules.
-NATURAL, UNKNOWN, UNENDED, CAP = "natural", "unknown", "unended", "hard_cap"
+NATURAL, UNKNOWN, UNENDED, CAP, RESERVE = "natural", "unknown", "unended", "hard_cap", "answer_reserve"
 BY_ITSELF = (NATURAL, UNENDED, UNKNOWN)
+# Tokens that a forced end is assumed to have: a trace does not say how many the engine's end marker has.
+MARKER_TOKENS = 1
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Difference:
             request = session.requests.get(change.slot)
             if change.kind == "think_end" and request is not None and request.end is None:
                 forced = request.forced_by if change.flags & FLAG_FORCED else NATURAL
-                request.end = ThinkEnd(CAP if change.flags & FLAG_BY_CAP else forced, change.think_tokens)
+                request.end = ThinkEnd(by_limit(change.flags) or forced, change.think_tokens)
         for closed in report.closed:
             if (request := session.requests.pop(closed.slot, None)) is not None:
                 self._close(session, request, closed, int(table.think_tokens[closed.slot]))
@@ -193,7 +195,7 @@ class Difference:
             return
         recorded = request.end or ThinkEnd(UNENDED, think_tokens)
         before, after = (run.fates.pop(closed.slot, ReplayResult()) for run in session.runs)
-        before_end, after_end = (_end(request.opened, recorded, fate) for fate in (before, after))
+        before_end, after_end = (_end(request.opened, recorded, fate, before) for fate in (before, after))
         who = request.opened.request_id, session.engine_id
         self.outcomes.append(ComparedRequest(*who, recorded, before_end, after_end, (before, after)))
 
@@ -226,24 +228,46 @@ class Difference:
             self.samples[side] += run.samples
 
 
-def _end(opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult) -> ThinkEnd:
-    """Return the end of thinking under a policy: by a force, by the cap, or by the model itself."""
+def _end(
+    opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult, recorded_fate: ReplayResult
+) -> ThinkEnd:
+    """Return the end of thinking under a policy: by a force, by the cap, by the answer reserve, or by the model."""
     length = recorded.think_tokens
     caps = [fate.cap_tokens] if fate.cap_tokens is not None and not fate.cap_shadow else []
     # The agent enforces a request's own cap even if the policy's caps are in shadow.
     caps += [opened.max_think_tokens] if opened.HasField("max_think_tokens") else []
-    force, cap = fate.force, min(caps, default=None)
+    limits = [ThinkEnd(CAP, cap) for cap in caps]
+    if fate.reserve_tokens and not fate.cap_shadow:
+        limits.append(ThinkEnd(RESERVE, _reserved_at(opened, recorded, fate, recorded_fate)))
+    force, limit = fate.force, min(limits, key=lambda end: end.think_tokens, default=None)
     by_itself = recorded.reason in (NATURAL, UNENDED)
     if (
-        cap is not None
-        and (force is None or cap <= force.think_tokens)
-        and (cap < length or (cap == length and recorded.reason == CAP))
+        limit is not None
+        and (force is None or limit.think_tokens <= force.think_tokens)
+        and (limit.think_tokens < length or limit == recorded)
     ):
-        return ThinkEnd(CAP, cap)
+        return limit
     # A force that is decided from the last thinking token comes too late if the model itself ends thinking there.
     if force is not None and (force.think_tokens < length or not by_itself):
         return force
     return recorded if by_itself else ThinkEnd(UNKNOWN, length)
+
+
+def _reserved_at(
+    opened: agent_pb2.RequestOpened, recorded: ThinkEnd, fate: ReplayResult, recorded_fate: ReplayResult
+) -> int:
+    """Return the number of thinking tokens at which the answer reserve of a policy ends thinking.
+
+    The number is exact if a reserve ended the recorded thinking too. Otherwise it assumes that only max_tokens limits
+    the request, and that the forced end has MARKER_TOKENS.
+    """
+    if recorded.reason == RESERVE:
+        larger = fate.reserve_tokens - recorded_fate.reserve_tokens
+        if larger > 0 and opened.max_tokens <= recorded_fate.reserve_tokens + MARKER_TOKENS:
+            # Already the recorded reserve did not fit, so the recorded thinking ended as soon as it could.
+            larger = 0
+        return max(0, recorded.think_tokens - larger)
+    return max(0, opened.max_tokens - fate.reserve_tokens - MARKER_TOKENS)
 
 
 def _reordered(before: SessionReplay, after: SessionReplay) -> tuple[int, int]:

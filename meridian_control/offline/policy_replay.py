@@ -49,12 +49,14 @@ class ThinkEnd(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The decisions of one policy for one request. `cap_tokens` is the newest cap, None for no cap."""
+    """The decisions of one policy for one request. `cap_tokens` is the newest cap, None for no cap, and
+    `reserve_tokens` the answer reserve that came with it."""
 
     force: ThinkEnd | None = None
     shadowed: dict[str, int] = field(default_factory=dict)
     cap_tokens: int | None = None
     cap_shadow: bool = False
+    reserve_tokens: int = 0
 
 
 class ReplayedShare(NamedTuple):
@@ -346,7 +348,7 @@ class SessionReplay:
             return
         if made.kind == "cap":
             fate.cap_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
-            fate.cap_shadow = message.shadow
+            fate.cap_shadow, fate.reserve_tokens = message.shadow, message.answer_reserve_tokens
         elif made.kind == "force":
             place = ThinkEnd(reason_name(message.reason), int(self.session.table.think_tokens[made.slot]))
             if message.shadow:

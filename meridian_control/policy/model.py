@@ -45,6 +45,7 @@ PER_REQUEST = {
         "soft_think_tokens",
         "soft_close_rank",
         "empty_answer_extension_tokens",
+        "answer_reserve_tokens",
     ),
     "entropy": (
         "enabled",

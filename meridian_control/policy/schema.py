@@ -111,6 +111,16 @@ class SchedulerPolicy(Section):
         "no rule ends the request's thinking while its answer would be empty. 0 switches the extension off.",
         json_schema_extra=advice("Set it to a few hundred if capped requests return empty answers."),
     )
+    answer_reserve_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Answer reserve: thinking ends early enough that at least this many tokens of the request's "
+        "max_tokens and of the model's context are left for the answer; 0 reserves none.",
+        json_schema_extra=_advice(
+            "Set it to the length of a long answer if requests reach max_tokens while they still think."
+        ),
+    )
     lease_ms: SectionLease = 0
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
     min_think_tokens: int = Field(

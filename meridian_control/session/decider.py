@@ -99,8 +99,10 @@ class Decider:
         table.extend_caps(extend)
         for slot in np.flatnonzero(table.live & (self.review | extend | (table.max_think_tokens == UNTOLD))).tolist():
             cap = self._cap(policy, slot)
-            if (cap, shadow) != (table.max_think_tokens[slot], table.cap_shadow[slot]):
-                self._tell_cap(slot, cap, shadow, "empty_answer" if extend[slot] else "hard_cap", out)
+            reserve = self._groups.of(slot).scheduler.answer_reserve_tokens if cap != NO_CAP else 0
+            told = table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]
+            if (cap, shadow, reserve) != told:
+                self._tell_cap(slot, (cap, shadow, reserve), "empty_answer" if extend[slot] else "hard_cap", out)
 
     def _cap(self, policy: Policy, slot: int) -> int:
         info = self._table.info[slot]
@@ -109,15 +111,17 @@ class Decider:
             return NO_CAP
         return termination.cap(self._groups.of(slot).scheduler, info, bool(self._table.extended[slot]))
 
-    def _tell_cap(self, slot: int, cap: int, shadow: bool, why: str, out: Out) -> None:
-        table = self._table
+    def _tell_cap(self, slot: int, limits: tuple[int, bool, int], why: str, out: Out) -> None:
+        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""
+        table, (cap, shadow, reserve) = self._table, limits
         first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
-        table.note_cap(slot, cap, shadow)
+        table.note_cap(slot, cap, shadow, reserve)
         if table.closing[slot]:
             return
         if cap != NO_CAP:
-            made = self._ledger.make("cap", why, slot, shadow)
-            out.caps.add(decision_id=made, slot=slot, max_think_tokens=cap, shadow=shadow)
+            made = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
+            told = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
+            out.caps.add(decision_id=made, slot=slot, shadow=shadow, **told)
         elif not first:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)
 

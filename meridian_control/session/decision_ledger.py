@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
 from meridian_control.session.shadow_comparison import SECTIONS
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from meridian_control.session.effective_policies import Groups
     from meridian_control.session.shadow_comparison import Comparison
 
+# Name of the answer reserve as the reason for an end of thinking.
+ANSWER_RESERVE = reason_name(agent_pb2.FORCE_REASON_ANSWER_RESERVE)
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 # Kinds of decision that the agent applies when they arrive. Caps and probes wait for their token, tiers for the end of
@@ -59,15 +61,17 @@ class Ledger:
         slot: int | None = None,
         shadow: bool = False,
         seen: tuple[Seen, int] | None = None,
+        *,
+        cap_tokens: int = 0,
     ) -> int:
         """Make a decision and return its id.
 
         seen: the table or moments with the signals that the decision is based on, and the index in them; None for the
-        current state of the request.
+        current state of the request. cap_tokens: the cap that a decision of kind cap sets.
         """
         self.made += 1
         info = self._table.info[slot] if slot is not None else None
-        made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step)
+        made = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
         self.open[made.decision_id] = made
         if self._journal is not None and slot is not None:
             self._journal.decided(
@@ -140,11 +144,14 @@ class Ledger:
             self._carried_out(decision, name == "shadowed", think_tokens)
 
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
+        # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.
+        by_reserve = shadowed and think_tokens < decision.cap_tokens
+        reason = ANSWER_RESERVE if by_reserve else decision.reason
         if shadowed:
-            self._totals.ends[f"{decision.reason}_shadowed"] += 1
+            self._totals.ends[f"{reason}_shadowed"] += 1
         if decision.slot is not None and self.concerns(decision):
             self.last[decision.slot] = decision
-            if shadowed and decision.kind == "force":
-                self._shadow.fired(decision.slot, decision.reason, think_tokens)
-                if self._table.control[decision.slot] and SECTIONS.get(decision.reason) == "entropy":
+            if shadowed and (decision.kind == "force" or by_reserve):
+                self._shadow.fired(decision.slot, reason, think_tokens)
+                if self._table.control[decision.slot] and SECTIONS.get(reason) == "entropy":
                     self._table.note_stop(decision.slot, think_tokens)

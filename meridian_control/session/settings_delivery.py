@@ -111,4 +111,5 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     )
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         made.max_think_tokens = policy.scheduler.max_think_tokens
+        made.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens
     return made

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Policy section of each rule, by the rule's reason.
 SECTIONS = {
-    **dict.fromkeys(("soft_close", "hard_cap"), "scheduler"),
+    **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
     "loop": "loop",
 }

@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
-from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_END, FLAG_FORCED
+from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -36,7 +36,7 @@ class ThinkEnds:
     def count(self, slot: int, flags: int, think_tokens: int) -> str:
         """Count an end of a live request's thinking after `think_tokens` thinking tokens; return the reason."""
         table, forced = self._table, bool(flags & FLAG_FORCED)
-        reason = "hard_cap" if flags & FLAG_BY_CAP else self._rule(slot, think_tokens) if forced else "natural"
+        reason = by_limit(flags) or (self._rule(slot, think_tokens) if forced else "natural")
         self._totals.ends[reason] += 1
         if table.ended[slot]:
             self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
@@ -48,7 +48,7 @@ class ThinkEnds:
         flags = np.fromiter(tokens.flags, np.int64, len(tokens.flags))
         for row in np.flatnonzero(flags & FLAG_END).tolist():
             if not self._table.holds(tokens.slot[row]):
-                self._totals.ends["hard_cap" if flags[row] & FLAG_BY_CAP else "natural"] += 1
+                self._totals.ends[by_limit(int(flags[row])) or "natural"] += 1
 
     def _rule(self, slot: int, think_tokens: int) -> str:
         """Return the rule that ended a request's thinking, and count the tokens that were left before the cap."""
@@ -79,6 +79,14 @@ class ThinkEnds:
         usual = self._usual_answers
         is_long = len(usual) >= MIN_ANSWERS and length > LONG_ANSWER * statistics.median(usual)
         return "long" if is_long else "answered"
+
+
+def by_limit(flags: int) -> str:
+    """Return the limit that ended thinking, by the flags of the end's row: hard_cap or answer_reserve; empty if a rule
+    or the model ended it."""
+    if flags & FLAG_BY_RESERVE:
+        return "answer_reserve"
+    return "hard_cap" if flags & FLAG_BY_CAP else ""
 
 
 def how(forced: bool) -> str:

@@ -133,7 +133,8 @@ THINKING = (
         "meridian_think_ends_total",
         ("reason",),
         "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided.",
-        "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated.",
+        "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated. Mostly `answer_reserve`: "
+        "clients set `max_tokens` too low for the thinking, or the reserve is too large.",
     ),
     _counter(
         "meridian_tokens_saved_against_cap_total",

@@ -38,7 +38,7 @@ class Told:
     """The values that the control plane last sent for one slot."""
 
     request_id: str
-    cap: tuple[int | None, bool] | None = None
+    cap: tuple[int | None, bool, int] | None = None
     rank: int | None = None
     tier: tuple[int, bool] | None = None
     forced: bool = False
@@ -92,7 +92,8 @@ class StreamChecker:
     def _directives(self, directives: agent_pb2.Directives) -> None:
         self._ids(directives)
         for cap in directives.caps:
-            now = (cap.max_think_tokens if cap.HasField("max_think_tokens") else None, cap.shadow)
+            tokens = cap.max_think_tokens if cap.HasField("max_think_tokens") else None
+            now = (tokens, cap.shadow, cap.answer_reserve_tokens)
             told = self.told[cap.slot]
             assert self.capabilities.force_end
             assert told.cap != now, f"cap of slot {cap.slot} told twice"

@@ -50,9 +50,10 @@ class FakeEngine:
         prompt: Sequence[int] = (START,),
         own_cap: int | None = None,
         tenant: str = "tenant",
+        max_tokens: int = 1000,
         **own: Any,
     ) -> LiveRequest:
-        info = RequestInfo(name, "model", tenant, "slo", len(prompt), 1000, own_cap, **own)
+        info = RequestInfo(name, "model", tenant, "slo", len(prompt), max_tokens, own_cap, **own)
         ref = SimpleNamespace(is_prefill_chunk=False, num_computed_tokens=len(prompt))
         return self.tracker.open(info, list(prompt), self.step, ref)
 

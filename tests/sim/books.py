@@ -14,8 +14,9 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
 from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
+from tests.sim.engine import CONTEXT
 from tests.sim.steps import Steps
-from tests.sim.watched import Watched
+from tests.sim.watched import Limits, Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,21 +97,23 @@ class EngineBooks:
 
         directives.accept, directives.new_stream = watched_accept, watched_new_stream
 
-    def open(self, request_id: str, prompt: list[int], own_cap: int | None) -> None:
+    def open(self, request_id: str, prompt: list[int], max_tokens: int, own_cap: int | None) -> None:
         if self.link is None:
             return
         tracker = self.engine.scheduler._lifecycle.agent.tracker
         state = begin(tracker.markers, prompt, tracker.supports_think_disable)
         known = self.engine.agent is not None
-        self.requests[request_id] = Watched(request_id, own_cap, self._default_cap(), state, tracker.markers, known)
+        most, default = min(max_tokens, CONTEXT - len(prompt)), self._default_limits()
+        self.requests[request_id] = Watched(request_id, most, own_cap, default, state, tracker.markers, known)
 
-    def _default_cap(self) -> int | None:
-        """Return the cap of a request without a decision, under the settings that were put in force last."""
+    def _default_limits(self) -> Limits:
+        """Return the limits of a request without a decision, under the settings that were put in force last."""
         agent = self.engine.agent
         if agent is None or agent._lapsed & CAPS or not self._obeyed:
-            return None
+            return Limits()
         settings = self._obeyed[-1]
-        return settings.max_think_tokens if settings.HasField("max_think_tokens") else None
+        cap = settings.max_think_tokens if settings.HasField("max_think_tokens") else None
+        return Limits(cap, settings.answer_reserve_tokens)
 
     # ----------------------------------------------------------------------------------------------------- decisions
 
@@ -125,7 +128,9 @@ class EngineBooks:
         tracker, made = self.engine.agent.tracker, self.invariants.made
         for cap in message.caps:
             if watched := self._meant(cap.decision_id):
-                watched.cap = (cap.max_think_tokens if cap.HasField("max_think_tokens") else None), cap.shadow
+                has_cap = cap.HasField("max_think_tokens")
+                limits = Limits(cap.max_think_tokens, cap.answer_reserve_tokens) if has_cap else Limits()
+                watched.cap = limits, cap.shadow
         for force in message.forces:
             watched = self._meant(force.decision_id)
             if watched and not force.shadow and watched.state.phase is Phase.THINK:
@@ -176,7 +181,7 @@ class EngineBooks:
 
     def _adopted(self, watched: Watched, tr: Any) -> None:
         """Check a request that a returned agent has read again against these records."""
-        watched.adopted(self._default_cap())
+        watched.adopted(self._default_limits())
         ours, read = watched.state, tr.state
         if not watched.unsure and watched.markers == self.engine.agent.tracker.markers:
             told = [(s.phase, s.think_tokens, s.output_tokens) for s in (ours, read)]
@@ -187,10 +192,14 @@ class EngineBooks:
         if watched is None:
             assert not forced
             return
+        self._sampled(watched, token, forced)
+        watched.generated += 1
+
+    def _sampled(self, watched: Watched, token: int, forced: bool) -> None:
         if self.engine.agent is None:
             watched.forget()
         if not watched.known:
-            assert not forced, f"{request_id} is forced by an agent that does not know it"
+            assert not forced, f"{watched.request_id} is forced by an agent that does not know it"
             watched.state.feed(token, watched.markers)
             return
         self.forced_tokens += forced
@@ -229,7 +238,7 @@ class EngineBooks:
         self._forget_forces(lapsed)
         if lapsed & CAPS:
             for watched in self.requests.values():
-                watched.cap = watched.default_cap = None
+                watched.cap, watched.default = None, Limits()
         if lapsed & RULES:
             assert not agent.directives.probes, "probes wait past the lease"
         if lapsed & ORDER:

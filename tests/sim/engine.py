@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MODEL = Path(__file__).parent.parent / "data" / "maze-qwen3"
 BLOCK = 8
 DRAFTS = 2
+# Largest number of tokens of a prompt and its output.
+CONTEXT = 160
 MASK = (1 << 64) - 1
 
 
@@ -85,7 +87,7 @@ def _base(drafts: int) -> VllmConfig:
         served_model_name="m",
         enforce_eager=True,
         dtype="float32",
-        max_model_len=160,
+        max_model_len=CONTEXT,
         num_gpu_blocks_override=64,
         reasoning_parser="qwen3",
         **extra,
@@ -364,7 +366,7 @@ class Engine:
             tokens.append(token)
             stops = token == self.model.stop or (
                 request is not None
-                and len(self.model.tokens[request_id]) >= request.num_prompt_tokens + request.max_tokens
+                and len(self.model.tokens[request_id]) >= min(request.num_prompt_tokens + request.max_tokens, CONTEXT)
             )
             if stops or (row < len(drafts) and drafts[row] != token):
                 break

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Outcome
-from meridian_agent.core.phases import FLAG_END, FLAG_FORCED
+from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -133,8 +133,9 @@ class Invariants:
             allowed = {own.max_think_tokens, own.max_think_tokens + own.empty_answer_extension_tokens}
             if info.HasField("max_think_tokens"):
                 allowed = {min(info.max_think_tokens, tokens) for tokens in allowed}
-            told = cap.max_think_tokens
+            told, reserve = cap.max_think_tokens, cap.answer_reserve_tokens
             assert told in allowed, f"{info.request_id} is capped at {told} tokens; the policy says {sorted(allowed)}"
+            assert reserve == own.answer_reserve_tokens, f"{info.request_id} has a reserve of {reserve} tokens"
 
     def heard(self, session: Session | None, counters: dict[str, float], message: agent_pb2.ConnectRequest) -> None:
         """Check a message that the control plane is about to receive.
@@ -150,6 +151,7 @@ class Invariants:
         if given.free.isdisjoint(live | {request.request_id for request in message.step.opened}):
             for flags in message.step.tokens.flags:
                 assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
+                assert not flags & FLAG_BY_RESERVE or flags & FLAG_BY_CAP, "a reserve ends thinking outside of a cap"
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
             name = Outcome(outcome.outcome).name

@@ -21,6 +21,7 @@ QUEUES, PROBING, MASKS = (
 )
 ACCOUNTS, BLOCKS = "meridian_agent/engine/step_accounting.py", "meridian_agent/engine/kv_blocks.py"
 OUTBOX, LIVE = "meridian_agent/link/outbox.py", "meridian_agent/core/live_request.py"
+LIMIT, PHASES = "meridian_agent/core/think_limit.py", "meridian_agent/core/phases.py"
 TRACKER, MESSAGES, SHARE = (
     "meridian_agent/core/tracker.py",
     "meridian_agent/link/messages.py",
@@ -264,15 +265,51 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cap one token late",
-        DIRECTIVES,
-        "            if state.phase is Phase.THINK and state.think_tokens >= limit:\n                return row",
-        "            if state.phase is Phase.THINK and state.think_tokens > limit:\n                return row",
+        LIMIT,
+        "state.phase is Phase.THINK and state.think_tokens >= limit.tokens:\n            return row",
+        "state.phase is Phase.THINK and state.think_tokens > limit.tokens:\n            return row",
     ),
     Mutant(
         "cap not seen within drafts",
-        DIRECTIVES,
-        "            state.feed(drafts[row], self._tracker.markers)\n",
-        "            return None\n",
+        LIMIT,
+        "        state.feed(drafts[row], markers)\n    return None",
+        "        return None\n    return None",
+    ),
+    Mutant(
+        "reserve one token short",
+        LIMIT,
+        "    left = most_tokens - reserve_tokens - _room(state, markers) - state.generated_tokens\n",
+        "    left = most_tokens - reserve_tokens - _room(state, markers) - state.generated_tokens + 1\n",
+    ),
+    Mutant(
+        "reserve without room for the closing text",
+        LIMIT,
+        "    whole = len(markers.ending_of(state.start))\n",
+        "    whole = len(markers.end_of(state.start))\n",
+    ),
+    Mutant(
+        "reserve does not count markers",
+        PHASES,
+        "        self.marker_tokens += length + 1\n",
+        "",
+    ),
+    Mutant(
+        "reserve of max_tokens only",
+        LIVE,
+        "        return min(self.max_tokens, self.context_tokens)\n",
+        "        return self.max_tokens\n",
+    ),
+    Mutant(
+        "no reserve before the first decision",
+        AGENT,
+        "        self.default_reserve = settings.answer_reserve_tokens\n",
+        "        self.default_reserve = 0\n",
+    ),
+    Mutant(
+        "a shadowed reserve is applied",
+        LIVE,
+        "self.cap is None else 0 if self.cap.shadow else self.cap.answer_reserve_tokens",
+        "self.cap is None else self.cap.answer_reserve_tokens",
     ),
     Mutant(
         "drafts that are not known kept near a cap",

@@ -28,6 +28,7 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "soft_think_tokens": (0, 0, 3, 10, 25),
     "soft_close_rank": (1, 5, 20),
     "empty_answer_extension_tokens": (0, 0, 1, 7, 20),
+    "answer_reserve_tokens": (0, 0, 1, 5, 30, 200),
     "long_think_tokens": (5, 20, 60),
     "think_tpot_budget_ms": (10.0, 40.0, 80.0, 400.0),
     "output_tpot_budget_ms": (1.0, 5.0, 20.0),

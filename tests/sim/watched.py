@@ -7,7 +7,7 @@ shape, and of the agent only the phase machine. `books` passes the decisions on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import Markers, Phase, PhaseState
 
@@ -17,21 +17,36 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 40
 
 
+class Limits(NamedTuple):
+    """Limits of a request's thinking: a cap in thinking tokens, and an answer reserve, 0 for none."""
+
+    cap: int | None = None
+    reserve: int = 0
+
+
+NO_LIMITS = Limits(NO_LIMIT)
+
+
 @dataclass
 class Watched:
     request_id: str
+    # Tokens that the request may generate, by its max_tokens and by the context.
+    most_tokens: int
     own_cap: int | None
-    default_cap: int | None
+    default: Limits
     state: PhaseState
     markers: Markers
     # Whether the agent tracks the request; False if the agent was off when the request came and has not read it since.
     known: bool = True
-    cap: tuple[int | None, bool] | None = None
+    # The newest decided cap with its answer reserve, and whether it is in shadow; None before the first decision.
+    cap: tuple[Limits, bool] | None = None
+    # Tokens that the request has generated.
+    generated: int = 0
     # The part of the directives (ORDER, RULES or OPERATOR) of an accepted force that has not begun, or 0.
     force: int = 0
     ending_left: int = 0
     # Limits when the last two sets of masks were made, newest last.
-    limits: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
+    limits: tuple[Limits, Limits] = (NO_LIMITS, NO_LIMITS)
     # Whether markers changed during the request, so that its counts cannot be checked.
     unsure: bool = False
     # The step of the newest token, whether a phase of thinking began in it, and whether one began in the step before.
@@ -44,16 +59,24 @@ class Watched:
 
     def forget(self) -> None:
         """Note that the agent is off, which voids its decisions for this request."""
-        self.known, self.cap, self.default_cap, self.force, self.ending_left = False, None, None, 0, 0
+        self.known, self.cap, self.default, self.force, self.ending_left = False, None, Limits(), 0, 0
         self.joins()
 
-    def adopted(self, default_cap: int | None) -> None:
+    def adopted(self, default: Limits) -> None:
         """Note that an agent that has come back has read the request again."""
-        self.known, self.default_cap, self.limits = True, default_cap, (NO_LIMIT, NO_LIMIT)
+        self.known, self.default, self.limits = True, default, (NO_LIMITS, NO_LIMITS)
 
-    def limit(self) -> int:
-        policy = self.default_cap if self.cap is None else None if self.cap[1] else self.cap[0]
-        return min(cap if cap is not None else NO_LIMIT for cap in (policy, self.own_cap))
+    def limit(self) -> Limits:
+        policy = self.default if self.cap is None else Limits() if self.cap[1] else self.cap[0]
+        cap = min(cap if cap is not None else NO_LIMIT for cap in (policy.cap, self.own_cap))
+        return Limits(cap, policy.reserve)
+
+    def _due(self, limits: Limits) -> bool:
+        """Return whether these limits end the request's thinking before its next token."""
+        cap, reserve = limits
+        left = self.most_tokens - self.generated - len(self.markers.ending_of(self.state.start))
+        over = (cap is not None and self.state.think_tokens >= cap) or (reserve > 0 and left <= reserve)
+        return self.state.phase is Phase.THINK and over
 
     def joins(self) -> None:
         """Note that the request is in a step, or has a reason of its own not to be."""
@@ -76,19 +99,18 @@ class Watched:
         token."""
         if self.step != step:
             self.step, self.began_before, self.began = step, self.began, False
-        at = self.state.think_tokens if self.state.phase is Phase.THINK else -1
-        self._check(forced, at, shape, frozen)
+        self._check(forced, shape, frozen)
         before = self.state.phase
         self.state.feed(token, self.markers)
         self.began = self.began or (before is not Phase.THINK and self.state.phase is Phase.THINK)
         if self.state.phase is not Phase.THINK:
             self.force = 0
 
-    def _check(self, forced: bool, at: int, shape: Shape, frozen: bool) -> None:
-        """Check the token against the limits. at: thinking tokens before it; -1 if the request does not think."""
+    def _check(self, forced: bool, shape: Shape, frozen: bool) -> None:
+        """Check the token against the limits."""
         # Masks are made a step ahead with asynchronous scheduling, and also if only the workers know the drafts.
-        now = self.limit()
-        late = self.limits if shape.is_async or shape.hidden else (now,)
+        now, at = self.limit(), self.state.think_tokens
+        late = self.limits if shape.is_async or shape.hidden else ()
         if frozen:
             # An ending that is half written is left as it is; caps apply again after the freeze.
             assert not forced, f"{self.request_id} is forced while frozen"
@@ -97,14 +119,17 @@ class Watched:
             assert forced, f"the ending of {self.request_id} is broken off"
             self.ending_left -= 1
         elif forced:
-            by_cap = at >= min(now, *late)
-            assert at >= 0, f"{self.request_id} is forced outside thinking"
-            assert by_cap or self.force, f"thinking of {self.request_id} is ended at {at} tokens for no reason"
+            by_limit = any(map(self._due, (now, *late)))
+            assert self.state.phase is Phase.THINK, f"{self.request_id} is forced outside thinking"
+            assert by_limit or self.force, f"thinking of {self.request_id} is ended at {at} tokens for no reason"
             self.ending_left = len(self.state.ending(self.markers)) - 1
             self.force = 0
         else:
-            limit = max(now, *late)
             # In these cases a mask cannot know yet that thinking began in the step before, or among drafts that only
             # the worker knows.
             began = (shape.is_async and self.began_before) or (shape.hidden and self.began)
-            assert at < limit or began, f"{self.request_id} thinks on at {at} tokens, past its cap of {limit}"
+            past = all(map(self._due, (now, *late)))
+            assert not past or began, (
+                f"{self.request_id} thinks on at {at} tokens, token {self.generated} of {self.most_tokens}, past its "
+                f"cap of {now.cap} or its reserve of {now.reserve}"
+            )

@@ -28,7 +28,7 @@ from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.session.operator_ends import ENDING
 from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
-from tests.sim.engine import Engine, Script, Shape, boundaries, tokenizer, words
+from tests.sim.engine import Engine, Script, Shape, boundaries, mix, tokenizer, words
 from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
 from tests.sim.network import Network, SteppedLink
@@ -51,6 +51,8 @@ LIMITS: tuple[tuple[Any, str, int], ...] = (
 )
 NOTHING = {"enabled": False}
 CALM_TICKS = 3000
+# One request in this many has a long prompt.
+LONG_PROMPTS = 8
 # Rests of an agent that meets faults; they are short enough for it to come back within a run.
 RESTS_S = (0.1, 0.1, 0.1)
 
@@ -126,7 +128,7 @@ class Plant:
 
     def open(self, name: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
         self.engine.open(name, prompt, script, own)
-        self.books.open(name, prompt, own.get("meridian_max_think_tokens"))
+        self.books.open(name, prompt, script.max_tokens, own.get("meridian_max_think_tokens"))
 
     def step(self) -> None:
         if not self.engine.busy():
@@ -272,6 +274,9 @@ class World:
         plant = work.choice(self.plants)
         self.opened += 1
         prompt = [work.choice(text) for _ in range(work.choice((1, 6, 20, 40)))]
+        if mix(self.seed, self.opened) % LONG_PROMPTS == 0:
+            # The context leaves this request fewer tokens than its max_tokens may be.
+            prompt = [*[text[0]] * 60, *prompt]
         prompt += work.choice(([], [start], [start], [start, end]))
         own: dict[str, Any] = {"meridian_tenant": work.choice("ab"), "meridian_effort": work.choice(("", "low"))}
         cap = work.choice((None, None, 0, 3, 20)) if not self.is_quiet else None

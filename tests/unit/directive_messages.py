@@ -16,8 +16,9 @@ def message(step: int = 1000, **fields: Any) -> agent_pb2.Directives:
     return agent_pb2.Directives(step=step, **fields)
 
 
-def cap(decision_id: int, slot: int, tokens: int | None, shadow: bool = False) -> agent_pb2.ThinkCap:
-    return agent_pb2.ThinkCap(decision_id=decision_id, slot=slot, max_think_tokens=tokens, shadow=shadow)
+def cap(decision_id: int, slot: int, tokens: int | None, shadow: bool = False, reserve: int = 0) -> agent_pb2.ThinkCap:
+    limits: dict[str, Any] = {"max_think_tokens": tokens, "answer_reserve_tokens": reserve}
+    return agent_pb2.ThinkCap(decision_id=decision_id, slot=slot, shadow=shadow, **limits)
 
 
 def force(decision_id: int, slot: int, shadow: bool = False) -> agent_pb2.ForceEnd:

@@ -40,7 +40,9 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     agent = Agent(scheduler, MARKERS, link, FACTS)
 
     def settings_come() -> int:
-        settings = agent_pb2.Settings(revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50)
+        settings = agent_pb2.Settings(
+            revision=7, nonce=1, lease_ms=30_000, max_think_tokens=50, answer_reserve_tokens=9
+        )
         link._receive(agent_pb2.ConnectResponse(settings=settings))
         return 0
 
@@ -50,7 +52,13 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(monkeypatch: p
     status: Any = link.outbox.ring.get_nowait()
     assert status.settings_status.revision == 7
     agent.take_arrived(scheduler)
-    assert agent.tracker.default_cap == 50
+    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
+    monkeypatch.setattr(link, "lapsed", lambda: CAPS)
+    agent.take_arrived(scheduler)
+    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (None, 0)
+    monkeypatch.setattr(link, "lapsed", lambda: 0)
+    agent.take_arrived(scheduler)
+    assert (agent.tracker.default_cap, agent.tracker.default_reserve) == (50, 9)
 
 
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:

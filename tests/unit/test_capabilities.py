@@ -29,6 +29,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduler": {"min_prefill_tokens": 5}}, "dispatch", "scheduler.min_prefill_tokens"),
     ({"scheduler": {"long_think_tokens": 5}}, "dispatch", "scheduler.long_think_tokens"),
     ({"scheduler": {"max_think_tokens": 600}}, "force_end", "scheduler.max_think_tokens"),
+    ({"scheduler": {"answer_reserve_tokens": 1}}, "force_end", "scheduler.answer_reserve_tokens"),
     ({"scheduler": {"soft_think_tokens": 5}}, "token_entropy", "scheduler.soft_think_tokens"),
     ({"scheduler": {"empty_answer_extension_tokens": 5}}, "eat_probe", "scheduler.empty_answer_extension_tokens"),
     ({"kv_memory": {"think_phase_memory_fraction": 0.2}}, "dispatch", "kv_memory.think_phase_memory_fraction"),

@@ -367,6 +367,31 @@ def test_ends_that_are_gone_moved_or_added_by_a_cap(tmp_path: Path) -> None:
     assert higher["think_tokens"]["requests_known"] == 3
 
 
+def test_ends_that_an_answer_reserve_adds_moves_or_no_longer_makes(tmp_path: Path) -> None:
+    made = Recorded()
+    made.apply(policy(scheduler=EARLY | {"answer_reserve_tokens": 10}))
+    for name, think, most in (("short", 5, 50), ("middle", 30, 50), ("long", 100, 50), ("cut", 5, 8)):
+        made.open(name, think=think, answer=2, max_tokens=most)
+    made.step(60)
+
+    def under(reserve: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = told(tmp_path, made.records, policy(scheduler=EARLY | {"answer_reserve_tokens": reserve}))
+        return found, {r["request_id"]: (r["change"], r["new"]) for r in found["changed_requests"]}
+
+    same, requests = under(10)
+    assert (requests, same["ends"]["recorded"]) == ({}, {"answer_reserve": 2, "natural": 2})
+    # The recording shows where a reserve of 10 tokens ended the long one; for the others max_tokens is the limit.
+    larger, requests = under(25)
+    assert requests == {
+        "middle": ("added", {"reason": "answer_reserve", "think_tokens": 24}),
+        "long": ("moved", {"reason": "answer_reserve", "think_tokens": 24}),
+    }
+    assert any("one token as the end" in sentence for sentence in larger["not_known"])
+    smaller, requests = under(5)
+    assert requests["long"] == ("gone", {"reason": "unknown", "think_tokens": 39})
+    assert not any("one token as the end" in sentence for sentence in smaller["not_known"])
+
+
 def test_rules_in_shadow_are_told_apart_from_ends(tmp_path: Path) -> None:
     made = Recorded()
     made.apply(DENSE)

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SETTINGS = agent_pb2.Settings(
-    revision=7, max_think_tokens=99, think_end_token_ids=[5, 6], closing_text="ä", lease_ms=500
+    revision=7,
+    max_think_tokens=99,
+    answer_reserve_tokens=9,
+    think_end_token_ids=[5, 6],
+    closing_text="ä",
+    lease_ms=500,
 )
 
 
@@ -62,10 +67,10 @@ def test_a_disk_that_hangs_keeps_nothing_but_the_newest_waiting(
 
 
 def test_an_experiments_cap_does_not_outlive_a_restart(tmp_path: Path) -> None:
-    experiment = agent_pb2.Settings(revision=7, max_think_tokens=99, scheduler_lease_ms=1000)
+    experiment = agent_pb2.Settings(revision=7, max_think_tokens=99, answer_reserve_tokens=9, scheduler_lease_ms=1000)
     loaded = kept(tmp_path, experiment).load()
     assert loaded is not None
-    assert (loaded.revision, loaded.HasField("max_think_tokens")) == (7, False)
+    assert (loaded.revision, loaded.HasField("max_think_tokens"), loaded.answer_reserve_tokens) == (7, False, 0)
 
 
 def test_nothing_kept_is_nothing_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -240,6 +240,8 @@ class _TokenFlagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenFlag.V
     """The token ends a sentence."""
     TOKEN_FLAG_PARAGRAPH: _TokenFlag.ValueType  # 64
     """The token ends a paragraph."""
+    TOKEN_FLAG_BY_RESERVE: _TokenFlag.ValueType  # 128
+    """The answer reserve, not a cap, made the agent force this end of thinking; set together with TOKEN_FLAG_BY_CAP."""
     TOKEN_FLAG_TAKE_BACK: _TokenFlag.ValueType  # 256
     """The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
     plane subtracts these tokens from its counts.
@@ -264,6 +266,8 @@ TOKEN_FLAG_SENTENCE: TokenFlag.ValueType  # 32
 """The token ends a sentence."""
 TOKEN_FLAG_PARAGRAPH: TokenFlag.ValueType  # 64
 """The token ends a paragraph."""
+TOKEN_FLAG_BY_RESERVE: TokenFlag.ValueType  # 128
+"""The answer reserve, not a cap, made the agent force this end of thinking; set together with TOKEN_FLAG_BY_CAP."""
 TOKEN_FLAG_TAKE_BACK: TokenFlag.ValueType  # 256
 """The bits from this one on hold the number of earlier tokens that turn out to belong to the marker. The control
 plane subtracts these tokens from its counts.
@@ -340,6 +344,10 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
     FORCE_REASON_MARGIN: _ForceReason.ValueType  # 9
     """At a sentence end the end marker was hardly less likely than the likeliest token."""
+    FORCE_REASON_ANSWER_RESERVE: _ForceReason.ValueType  # 8
+    """The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
+    no ForceEnd carries this reason.
+    """
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -364,6 +372,10 @@ FORCE_REASON_SAME_ANSWER: ForceReason.ValueType  # 10
 """The newest EAT probes had the same trial answer (Dynasor, arXiv 2412.20993)."""
 FORCE_REASON_MARGIN: ForceReason.ValueType  # 9
 """At a sentence end the end marker was hardly less likely than the likeliest token."""
+FORCE_REASON_ANSWER_RESERVE: ForceReason.ValueType  # 8
+"""The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
+no ForceEnd carries this reason.
+"""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:
@@ -1514,6 +1526,7 @@ class Settings(_message.Message):
     SCHEDULER_LEASE_MS_FIELD_NUMBER: _builtins.int
     ENTROPY_LEASE_MS_FIELD_NUMBER: _builtins.int
     KV_MEMORY_LEASE_MS_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     FIND_LOOPS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
@@ -1549,6 +1562,8 @@ class Settings(_message.Message):
     """Milliseconds without a stream after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms
     counts.
     """
+    answer_reserve_tokens: _builtins.int
+    """Answer reserve of a request, in tokens, from its first token until its own ThinkCap arrives; 0 for none."""
     find_loops: _builtins.bool
     """Whether the agent looks for cycles of tokens in the thinking and reports them."""
     @_builtins.property
@@ -1579,11 +1594,12 @@ class Settings(_message.Message):
         scheduler_lease_ms: _builtins.int = ...,
         entropy_lease_ms: _builtins.int = ...,
         kv_memory_lease_ms: _builtins.int = ...,
+        answer_reserve_tokens: _builtins.int = ...,
         find_loops: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "reasoning_parser", b"reasoning_parser", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
@@ -1713,7 +1729,9 @@ Global___ForceEnd: _TypeAlias = ForceEnd  # noqa: Y015
 
 @_typing.final
 class ThinkCap(_message.Message):
-    """Ends thinking after exactly this many thinking tokens. The agent enforces the cap even without a stream."""
+    """Ends thinking after exactly this many thinking tokens, or earlier where the answer's reserve begins. The agent
+    enforces both even without a stream.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1721,14 +1739,20 @@ class ThinkCap(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
     """Slot of the request."""
     max_think_tokens: _builtins.int
-    """Cap in thinking tokens; absent lifts the cap."""
+    """Cap in thinking tokens; absent lifts the cap and the answer reserve."""
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
+    answer_reserve_tokens: _builtins.int
+    """Tokens of the request's max_tokens and of the context that the end of thinking, with its closing text and marker,
+    leaves to the answer; 0 for no reserve. If a reserve in shadow would have ended thinking, the outcome SHADOWED has
+    fewer thinking tokens than max_think_tokens.
+    """
     def __init__(
         self,
         *,
@@ -1736,10 +1760,11 @@ class ThinkCap(_message.Message):
         slot: _builtins.int = ...,
         max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool = ...,
+        answer_reserve_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "decision_id", b"decision_id", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "decision_id", b"decision_id", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

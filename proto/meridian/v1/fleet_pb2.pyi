@@ -521,8 +521,8 @@ class ShadowComparison(_message.Message):
     section: _builtins.str
     """Policy section of the rule: scheduler or entropy."""
     reason: _builtins.str
-    """Reason of the rule (a force's reason or hard_cap), for that rule alone. Empty for the section as a whole, in which
-    a request for which several rules fired is counted once, at the rule that fired first.
+    """Reason of the rule (a force's reason, hard_cap or answer_reserve), for that rule alone. Empty for the section as a
+    whole, in which a request for which several rules fired is counted once, at the rule that fired first.
     """
     since_revision: _builtins.int
     """Policy revision with which the comparison began."""
@@ -1263,7 +1263,9 @@ class RequestEvent(_message.Message):
     output_tokens: _builtins.int
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
-    """For think_end: natural, hard_cap or a force's reason. For closed: stop, length, abort, error or unknown."""
+    """For think_end: natural, hard_cap, answer_reserve or a force's reason. For closed: stop, length, abort, error or
+    unknown.
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time when the control plane received the event."""

@@ -199,6 +199,7 @@ class SchedulerOverride(_message.Message):
     SOFT_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SOFT_CLOSE_RANK_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWER_EXTENSION_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     min_think_tokens: _builtins.int
     """Replaces SchedulerPolicy.min_think_tokens."""
     max_think_tokens: _builtins.int
@@ -209,6 +210,8 @@ class SchedulerOverride(_message.Message):
     """Replaces SchedulerPolicy.soft_close_rank."""
     empty_answer_extension_tokens: _builtins.int
     """Replaces SchedulerPolicy.empty_answer_extension_tokens."""
+    answer_reserve_tokens: _builtins.int
+    """Replaces SchedulerPolicy.answer_reserve_tokens."""
     def __init__(
         self,
         *,
@@ -217,11 +220,14 @@ class SchedulerOverride(_message.Message):
         soft_think_tokens: _builtins.int | None = ...,
         soft_close_rank: _builtins.int | None = ...,
         empty_answer_extension_tokens: _builtins.int | None = ...,
+        answer_reserve_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_reserve_tokens: _TypeAlias = _typing.Literal["answer_reserve_tokens"]  # noqa: Y015
+    _WhichOneofArgType__answer_reserve_tokens: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
@@ -232,6 +238,8 @@ class SchedulerOverride(_message.Message):
     _WhichOneofArgType__soft_close_rank: _TypeAlias = _typing.Literal["_soft_close_rank", b"_soft_close_rank"]  # noqa: Y015
     _WhichOneofReturnType__soft_think_tokens: _TypeAlias = _typing.Literal["soft_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__soft_think_tokens: _TypeAlias = _typing.Literal["_soft_think_tokens", b"_soft_think_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_tokens) -> _WhichOneofReturnType__answer_reserve_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
     @_typing.overload
@@ -457,6 +465,7 @@ class SchedulerPolicy(_message.Message):
     MIN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LONG_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Order requests and share steps by phase; false keeps the engine's own order."""
     shadow: _builtins.bool
@@ -503,6 +512,10 @@ class SchedulerPolicy(_message.Message):
     """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
     experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
+    answer_reserve_tokens: _builtins.int
+    """Answer reserve: thinking ends early enough that at least this many tokens of the request's max_tokens and of the
+    model's context are left for the answer; 0 reserves none.
+    """
     def __init__(
         self,
         *,
@@ -520,11 +533,14 @@ class SchedulerPolicy(_message.Message):
         min_prefill_tokens: _builtins.int | None = ...,
         long_think_tokens: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
+        answer_reserve_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens", "_empty_answer_extension_tokens", b"_empty_answer_extension_tokens", "_enabled", b"_enabled", "_lease_ms", b"_lease_ms", "_long_think_tokens", b"_long_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_prefill_tokens", b"_min_prefill_tokens", "_min_think_tokens", b"_min_think_tokens", "_output_tpot_budget_ms", b"_output_tpot_budget_ms", "_shadow", b"_shadow", "_soft_close_rank", b"_soft_close_rank", "_soft_think_tokens", b"_soft_think_tokens", "_strategy", b"_strategy", "_think_batch_multiplier", b"_think_batch_multiplier", "_think_tpot_budget_ms", b"_think_tpot_budget_ms", "answer_reserve_tokens", b"answer_reserve_tokens", "empty_answer_extension_tokens", b"empty_answer_extension_tokens", "enabled", b"enabled", "lease_ms", b"lease_ms", "long_think_tokens", b"long_think_tokens", "max_think_tokens", b"max_think_tokens", "min_prefill_tokens", b"min_prefill_tokens", "min_think_tokens", b"min_think_tokens", "output_tpot_budget_ms", b"output_tpot_budget_ms", "shadow", b"shadow", "soft_close_rank", b"soft_close_rank", "soft_think_tokens", b"soft_think_tokens", "strategy", b"strategy", "think_batch_multiplier", b"think_batch_multiplier", "think_tpot_budget_ms", b"think_tpot_budget_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer_reserve_tokens: _TypeAlias = _typing.Literal["answer_reserve_tokens"]  # noqa: Y015
+    _WhichOneofArgType__answer_reserve_tokens: _TypeAlias = _typing.Literal["_answer_reserve_tokens", b"_answer_reserve_tokens"]  # noqa: Y015
     _WhichOneofReturnType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofArgType__empty_answer_extension_tokens: _TypeAlias = _typing.Literal["_empty_answer_extension_tokens", b"_empty_answer_extension_tokens"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
@@ -553,6 +569,8 @@ class SchedulerPolicy(_message.Message):
     _WhichOneofArgType__think_batch_multiplier: _TypeAlias = _typing.Literal["_think_batch_multiplier", b"_think_batch_multiplier"]  # noqa: Y015
     _WhichOneofReturnType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["think_tpot_budget_ms"]  # noqa: Y015
     _WhichOneofArgType__think_tpot_budget_ms: _TypeAlias = _typing.Literal["_think_tpot_budget_ms", b"_think_tpot_budget_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_reserve_tokens) -> _WhichOneofReturnType__answer_reserve_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__empty_answer_extension_tokens) -> _WhichOneofReturnType__empty_answer_extension_tokens | None: ...
     @_typing.overload

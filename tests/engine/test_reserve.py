@@ -1,0 +1,156 @@
+"""The answer reserve on the real engine: exactly its number of tokens is left for the answer, whatever limits it.
+
+`tests/engine/matrix` runs the reserve on both runners, under asynchronous scheduling and with drafts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from meridian_agent.core import guard as guard_module
+from tests.engine import ENGINE_ARGS, Run, chat, paced, prompt_ids
+from tests.engine.test_decisions import endless, opened
+from tests.engine.test_fail_static import kill, lost, rebuild, state_file  # noqa: F401 - a fixture
+from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
+from tests.processes import wait_for
+
+if TYPE_CHECKING:
+    from tests.engine.pacing import Settled
+    from tests.processes import Control
+
+CONTEXT = ENGINE_ARGS["max_model_len"]
+
+
+def reserve(tokens: int, **scheduler: Any) -> dict[str, Any]:
+    return {"scheduler": {"answer_reserve_tokens": tokens, **scheduler}}
+
+
+def ends(control: Control) -> dict[str, int]:
+    return dict(control.settled().ends)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 40), (25, 60), (58, 60)])
+def test_the_answer_has_exactly_the_reserve_of_max_tokens(
+    llm: Any, agent: Any, control: Control, tokens: int, most: int
+) -> None:
+    """The last thinking token is the last one after which the marker and the answer still fit; no token before it
+    differs."""
+    (free,) = chat(llm, [opened()], endless(agent, max_tokens=most))
+    before = ends(control)
+    control.apply(reserve(tokens))
+    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=most))
+    end, at = agent.tracker.markers.end[0], most - tokens - 1
+    assert end not in free
+    assert (len(kept), kept.index(end), kept[:at]) == (most, at, free[:at])
+    assert ends(control)["answer_reserve"] == before.get("answer_reserve", 0) + 1
+
+
+def test_the_answer_has_exactly_the_reserve_of_the_context(llm: Any, agent: Any, control: Control) -> None:
+    control.apply(reserve(30))
+    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=5000))
+    most = CONTEXT - len(prompt_ids(llm, opened()))
+    assert (len(kept), kept.index(agent.tracker.markers.end[0])) == (most, most - 30 - 1)
+
+
+def test_a_forced_end_of_several_tokens_leaves_the_reserve(llm: Any, agent: Any, control: Control) -> None:
+    """The closing text and all tokens of the marker come out of the thinking, not out of the answer."""
+    vocabulary, end = llm.get_tokenizer().get_vocab(), agent.tracker.markers.end[0]
+    marker = [vocabulary["."], end, vocabulary["."]]
+    start = list(agent.tracker.markers.starts[0])
+    model = {"closing_text": "Wait . Wait ", "think_start_token_ids": start, "think_end_token_ids": marker}
+    control.apply({**reserve(20), "model": {"maze": model}})
+    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=50))
+    closing = llm.get_tokenizer().encode("Wait . Wait ", add_special_tokens=False)
+    assert kept[50 - 20 - 3 - len(closing) : 30] == [*closing, *marker]
+    assert (len(kept), kept.count(end)) == (50, 1)
+
+
+@pytest.mark.parametrize("most", [2, 12])
+def test_a_reserve_that_cannot_fit_ends_thinking_at_once_and_says_so(
+    llm: Any, agent: Any, control: Control, settled: Settled, most: int
+) -> None:
+    control.apply(reserve(40))
+    run = Run(llm)
+    run.add(f"tight-{most}", opened(), endless(agent, max_tokens=most))
+    run.until(settled=settled)
+    control.settled()
+    assert run.tokens[f"tight-{most}"][0] == agent.tracker.markers.end[0]
+    life = control.explain(f"tight-{most}")
+    (cap,) = (e.decision for e in life.events if e.decision.kind == "cap")
+    said = f"answer_reserve_tokens: 40 tokens do not fit, {most - 1} of {most} are left for the answer"
+    assert (cap.detail, cap.outcome) == (said, 1)
+    assert [e.detail for e in life.events if e.kind == "think_end"] == ["answer_reserve"]
+
+
+def test_a_cap_below_the_reserve_wins_and_each_request_may_have_its_own(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
+    override = [{"effort": "low", "scheduler": {"answer_reserve_tokens": 50}}]
+    control.apply({**reserve(10), "override": override})
+    params = [
+        endless(agent, max_tokens=60, extra_args=own)
+        for own in ({}, {"meridian_effort": "low"}, {"meridian_max_think_tokens": 7})
+    ]
+    end = agent.tracker.markers.end[0]
+    assert [tokens.index(end) for tokens in paced(llm, [opened()] * 3, params, settled)] == [49, 9, 7]
+
+
+def test_in_shadow_no_token_changes_and_the_end_is_counted(llm: Any, agent: Any, control: Control) -> None:
+    (free,) = chat(llm, [opened()], endless(agent, max_tokens=60))
+    before = ends(control)
+    control.apply(reserve(25, shadow=True))
+    assert chat(llm, [opened()], endless(agent, max_tokens=60)) == [free]
+    after = ends(control)
+    assert after["answer_reserve_shadowed"] == before.get("answer_reserve_shadowed", 0) + 1
+    shadows = {s.reason: s for s in control.engine().shadow}
+    assert shadows["answer_reserve"].would_end_think_tokens == 60 - 25 - 1
+
+
+@pytest.mark.usefixtures("lost")
+def test_without_a_control_plane_the_reserve_holds_also_after_a_restart(
+    llm: Any, agent: Any, scheduler: Any, control: Control
+) -> None:
+    """An engine that starts without a control plane takes the reserve from its settings file."""
+    revision = control.apply(reserve(25))
+    end, params = agent.tracker.markers.end[0], endless(agent, max_tokens=60)
+    wait_for(lambda: (kept := state_file().load()) and kept.revision == revision, 20, "the settings to be kept")
+    kill(control, agent)
+    assert chat(llm, [opened()], params)[0].index(end) == 60 - 25 - 1
+    again = rebuild(scheduler)
+    assert (again.default_reserve, again.link.lease.revision) == (25, revision)
+    assert chat(llm, [opened()], params)[0].index(end) == 60 - 25 - 1
+
+
+@pytest.mark.usefixtures("rebuilt")
+def test_an_agent_that_comes_back_keeps_the_reserve_of_requests_in_flight(
+    llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent counts the tokens that were generated while it was off."""
+    monkeypatch.setattr(guard_module, "RESTS_S", (1.0, 3600.0))
+    control.apply(reserve(199))
+    run = Run(llm)
+    run.add("r", opened(), endless(agent, max_tokens=800))
+    run.until(lambda: len(run.tokens["r"]) > 10)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    agent.after_update = fails
+    run.until(lambda: scheduler._agent is None)
+    wait_for(lambda: scheduler._guard.rest_s() <= 0, 20, "its rest to be over")
+    run.until()
+    assert scheduler._agent not in {None, agent}
+    assert run.tokens["r"].index(scheduler._agent.tracker.markers.end[0]) == 800 - 199 - 1
+
+
+def test_preemption_does_not_change_what_is_left(llm: Any, agent: Any, control: Control) -> None:
+    control.apply({**reserve(79), "entropy": {"enabled": False}})
+    before, end = agent.preempted_think, agent.tracker.markers.end[0]
+    run = Run(llm)
+    for i in range(6):
+        run.add(f"r{i}", opened(i), endless(agent, max_tokens=380))
+    run.until()
+    assert agent.preempted_think > before
+    assert {(t.index(end), len(t)) for t in run.tokens.values()} == {(380 - 79 - 1, 380)}
