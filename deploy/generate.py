@@ -13,7 +13,8 @@ from pathlib import Path
 import yaml
 
 from deploy.dashboards import DASHBOARDS
-from meridian_control.telemetry.catalogue import GROUPS, Entry
+from meridian_control.telemetry.catalogue import GROUPS
+from meridian_control.telemetry.catalogue_entry import Entry
 
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"

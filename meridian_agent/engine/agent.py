@@ -173,7 +173,7 @@ class Agent:
             # No step is under way, so settings that have arrived apply to this request already.
             self.mailbox.begin()
             self.take_arrived(scheduler)
-        info = request_info.info_of(request, self.facts.model, self.tracker.markers)
+        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler.max_model_len)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request)

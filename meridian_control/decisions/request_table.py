@@ -32,6 +32,7 @@ from meridian_control.decisions.token_rows import (
     differs,
     newest_first,
     nth,
+    owners,
     rows_of,
 )
 
@@ -246,13 +247,14 @@ class RequestTable(DecidedColumns):
         if not len(known):
             return NO_ENDS
         slot = rows.slot[known]
-        ranks = newest_first(slot, rows.end_rank[known], self.boundary_ranks)
-        margins = newest_first(slot, rows.margin_nats[known], self.boundary_margins)
-        count = self.boundary_count[slot] + nth(slot) + 1
+        first, owner = owned = owners(slot)
+        ranks = newest_first(slot, rows.end_rank[known], self.boundary_ranks, owned)
+        margins = newest_first(slot, rows.margin_nats[known], self.boundary_margins, owned)
+        count = self.boundary_count[slot] + (np.arange(len(slot)) - first[owner] + 1)
         # If a slot occurs several times, NumPy keeps the value that is written last, which is the newest.
         self.boundary_ranks[slot], self.boundary_margins[slot] = ranks[0], margins[0]
         self.boundary_count[slot] = count
-        unknown = np.broadcast_to(np.nan, (len(known), self.boundary_rpdi.shape[1]))
+        unknown = np.full((len(known), CONFIRM_HISTORY), np.nan)
         return SentenceEnds(known, count, *ranks, *margins, unknown, unknown)
 
     def _ratios(self) -> None:
@@ -267,7 +269,8 @@ class RequestTable(DecidedColumns):
         count = self.entropy_count[slot] - (over - here)
         total = self.entropy_sum[slot] - (history.entropy_nats[over] - history.entropy_nats[here])
         newest_sum = self.entropy_window_sum[slot] - (history.window_nats[over] - history.window_nats[here])
-        newest, before = newest_first(slot, ratio_of_means(width, count, total, newest_sum), self.boundary_rpdi)
+        ratio = ratio_of_means(width, count, total, newest_sum)
+        newest, before = newest_first(slot, ratio, self.boundary_rpdi, owners(slot))
         self.boundary_rpdi[slot] = newest
         history.tell_rpdi(newest, before)
 

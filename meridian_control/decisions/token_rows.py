@@ -99,17 +99,26 @@ def nth(slot: NDArray[np.int64]) -> NDArray[np.intp]:
     return counts
 
 
+def owners(slot: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the index of the first value of each slot, and for each value the number of its slot among them. slot:
+    ascending."""
+    begins = differs(slot)
+    return begins.nonzero()[0], begins.cumsum() - 1
+
+
 def newest_first(
-    slot: NDArray[np.int64], values: NDArray[Any], held: NDArray[Any]
+    slot: NDArray[np.int64],
+    values: NDArray[Any],
+    held: NDArray[Any],
+    owned: tuple[NDArray[np.intp], NDArray[np.intp]],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return for each value the slot's newest values up to this one, and the slot's newest values before the report;
     both newest first, [values, number].
 
-    slot: ascending. held: the table's column with the newest values of each slot, [slots, number].
+    slot: ascending. held: the table's column with the newest values of each slot, [slots, number]. owned: as `owners`
+    returns them for `slot`.
     """
-    begins, ages = differs(slot), np.arange(held.shape[1])
-    first = begins.nonzero()[0]
-    owner = begins.cumsum() - 1
+    (first, owner), ages = owned, np.arange(held.shape[1])
     before = held[slot[first]]
     # One array with the values of each slot, oldest first: the kept values, then the values of the report.
     at = np.arange(len(slot)) + len(ages) * (owner + 1)

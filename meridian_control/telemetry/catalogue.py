@@ -6,7 +6,7 @@ writes the tables of the operations guide from it.
 
 from __future__ import annotations
 
-from meridian_control.telemetry.catalogue_entry import Entry, _counter, _gauge, _histogram
+from meridian_control.telemetry.catalogue_entry import _counter, _gauge, _histogram
 from meridian_control.telemetry.control_group_entries import CONTROL_GROUP
 
 ENGINE = ("engine",)

@@ -232,9 +232,7 @@ class Engine:
 
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
         self.model.open(request_id, prompt, script)
-        budget, stop = own.pop("thinking_token_budget", None), [self.model.stop]
-        most = {"max_tokens": script.max_tokens, "thinking_token_budget": budget}
-        params = SamplingParams(**most, stop_token_ids=stop, extra_args=own)
+        params = SamplingParams(max_tokens=script.max_tokens, stop_token_ids=[self.model.stop], extra_args=own)
         known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
         self.scheduler.add_request(Request(request_id, list(prompt), params, None, **known))
 

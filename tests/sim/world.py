@@ -281,8 +281,7 @@ class World:
         own: dict[str, Any] = {"meridian_tenant": work.choice("ab"), "meridian_effort": work.choice(("", "low"))}
         cap = work.choice((None, None, 0, 3, 20)) if not self.is_quiet else None
         if cap is not None:
-            # vLLM's own budget caps a request too. This engine has no sampler to enforce it, so only the agent does.
-            own["thinking_token_budget" if self.opened % 2 else "meridian_max_think_tokens"] = cap
+            own["meridian_max_think_tokens"] = cap
         if self.opened % 9 == 0:
             own["meridian_effort"] = "ultra"
         if work.random() < 0.2 and not self.is_quiet:

@@ -92,7 +92,7 @@ def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | 
         max_tokens=100,
         trace_headers=None,
     )
-    assert info_of(request, "m", MARKERS).max_think_tokens == cap
+    assert info_of(request, "m", MARKERS, 4096).max_think_tokens == cap
 
 
 # -------------------------------------------------------------------------------------------------------- on the wire
