@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.sim.world import Failure, Options, World, run
-
-FAULTS = sorted(name for name in dir(World) if name.startswith("fault_"))
+from tests.sim.faults import FAULTS
+from tests.sim.world import Failure, Options, run
 
 
 def _fails(seed: int, options: Options) -> Failure | None:
@@ -22,7 +21,7 @@ def smaller(seed: int) -> tuple[Options, Failure]:
     options = Options(trace=True)
     failure = _fails(seed, options)
     assert failure is not None, f"seed {seed} does not fail"
-    for name in FAULTS:
+    for name in sorted(FAULTS):
         fewer = replace(options, without=options.without | {name})
         if found := _fails(seed, fewer):
             options, failure = fewer, found

@@ -8,7 +8,6 @@ import random
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,19 @@ from meridian_agent.link import outbox as outbox_module
 from meridian_agent.vllm_adapter import tokenizer as tokenizer_module
 from meridian_control.decisions import dispatch
 from meridian_control.fleet import connection as connection_module
-from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.session.operator_ends import ENDING
-from tests.sim.books import EngineBooks
 from tests.sim.clock import Timeline, stored
-from tests.sim.engine import Engine, Script, Shape, boundaries, mix, tokenizer, words
+from tests.sim.engine import Script, Shape, boundaries, mix, tokenizer, words
+from tests.sim.faults import FAULTS
 from tests.sim.inject import INJECTED_AT, LINK, Fault, Injected
 from tests.sim.invariants import Invariants
 from tests.sim.network import Network, SteppedLink
+from tests.sim.plant import NoFile, Plant
 from tests.sim.policies import draw
 from tests.sim.recorded import Replayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from meridian.v1 import agent_pb2
 
     from meridian_control.policy.model import Policy
 
@@ -79,79 +76,6 @@ class Failure(AssertionError):  # noqa: N818 - it is one
     def __init__(self, seed: int, tick: int, reason: str, trace: list[str]) -> None:
         super().__init__(f"seed {seed}, tick {tick}: {reason}")
         self.seed, self.tick, self.reason, self.trace = seed, tick, reason, trace
-
-
-class NoFile:
-    """A state file that keeps nothing, because the simulator has no disk."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def load(self) -> None:
-        return None
-
-    def keep(self, settings: agent_pb2.Settings) -> None:
-        pass
-
-
-class Plant:
-    """One engine with its books; a restart gives it a new process."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.shape = world.options.shape or Shape.draw(world.rng)
-        self.link: SteppedLink | None = None
-        self.start()
-
-    def start(self) -> None:
-        world = self.world
-        known = len(world.network.links)
-        world.patch.setenv("MERIDIAN_ENGINE_ID", self.name)
-        drafts, ahead = self.shape.drafts, 2 if self.shape.is_async else 1
-        world.invariants.hidden_drafts[self.name] = ahead * drafts + ahead - 1 if self.shape.hidden else 0
-        self.books = EngineBooks(world.invariants, world.timeline.time)
-        self.books.may_fail = world.injected is not None
-        self.engine = engine = Engine(self.shape, self.books.on_token, world.governed)
-        self.link = world.network.links[known] if world.governed else None
-        self.books.attach(engine, self.link)
-        if world.governed:
-            assert not engine.scheduler._guard.fault, engine.scheduler._guard.text
-
-    def restart(self) -> None:
-        """Kill the process with its requests; the control plane is not told at once."""
-        assert self.link is not None
-        self.link.stop()
-        if self.link.stream is not None:
-            self.link.stream.break_off(0.0, None)
-        self.world.network.links.remove(self.link)
-        self.start()
-
-    def open(self, name: str, prompt: list[int], script: Script, own: dict[str, Any]) -> None:
-        self.engine.open(name, prompt, script, own)
-        self.books.open(name, prompt, script.max_tokens, own.get("meridian_max_think_tokens"))
-
-    def step(self) -> None:
-        if not self.engine.busy():
-            return
-        steps = len(self.engine.schedule)
-        self.engine.step(self._between, self._sampling)
-        if len(self.engine.schedule) > steps:
-            self.books.after_step()
-
-    def _between(self) -> None:
-        """Deliver messages while the model runs."""
-        if self.world.governed:
-            scheduled = self.engine.schedule[-1]
-            self.world.timeline.advance(self.world.step_ms * (1 + 0.3 * len(scheduled)) / 1e3)
-            if self.world.rng.random() < 0.3:
-                self.world.network.tick()
-        self.books.before_masks()
-
-    def _sampling(self) -> None:
-        """Deliver messages after the masks have been made."""
-        if self.world.governed and self.world.rng.random() < 0.2:
-            self.world.timeline.advance(self.world.step_ms / 5e3)
-            self.world.network.tick()
 
 
 class World:
@@ -319,11 +243,10 @@ class World:
     # ----------------------------------------------------------------------------------------------------- the faults
 
     def fault(self) -> None:
-        names = sorted(name for name in dir(self) if name.startswith("fault_"))
-        name, rng = self.rng.choice(names), random.Random(self.rng.getrandbits(64))
+        name, rng = self.rng.choice(sorted(FAULTS)), random.Random(self.rng.getrandbits(64))
         if name not in self.options.without:
             self.invariants.note(f"{name} at tick {self.tick}")
-            getattr(self, name)(rng)
+            FAULTS[name](self, rng)
 
     def put_policy(self, rng: random.Random | None = None) -> None:
         """Put a new revision in force."""
@@ -358,85 +281,9 @@ class World:
             return {"m": {"supports_think_disable": False, "eat_answer_prefix": "the"}}
         return {"m": {"think_start_token_ids": [start], "think_end_token_ids": [text[0], end]}}
 
-    def fault_policy(self, rng: random.Random) -> None:
-        for _ in range(rng.choice((1, 1, 1, 4))):
-            self.put_policy(rng)
-
-    def fault_freeze(self, rng: random.Random) -> None:
-        """Freeze engines for a while, or thaw them early."""
-        until = self.timeline.utc_now() + timedelta(seconds=rng.choice((0.05, 0.5, 20.0)))
-        match = rng.choice((Match(), Match(engine_ids=("engine-0",))))
-        frozen = Freeze(1, match, "simulator", "", self.timeline.utc_now(), until)
-        self.server.set_freezes((frozen,) if rng.random() < 0.7 else ())
-
-    def fault_cut(self, rng: random.Random) -> None:
-        """Break a stream; one side may know long before the other."""
-        for stream in self.server.streams:
-            if rng.random() < 0.7:
-                stream.break_off(rng.choice((None, 0.0, 0.3)), rng.choice((None, 0.0, 0.3, 10.0)))
-
-    def fault_half_open(self, rng: random.Random) -> None:
-        """Let no message through any more; both sides find out by themselves."""
-        for stream in self.server.streams:
-            if rng.random() < 0.7:
-                stream.dead = True
-                stream.break_off(rng.choice((None, 1.0)), rng.choice((None, 1.0)))
-
-    def fault_control_restart(self, rng: random.Random) -> None:
-        self.server.kill(tells_agents=rng.random() < 0.7)
-        self.timeline.call_later(rng.choice((0.0, 0.1, 2.0)), self.start_control)
-
     def start_control(self) -> None:
         if self.server.fleet is None:
             self.server.start()
-
-    def fault_control_hangs(self, rng: random.Random) -> None:
-        self.server.hung_until_s = self.timeline.now_s + rng.choice((0.05, 0.5, 5.0))
-
-    def fault_control_drains(self, _: random.Random) -> None:
-        if self.server.fleet is not None:
-            self.server.fleet.going_away("the simulator says so")
-
-    def fault_slow_network(self, rng: random.Random) -> None:
-        self.network.latency_ms = rng.choice((0.0, 1.0, 10.0, 100.0, 1000.0))
-
-    def fault_link_stalls(self, rng: random.Random) -> None:
-        """Stall the link, often long enough to fill its ring, or only its sending while messages to the agent arrive.
-
-        Sometimes the stream ends before the link goes on.
-        """
-        for link in self.network.links:
-            until_s = self.timeline.now_s + rng.choice((0.02, 0.2, 1.0, self.step_ms / 25, self.step_ms / 50))
-            if rng.random() < 0.5:
-                link.mute_until_s = until_s
-            else:
-                link.stalled_until_s = until_s
-            if rng.random() < 0.2 and link.stream is not None:
-                link.stream.break_off(0.0, rng.choice((None, 1.0)))
-
-    def fault_time_passes(self, rng: random.Random) -> None:
-        """Let time pass in which nothing runs, perhaps longer than a lease.
-
-        In other cases only the engines stand still: messages to them arrive, and the control plane is gone before they
-        go on.
-        """
-        seconds = rng.choice((0.05, 0.3, 5.0, 40.0))
-        if rng.random() < 0.3:
-            for _ in range(10):
-                self.timeline.advance(self.network.latency_ms / 1e3)
-                self.network.tick()
-            self.server.kill(tells_agents=True)
-            self.timeline.advance(1.0)
-            self.network.tick()
-            self.timeline.call_later(seconds, self.start_control)
-        self.timeline.advance(seconds)
-
-    def fault_wall_clock_jumps(self, rng: random.Random) -> None:
-        self.timeline.jump_s += rng.choice((-3600.0, -1.0, 1.0, 3600.0))
-
-    def fault_engine_restarts(self, rng: random.Random) -> None:
-        if not self.is_quiet:
-            rng.choice(self.plants).restart()
 
     # ------------------------------------------------------------------------------------------------------- the calm
 
