@@ -30,18 +30,22 @@ _QUIET: dict[str, Any] = {
     "rpdi_threshold": 0.0,
 }
 # Rule families of the calibration report, each of which becomes one arm.
-FAMILIES = ("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "rank", "RPDI", "soft close")
+FAMILIES = (
+    *("EAT", "EAT at paragraphs", "EAT settled", "EAT gated by rank", "EAT gated by margin"),
+    *("rank", "margin", "RPDI", "same answer", "soft close"),
+)
 
 
 @dataclass(frozen=True)
 class Arm:
     """One policy under test. name: as in the report. budget: vLLM's own thinking_token_budget. note: the rule in
-    words."""
+    words. max_tokens: of each request, if not the task's."""
 
     name: str
     policy: dict[str, Any] = field(default_factory=lambda: NATURAL)
     budget: int | None = None
     note: str = ""
+    max_tokens: int | None = None
 
 
 def budget(tokens: int, name: str = "") -> Arm:

@@ -143,15 +143,22 @@ class Engine:
         turns = [{"role": "user", "content": prompt}]
         return list(self._template(turns, add_generation_prompt=True, return_dict=False))
 
-    def run(self, samples: Sequence[Sample], policy: dict[str, Any], budget: int | None = None) -> Batch:
-        """Run all samples under one policy. budget: vLLM's own thinking_token_budget. Raises BenchError."""
+    def run(
+        self,
+        samples: Sequence[Sample],
+        policy: dict[str, Any],
+        budget: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Batch:
+        """Run all samples under one policy. budget: vLLM's own thinking_token_budget. max_tokens: of each request,
+        instead of the task's. Raises BenchError."""
         self.control.apply(policy)
         # Every arm has the same prompts, so no arm may find their KV blocks in the prefix cache.
         self._llm.reset_prefix_cache()
         before, busy_s = self._engine(), self._busy_s()
         prompts = [self.prompt_ids(sample.prompt) for sample in samples]
         began_s = time.monotonic()
-        finished = self._generate(samples, prompts, budget)
+        finished = self._generate(samples, prompts, budget, max_tokens or self.task.max_tokens)
         wall_s = time.monotonic() - began_s
         after = self._engine()
         completions = [self._completion(sample, finished[sample.name]) for sample in samples]
@@ -177,7 +184,7 @@ class Engine:
         return engine
 
     def _generate(
-        self, samples: Sequence[Sample], prompts: Sequence[list[int]], budget: int | None
+        self, samples: Sequence[Sample], prompts: Sequence[list[int]], budget: int | None, max_tokens: int
     ) -> dict[str, tuple[int, ...]]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -189,7 +196,7 @@ class Engine:
                 sample, ids = waiting.popleft()
                 params = SamplingParams(
                     temperature=1.0,
-                    max_tokens=self.task.max_tokens,
+                    max_tokens=max_tokens,
                     seed=sample.seed,
                     thinking_token_budget=budget,
                     detokenize=False,

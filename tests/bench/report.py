@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.bench import third_task
 from tests.bench.driver import IN_FLIGHT
+from tests.bench.tasks import RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,6 +69,7 @@ class Findings:
 
     first: TaskFindings
     second: TaskFindings | None
+    third: third_task.ThirdFindings | None
     probe_cost: ProbeCost | None
     seeds: int
     requests: int
@@ -126,6 +129,13 @@ def _lines(found: Findings) -> Iterator[str]:
     for findings in filter(None, (found.first, found.second)):
         yield ""
         yield from _task(findings)
+    if found.third is not None:
+        yield ""
+        yield f"## {RUNNING.name}"
+        yield ""
+        yield from _table(found.third.results)
+        yield ""
+        yield from third_task.lines(found.third)
     if found.probe_cost is not None:
         yield ""
         yield from _probe_cost(found.probe_cost)
@@ -168,10 +178,19 @@ def _task(found: TaskFindings) -> Iterator[str]:
     if found.rule:
         yield f"Calibration on {found.calibration_requests} other requests chose this rule: {found.rule}."
         yield ""
+    yield from _table(found.results)
+    yield ""
+    over = points(found.recommended_over_fixed)
+    yield f"The recommended rule's accuracy exceeds the fixed budget's by {over} points."
+    if (late := found.of(RECOMMENDED).late_tokens) is not None:
+        yield f"The recommended rule ended thinking {late:.1f} tokens after the newest end of a paragraph, on average."
+
+
+def _table(arms: Sequence[Result]) -> Iterator[str]:
     columns = ("arm", "thinking", "probes", "saved", "accuracy", "expected", "against natural, points", "stopped")
     yield f"| {' | '.join((*columns, 'wall, s', 'decode, s', 'rule of the arm'))} |"
     yield "|---" * (len(columns) + 3) + "|"
-    for r in found.results:
+    for r in arms:
         stopped = ", ".join(f"{n} {name}" for name, n in r.ends.items())
         if r.unended:
             stopped += f", {r.unended} without end"
@@ -180,11 +199,6 @@ def _task(found: TaskFindings) -> Iterator[str]:
             f"| {r.expected:.1%} "
             f"| {points(r.accuracy_change)} | {stopped} | {r.wall_s:.0f} | {r.decode_s:.1f} | {r.note} |"
         )
-    yield ""
-    over = points(found.recommended_over_fixed)
-    yield f"The recommended rule's accuracy exceeds the fixed budget's by {over} points."
-    if (late := found.of(RECOMMENDED).late_tokens) is not None:
-        yield f"The recommended rule ended thinking {late:.1f} tokens after the newest end of a paragraph, on average."
 
 
 def _probe_cost(cost: ProbeCost) -> Iterator[str]:
@@ -225,6 +239,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "machine": _machine(),
         "aims": [asdict(aim) for aim in aims(found)],
         "tasks": [_task_json(t) for t in (found.first, found.second) if t is not None],
+        "third_task": third_task.plain(found.third) if found.third is not None else None,
         "probe_cost": asdict(found.probe_cost) if found.probe_cost is not None else None,
         "summary": summary(found),
     }
@@ -253,6 +268,9 @@ def summary(found: Findings) -> dict[str, Any]:
     if found.second is not None:
         second = found.second
         line["second_task"] = {key: _short(second.of(name)) for key, name in SECOND.items() if second.has(name)}
+    if found.third is not None:
+        line["third_task"] = third_task.summary(found.third)
+        line["loops"] = third_task.loops(found.third)
     line["probe_token_share"] = round(first.of(RECOMMENDED).probe_share, 4)
     line["probe_time_share"] = round(cost.time_share, 4) if cost is not None else None
     return line | {"seeds": found.seeds}

@@ -1,4 +1,4 @@
-"""The two tasks of the benchmarks: a model, its prompts, the judge of its answers, and the samples of a run."""
+"""The three tasks of the benchmarks: a model, its prompts, the judge of its answers, and the samples of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tests.bench.driver import Sample
-from tests.data import chain, maze
+from tests.data import chain, maze, running
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -54,3 +54,4 @@ class Task:
 
 MAZE = Task("maze", DATA / "maze-qwen3", maze, 700)
 CHAIN = Task("chain", DATA / "chain-qwen3", chain, 700, " ".join(chain.ANSWER_PREFIX))
+RUNNING = Task("running", DATA / "running-qwen3", running, 700, " ".join(running.ANSWER_PREFIX))

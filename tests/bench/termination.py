@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.bench import arms, probe_cost, program, report, results
+from tests.bench import arms, probe_cost, program, report, results, third_task
 from tests.bench.arms import Arm
 from tests.bench.calibrate import Calibrated, calibrate
 from tests.bench.cuts import Reference, oracle
 from tests.bench.driver import engine
 from tests.bench.report import CALIBRATED, EQUAL, NATURAL, ORACLE, ORACLE_TOKEN, PREFIXED, RECOMMENDED
-from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE
+from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
 from tests.processes import ROOT
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Options:
     policy: Path | None
     second: bool
     second_model: Path | None
+    third: bool
 
 
 class Measurement:
@@ -67,7 +68,7 @@ class Measurement:
         return self.batches[NATURAL]
 
     def run(self, arm: Arm) -> Result:
-        batch = self.engine.run(self.samples, arm.policy, arm.budget)
+        batch = self.engine.run(self.samples, arm.policy, arm.budget, arm.max_tokens)
         self.batches[arm.name] = batch
         if not self.cuts:
             self.cuts = [self.reference.cuts(*pair) for pair in zip(self.samples, batch.completions, strict=True)]
@@ -203,13 +204,22 @@ def measure_second(options: Options, policy: dict[str, Any]) -> report.TaskFindi
         return made.findings(calibrated, [arm.name for arm in curve])
 
 
+def measure_third(options: Options, policy: dict[str, Any]) -> third_task.ThirdFindings:
+    """Run the third task, on which no rule may be recommended."""
+    folder = options.output / RUNNING.name
+    with engine(RUNNING, folder, options.step_ms) as running:
+        made = Measurement(running, RUNNING.measured(options.seeds, options.requests), folder)
+        return third_task.measure(made, options.calibration, policy)
+
+
 def run(options: Options) -> None:
     """Run the whole benchmark. Raises BenchError."""
     options.output.mkdir(parents=True, exist_ok=True)
     first = measure_first(options)
     second = measure_second(options, first.policy) if options.second else None
+    third = measure_third(options, first.policy) if options.third else None
     found = report.Findings(
-        first.findings, second, first.cost, options.seeds, options.requests, options.step_ms, first.vllm_version
+        first.findings, second, third, first.cost, options.seeds, options.requests, options.step_ms, first.vllm_version
     )
     paths = report.write(found, options.output)
     if options.save:
@@ -232,6 +242,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--save", action="store_true", help="copy the results to tests/bench/results")
     add("--policy", type=Path, help="recommended policy (TOML) to use instead of calibrating")
     add("--no-second", dest="second", action="store_false", help="leave the second task out")
+    add("--no-third", dest="third", action="store_false", help="leave the third task out")
     add("--second-model", type=Path, help="the second task's model, instead of the shipped one")
     return Options(**vars(parser.parse_args(arguments)))
 

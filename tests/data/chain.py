@@ -83,8 +83,8 @@ def prompts(count: int, seed: int = 0, steps: int | None = None) -> list[str]:
     return [make_chain(rng, steps).prompt for _ in range(count)]
 
 
-def _sentences(rng: random.Random, chain: Chain, slip: int | None = None) -> list[str]:
-    """Return every step as a sentence, in wording that varies; the step with index `slip` goes wrong."""
+def pass_over(rng: random.Random, chain: Chain, slip: int | None = None) -> list[str]:
+    """Return one pass: every step as a sentence, in wording that varies; the step with index `slip` goes wrong."""
     value, tokens = chain.start, ["start", str(chain.start), STOP]
     for index, (label, operation) in enumerate(zip(LABELS, chain.operations, strict=False)):
         result, between = apply(value, operation)
@@ -103,7 +103,7 @@ def _slipped(rng: random.Random, chain: Chain) -> list[str]:
     Multiplying by 2 may hide a slip, so several draws may be needed.
     """
     while True:
-        tokens = _sentences(rng, chain, rng.randrange(len(chain.operations)))
+        tokens = pass_over(rng, chain, rng.randrange(len(chain.operations)))
         if tokens[-2] != chain.answer:
             return tokens
 
@@ -114,7 +114,7 @@ def _recheck(rng: random.Random, chain: Chain, form: str) -> list[str]:
     opening = [PARAGRAPH, rng.choice((CHECK, WAIT)), form]
     named = list(zip(LABELS, map(str, chain.values[1:]), strict=False))
     if form == "again":
-        return [*opening, *_sentences(rng, chain)]
+        return [*opening, *pass_over(rng, chain)]
     if form == "quick":
         return [*opening, *(token for pair in named for token in pair), STOP]
     return [*opening, *(token for label, value in reversed(named) for token in (label, value, STOP))]
@@ -131,7 +131,7 @@ def thinking(rng: random.Random, chain: Chain, rechecks: int = 8, slips: float =
     forms = rng.choices(("again", "quick", "back"), (3, 4, 3), k=count)
     if slip:
         forms[0] = "again"
-    first = _slipped(rng, chain) if slip else _sentences(rng, chain)
+    first = _slipped(rng, chain) if slip else pass_over(rng, chain)
     return [first, *(_recheck(rng, chain, form) for form in forms)]
 
 

@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from tests.data import chain, maze
+from tests.data import chain, maze, running
 from tests.data.training import END, HERE, PAD
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Task:
 TASKS = {
     "maze": Task(maze, "first_walk", limit=640, before=36),
     "chain": Task(chain, "first_pass", limit=704, before=72, prefix=chain.ANSWER_PREFIX),
+    "running": Task(running, "first_pass", limit=704, before=72, prefix=running.ANSWER_PREFIX),
 }
 
 

@@ -113,6 +113,12 @@ class Recipe(Generic[T, S]):
     answer: Callable[[T], list[str]]
     embed: Callable[[torch.Tensor, dict[str, int]], None]
     """Sets the first embeddings of the words that begin as a sum of parts."""
+    start: Path | None = None
+    """The directory with the weights from which training starts, if it does not start from random weights."""
+    answer_after: Callable[[T, list[str]], list[str]] = lambda task, trace: []
+    """The tokens of the answer after thinking that was cut; none stands for the true answer."""
+    endless: Callable[[T], bool] = lambda task: False
+    """Whether the thinking about a task never ends by itself, so that the text ends inside the thinking."""
 
     @property
     def index(self) -> dict[str, int]:
@@ -127,6 +133,11 @@ Tokens = list[tuple[str, bool]]
 def plain(*tokens: str) -> Tokens:
     """Return tokens that are not training targets."""
     return [(token, False) for token in tokens]
+
+
+def targets(*tokens: str) -> Tokens:
+    """Return tokens that are training targets."""
+    return [(token, True) for token in tokens]
 
 
 def turn(role: str, *content: str) -> Tokens:
@@ -237,15 +248,17 @@ def completion(rng: random.Random, recipe: Recipe[T, S], task: T, stage: S) -> T
     """
     passes = recipe.thinking(rng, task, stage)
     trace = [token for one in passes for token in one]
-    draw, answer = rng.random(), [(token, True) for token in (*recipe.answer(task), END)]
+    draw = rng.random()
     if draw < stage.empty:
         trace = []
     elif draw < stage.empty + stage.cut:
         trace = trace[: rng.randint(1, len(rng.choice((passes[0], trace))))]
+    elif recipe.endless(task):
+        return targets(THINK, *trace)
     else:
-        return [(token, True) for token in (THINK, *trace, END_THINK)] + answer
-    thought = [(token, True) for token in (THINK, *trace)]
-    return thought + noise(rng, stage) + plain(END_THINK) + noise(rng, stage) + answer
+        return targets(THINK, *trace, END_THINK, *recipe.answer(task), END)
+    answer = targets(*(recipe.answer_after(task, trace) or recipe.answer(task)), END)
+    return targets(THINK, *trace) + noise(rng, stage) + plain(END_THINK) + noise(rng, stage) + answer
 
 
 def sample(rng: random.Random, recipe: Recipe[T, S], stage: S) -> Tokens:
@@ -320,8 +333,9 @@ def run(recipe: Recipe[T, S], description: str | None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / f"{recipe.name}-qwen3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps-scale", type=float, default=1.0, help="0.01 for a smoke run")
-    parser.add_argument("--start", type=Path, help="skip the first stages and start from the weights in this directory")
-    parser.add_argument("--skip", type=int, default=1, help="how many stages --start skips")
+    start = "skip the first stages and start from the weights in this directory"
+    parser.add_argument("--start", type=Path, default=recipe.start, help=start)
+    parser.add_argument("--skip", type=int, default=int(not recipe.start), help="how many stages --start skips")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
