@@ -33,6 +33,7 @@ from meridian_control.cli.console import (
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy.diff import diff
+from meridian_control.policy.model_families import model_families
 
 policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_args_is_help=True)
 
@@ -130,6 +131,25 @@ def policy_validate(file: File) -> None:
     with reported():
         forms.load(file)
     typer.echo(f"{file}: valid")
+
+
+@policy_app.command("families")
+def policy_families(
+    family: Annotated[str, typer.Argument(help="Family whose settings to print; default: a list of all.")] = "",
+    model: Annotated[str, typer.Option(help="Name under which the engine serves the model; default: FAMILY.")] = "",
+) -> None:
+    """List the model families whose settings ship with Meridian, or print those of FAMILY as a section of a policy."""
+    known = model_families()
+    if family and family not in known:
+        fail(INVALID, f"FAMILY must be one of {', '.join(known)}; got {family}")
+    if family:
+        typer.echo(known[family].section(model or family), nl=False)
+        return
+    settings = [(name, known[name].settings) for name in known]
+    rows = [
+        (name, of.reasoning_parser, json.dumps(of.closing_text) if of.closing_text else "") for name, of in settings
+    ]
+    console().print(_rows(("family", "reasoning parser", "closing text"), rows))
 
 
 @policy_app.command("history")

@@ -44,7 +44,7 @@ class ModelPolicy(Section):
         "",
         max_length=2000,
         description="Text that a forced end writes before the end marker; the text counts as thinking.",
-        json_schema_extra=advice("Use the sentence with which the model's authors train or advise to cut thinking."),
+        json_schema_extra=advice("Set it if answers go on thinking; see `meridianctl policy families`."),
     )
     eat_answer_prefix: str = Field(
         "",

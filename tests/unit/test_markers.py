@@ -7,20 +7,24 @@ and vLLM itself is asked whether it agrees.
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.policy.formats import load
+from meridian_agent.core.phases import Phase, PhaseState
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model_families import model_families
+from meridian_control.policy.model_section import ModelPolicy
 from tests import parsers
-from tests.processes import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_agent.core.phases import Markers
+    from meridian_control.policy.model_families import ModelFamily
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -179,13 +183,59 @@ def test_a_parser_for_another_vocabulary_is_told_from_its_own(tmp_path: Path, mo
     assert "those are other texts in this tokenizer" in markers.unknown
 
 
-# ------------------------------------------------------------------------------------------------------ deploy/models
+# ------------------------------------------------------------------------------------------------------ model families
+
+FAMILIES = model_families()
+MAX_CLOSING = 2000
 
 
-def test_what_is_shipped_for_families_is_a_policy_and_names_parsers_that_are_resolved(table: dict[str, Any]) -> None:
-    shipped = load(ROOT / "deploy" / "models.toml")
-    assert shipped.model
-    for name, section in shipped.model.items():
-        assert "vllm_agrees_by" in table["parsers"][section.reasoning_parser], name
-        # A shipped section names the parser and nothing that has no source.
-        assert section == type(section)(reasoning_parser=section.reasoning_parser), name
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_settings_of_a_family_resolve_with_their_closing_text(
+    family: ModelFamily, table: dict[str, Any], tmp_path: Path
+) -> None:
+    """An engine finds the parser, and the closing text has no marker in it: a forced end writes the text exactly as it
+    is shipped, and then the marker that it writes without a closing text."""
+    name, text = family.settings.reasoning_parser, family.settings.closing_text
+    assert "vllm_agrees_by" in table["parsers"][name]
+    # A shipped section has the parser, the closing text and nothing that has no source.
+    assert family.settings == ModelPolicy(reasoning_parser=name, closing_text=text)
+    added = parsers.asked_for(name)
+    bare = resolve(tmp_path / "bare", added, reasoning_parser=name)
+    closed = resolve(tmp_path / "closed", added, reasoning_parser=name, closing_text=text)
+    decode = parsers.made_for(name, added).decode
+    assert len(text) <= MAX_CLOSING
+    assert (decode(closed.ending), closed.end) == (text + decode(bare.ending), bare.end)
+    state = PhaseState(Phase.THINK)
+    for token in closed.ending:
+        state.feed(token, closed)
+    assert state.phase is Phase.OUTPUT
+    assert (state.think_tokens, state.output_tokens) == (len(closed.closing), 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_family_is_a_section_of_a_policy_for_any_served_name(family: ModelFamily) -> None:
+    for served in (family.name, "org/Model-8B", 'a "quoted" one'):
+        policy = parse_toml(f"scheduler.max_think_tokens = 9\n\n{family.section(served)}")
+        assert policy.model == {served: family.settings}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_closing_text_has_a_source_and_a_family_without_one_says_so(family: ModelFamily) -> None:
+    """The comment of a family names a repository with the commit of the file that has the text, or says that none was
+    found."""
+    assert all(line.startswith("# ") for line in family.comment.splitlines())
+    (said,) = re.findall(r"# Closing text: (.*)", family.comment, re.DOTALL)
+    if family.settings.closing_text:
+        assert re.search(r"[\w.-]+/[\w.-]+\b.*\bat [0-9a-f]{7}\b", " ".join(said.split())), said
+    else:
+        assert said.startswith("none found from the authors")
+
+
+def test_the_authors_white_space() -> None:
+    """The texts begin and end exactly as the authors write them before the end marker."""
+    ends = {name: (f.settings.closing_text[:16], f.settings.closing_text[-5:]) for name, f in FAMILIES.items()}
+    assert {name: end for name, end in ends.items() if any(end)} == {
+        "qwen3": ("\n\nConsidering th", "now.\n"),
+        "nemotron-3": (".\n", ".\n"),
+        "seed-oss": ("\n<seed:cot_budge", "ect>\n"),
+    }
