@@ -96,6 +96,7 @@ def per(metric: str, of: str, where: str = "") -> str:
 
 ARM_REQUESTS, EVENTS = "meridian_arm_requests_total", "meridian_arm_events_total"
 ANSWERS = f'sum by (arm) (increase({EVENTS}{{event="answered"}}[6h]))'
+COMPARED_ENDS = 'sum by (end) (increase(meridian_compared_ends_total{{event="{}"}}[6h]))'
 CONTROL_GROUP = [
     panel(
         "Thinking saved by the rules, against the control group",
@@ -125,6 +126,23 @@ CONTROL_GROUP = [
         *(
             (per(EVENTS, ARM_REQUESTS, f'event="{event}"'), f"{{{{arm}}}} {event}")
             for event in ("stopped", "reentry", "abort", "length")
+        ),
+        text="Share of the requests over 6 hours.",
+    ),
+    panel(
+        "Ends of thinking that spill, forced against natural",
+        "percentunit",
+        ("max by (bound) (meridian_spill_difference_ratio)", "{{bound}}"),
+        ("max by (bound) (meridian_long_answer_difference_ratio)", "long answers alone, {{bound}}"),
+        text="Share of the forced ends after which the request thinks again or the answer is unusually long, minus the "
+        "same share of the natural ends in the control group, with its 99 % interval.",
+    ),
+    panel(
+        "After forced and natural ends of thinking",
+        "percentunit",
+        *(
+            (f"{COMPARED_ENDS.format(event)} / {COMPARED_ENDS.format('ended')}", f"{{{{end}}}} {event}")
+            for event in ("reentry", "empty", "abort")
         ),
         text="Share of the requests over 6 hours.",
     ),

@@ -26,7 +26,7 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
-from meridian_control.cli.tables import savings_lines, savings_table
+from meridian_control.cli.tables import ends_table, savings_lines, savings_table
 from meridian_control.common.enum_names import outcome_name
 
 Engine = Annotated[str, typer.Option(help="Show only requests of this engine.")]
@@ -109,7 +109,7 @@ def shadow(context: typer.Context, engine: Engine = "", output: OutputOption = O
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
-    """Compare treated requests with the control group: tokens saved and harm, with 95 % intervals."""
+    """Compare treated requests with the control group: tokens saved, spilled ends and harm, with intervals."""
     with connect(context) as client:
         answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     warn_unreachable(answer.unreachable_replicas)
@@ -124,6 +124,7 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         force = "in force" if row.in_force else "no longer in force"
         terminal.print(f"rules since revision {row.since_revision}, {force}", highlight=False)
         terminal.print(savings_table(row))
+        terminal.print(ends_table(row))
         for line in savings_lines(row):
             terminal.print(escape(line), highlight=False)
     if not any(row.treated.requests or row.control.requests for row in answer.savings):

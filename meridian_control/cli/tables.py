@@ -60,8 +60,19 @@ def savings_table(row: fleet_pb2.Savings) -> Table:
     return shown
 
 
+def ends_table(row: fleet_pb2.Savings) -> Table:
+    """Return the forced ends of treated requests beside the natural ends of the control group."""
+    limit = f"answer over {row.long_answer_tokens:,}" if row.HasField("long_answer_tokens") else "answer long"
+    shown = new_table("end", "requests", "re-entries", limit, "answer empty", "aborted")
+    for name, side in (("forced, treated", row.forced_ends), ("natural, control", row.natural_ends)):
+        long = _share(side.long_answers, side.ends) if side.HasField("long_answers") else ""
+        empty, aborted = (_share(count, side.ends) for count in (side.empty_answers, side.aborts))
+        add(shown, name, side.ends, _share(side.reentries, side.ends), long, empty, aborted)
+    return shown
+
+
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
-    """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
+    """Yield what follows from a comparison: the saving, the shadow's own estimate, spilled ends, and the harm."""
     if row.HasField("saved_tokens"):
         total = row.treated.requests * row.saved_tokens.value
         low, high = (row.treated.requests * end for end in (row.saved_tokens.low, row.saved_tokens.high))
@@ -71,6 +82,14 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         yield "saved: not known yet, because an arm has too few requests"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {row.shadow_saved_tokens / row.control.think_tokens:.1%} of the thinking"
+    if row.HasField("spills"):
+        spills, longer = (
+            f"{found.value * 100:+.1f} points ({found.low * 100:+.1f} to {found.high * 100:+.1f})"
+            for found in (row.spills, row.long_answers)
+        )
+        yield f"spilled after forced ends, against natural ends: {spills}; long answers alone: {longer}"
+    else:
+        yield "spilled after forced ends: not known yet, because a side has too few ends"
     unjudged = f", {row.unjudged} not judged for want of a probe" if row.unjudged else ""
     if row.HasField("harm_ratio"):
         harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"

@@ -21,6 +21,8 @@ _R10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
 TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decade in range(4) for step in _R10), 10.0
 STEP_BOUNDS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
+# Whole numbers near the R10 series from 1 to 100,000 tokens.
+ANSWER_BOUNDS = *sorted({float(round(step * 10**decade)) for decade in range(5) for step in _R10}), 1e5
 
 
 class Histogram:
@@ -43,6 +45,16 @@ class Histogram:
         self.sum += other.sum
         return self
 
+    def upper_quantile(self, share: float) -> float:
+        """Return the lowest bound that at least this share of the observations does not exceed; the last bound if there
+        is none, or if there are no observations."""
+        within = np.cumsum(self.counts[:-1]) >= max(1, share * self.counts.sum())
+        return float(self.bounds[within.argmax() if within.any() else -1])
+
+    def above(self, bound: float) -> int:
+        """Return the number of observations that exceed one of the bounds."""
+        return int(self.counts[np.searchsorted(self.bounds, bound) + 1 :].sum())
+
     def message(self) -> fleet_pb2.Histogram:
         return fleet_pb2.Histogram(bounds=self.bounds.tolist(), counts=self.counts.tolist(), sum=self.sum)
 
@@ -54,6 +66,11 @@ def time_histogram() -> Histogram:
 
 def token_histogram() -> Histogram:
     return Histogram(TOKEN_BOUNDS)
+
+
+def answer_histogram() -> Histogram:
+    """Return an empty histogram for answer tokens, whose quantiles are known within about a quarter."""
+    return Histogram(ANSWER_BOUNDS)
 
 
 def step_histogram() -> Histogram:

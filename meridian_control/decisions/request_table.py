@@ -325,9 +325,14 @@ class RequestTable(DecidedColumns):
         """Note which of the session's policies hold for all requests, [slots] or one for all."""
         self.group[:] = groups
 
-    def note_think_end(self, slot: int, forced: bool) -> None:
-        """Note that the request's thinking has ended. forced: whether the agent forced the end."""
+    def note_think_end(self, slot: int, forced: bool, kind: int) -> None:
+        """Note that the request's thinking has ended.
+
+        forced: whether the agent forced the end. kind: NATURAL_END, RULE_END or OTHER_END.
+        """
         self.reentered[slot] |= self.ended[slot]
+        if not self.ended[slot]:
+            self.first_end[slot] = kind
         self.ended[slot], self.forced[slot] = True, forced
 
     def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:

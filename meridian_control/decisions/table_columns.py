@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # Kinds of a request's newest token: no token reported yet, an answer token, an end of thinking, any other token.
 NO_TOKEN, ANSWER_TOKEN, THINK_END, OTHER_TOKEN = range(4)
 
+# How the thinking of a request first ended: not yet, by the model itself, by an entropy rule, by anything else.
+NO_END, NATURAL_END, RULE_END, OTHER_END = range(4)
+
 # Values of `max_think_tokens` and `rank` without a number: nothing was sent to the agent yet, or the request has no
 # cap.
 UNTOLD, NO_CAP = -1, -2
@@ -84,7 +87,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # Whether thinking has ended at least once; whether its newest end was forced.
     "ended": (bool, False),
     "forced": (bool, False),
-    # Whether thinking has ended more than once.
+    # How thinking ended the first time; whether thinking has ended more than once.
+    "first_end": (np.uint8, NO_END),
     "reentered": (bool, False),
     # Whether the entropy rules only shadow the request, because it belongs to the control group; whether it counts as
     # treated or as control when it closes.
@@ -157,6 +161,7 @@ class Columns:
     answer_reserve_tokens: NDArray[np.int64]
     ended: NDArray[np.bool_]
     forced: NDArray[np.bool_]
+    first_end: NDArray[np.uint8]
     reentered: NDArray[np.bool_]
     control: NDArray[np.bool_]
     counted: NDArray[np.bool_]

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
+from meridian_control.fleet import spills
 from meridian_control.session.arms import rules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.common.inference import Estimate
     from meridian_control.policy.store import StoredRevision
     from meridian_control.session.arms import Experiments
 
 # Author of the policy revisions by which the control plane itself puts the entropy rules into shadow.
 WITHDRAWER = "meridian-harm-guard"
-# Confidence of all intervals and bounds; smallest number of requests on each side for an estimate of the saving.
+# Confidence of the intervals and bounds of saving and harm; smallest number of requests on each side for a comparison.
 CONFIDENCE, MIN_REQUESTS = 0.95, 30
 # Counts of `Savings` that add up over replicas.
 COUNTS = ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged")
@@ -44,6 +44,8 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
             max_loss=kept.max_loss,
             treated=fleet_pb2.ArmCounts(**vars(kept.treated)),
             control=fleet_pb2.ArmCounts(**vars(kept.control)),
+            forced_ends=spills.message(kept.forced_ends),
+            natural_ends=spills.message(kept.natural_ends),
             **{name: getattr(kept, name) for name in COUNTS},
         )
         for kept in experiments.newest()
@@ -78,23 +80,20 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
         mine, theirs = getattr(whole, arm), getattr(part, arm)
         for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:
             setattr(mine, count.name, getattr(mine, count.name) + getattr(theirs, count.name))
+    spills.add(whole.forced_ends, part.forced_ends)
+    spills.add(whole.natural_ends, part.natural_ends)
 
 
 def estimate(counts: fleet_pb2.Savings) -> None:
-    """Fill in the estimates of the saving and of the harm that the counts allow."""
+    """Fill in the estimates of the saving, of the spilled ends and of the harm that the counts allow."""
     treated, control = counts.treated, counts.control
     if min(treated.requests, control.requests) >= MIN_REQUESTS:
         mine, theirs = (Sums(a.requests, a.think_tokens, a.think_tokens_squares) for a in (treated, control))
-        _set(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
-        _set(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
+        spills.set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
+        spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
+    spills.estimate(counts, MIN_REQUESTS)
     if counts.judged and counts.unjudged <= counts.judged_stops:
         harm = counts.harm_ratio
         harm.value = counts.harmful / counts.judged
         harm.low = binomial_lower(counts.harmful, counts.judged, CONFIDENCE)
         harm.high = binomial_upper(counts.harmful, counts.judged, CONFIDENCE)
-
-
-def _set(message: fleet_pb2.Range, found: Estimate | None) -> None:
-    if found is not None:
-        message.value, message.low, message.high = found.value, found.low, found.high
-        message.SetInParent()

@@ -12,10 +12,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
+from meridian_control.common.histogram import Histogram, answer_histogram
+from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
 from meridian_control.session.shadow_comparison import SECTIONS
+from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -49,10 +53,41 @@ class Arm:
 
 
 @dataclass
+class Ends:
+    """Counts of what became of closed requests after the first end of their thinking.
+
+    `EndCounts` in fleet.proto defines each field.
+    """
+
+    ends: int = 0
+    reentries: int = 0
+    empty_answers: int = 0
+    aborts: int = 0
+    answer_tokens: Histogram = field(default_factory=answer_histogram)
+
+    def closed(self, answer_tokens: int, thought_again: bool, reason: agent_pb2.FinishReason.ValueType) -> None:
+        self.ends += 1
+        self.aborts += reason == agent_pb2.FINISH_REASON_ABORT
+        self.reentries += thought_again
+        if not thought_again:
+            self.answer_tokens.add(np.array([answer_tokens]))
+            self.empty_answers += reason in FINISHED and answer_tokens <= EMPTY_ANSWER
+
+    def add(self, other: Ends) -> None:
+        self.ends += other.ends
+        self.reentries += other.reentries
+        self.empty_answers += other.empty_answers
+        self.aborts += other.aborts
+        self.answer_tokens += other.answer_tokens
+
+
+@dataclass
 class Experiment:
     """The counts under one set of rules, which came into force with the revision `since_revision`.
 
-    The last five fields count requests of the control group; `Savings` in fleet.proto defines them.
+    forced_ends: treated requests whose thinking an entropy rule ended first. natural_ends: requests of the control
+    group whose thinking the model itself ended first, after a rule would have. The last five fields count requests of
+    the control group. `Savings` in fleet.proto defines all counts.
     """
 
     rules: str = ""
@@ -60,6 +95,8 @@ class Experiment:
     max_loss: float = 1.0
     treated: Arm = field(default_factory=Arm)
     control: Arm = field(default_factory=Arm)
+    forced_ends: Ends = field(default_factory=Ends)
+    natural_ends: Ends = field(default_factory=Ends)
     shadow_saved_tokens: int = 0
     judged: int = 0
     judged_stops: int = 0
@@ -81,11 +118,17 @@ class Experiment:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
             arm.answer_tokens_squares += float(answer_tokens) ** 2
-        arm.reentries += int(table.reentered[slot])
+        thought_again = _thought_again(table, slot)
+        arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason == agent_pb2.FINISH_REASON_LENGTH
         if is_control:
             self._compare(table, slot, has_answer)
+        first_end = table.first_end[slot]
+        if is_control and first_end == NATURAL_END and table.stop_tokens[slot] >= 0:
+            self.natural_ends.closed(answer_tokens, thought_again, reason)
+        elif not is_control and first_end == RULE_END:
+            self.forced_ends.closed(answer_tokens, thought_again, reason)
 
     def _compare(self, table: RequestTable, slot: int, has_answer: bool) -> None:
         """Compare a request of the control group with the end that the first rule to fire would have made."""
@@ -108,6 +151,8 @@ class Experiment:
     def add(self, other: Experiment) -> None:
         self.treated.add(other.treated)
         self.control.add(other.control)
+        self.forced_ends.add(other.forced_ends)
+        self.natural_ends.add(other.natural_ends)
         for name in ("shadow_saved_tokens", "judged", "judged_stops", "harmful", "unjudged"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -156,10 +201,17 @@ def rules_of(policy: Policy) -> str:
 
 def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> bool:
     """Whether the request finished by itself or by its length, after its thinking had ended."""
-    finished = reason in (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
-    return finished and bool(table.ended[slot]) and table.phase[slot] != agent_pb2.PHASE_THINK
+    return reason in FINISHED and bool(table.ended[slot]) and table.phase[slot] != agent_pb2.PHASE_THINK
+
+
+def _thought_again(table: RequestTable, slot: int) -> bool:
+    """Whether the request thought again after the end of its thinking; this second thinking may have no end."""
+    return bool(table.reentered[slot] or (table.ended[slot] and table.phase[slot] == agent_pb2.PHASE_THINK))
 
 
 def _ended_by_entropy_rule(table: RequestTable, slot: int) -> bool:
+    """Whether an entropy rule made the first or the newest end of the request's thinking."""
+    if table.first_end[slot] == RULE_END:
+        return True
     decided = reason_name(int(table.end_decided[slot]))
     return bool(table.forced[slot]) and SECTIONS.get(decided) == "entropy"

@@ -15,13 +15,17 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
 from meridian_control.decisions.request_table import THINK
+from meridian_control.decisions.table_columns import NATURAL_END, OTHER_END, RULE_END
 from meridian_control.decisions.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
+from meridian_control.session.shadow_comparison import SECTIONS
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
     from meridian_control.session.counters import Totals
 
 FINISHED = (agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_LENGTH)
+# An answer is empty if it has at most this many tokens, because the token that ends the text may count as one.
+EMPTY_ANSWER = 1
 # An answer is long if it has more than LONG_ANSWER times the median tokens of the newest USUAL_ANSWERS answers after
 # natural ends; at least MIN_ANSWERS such answers must be known.
 LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
@@ -40,7 +44,7 @@ class ThinkEnds:
         self._totals.ends[reason] += 1
         if table.ended[slot]:
             self._totals.answers[f"reentry_after_{how(bool(table.forced[slot]))}"] += 1
-        table.note_think_end(slot, forced)
+        table.note_think_end(slot, forced, kind_of(reason))
         return reason
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
@@ -74,7 +78,7 @@ class ThinkEnds:
                 self._usual_answers.append(length)
 
     def _answer(self, length: int) -> str:
-        if length <= 1:
+        if length <= EMPTY_ANSWER:
             return "empty"
         usual = self._usual_answers
         is_long = len(usual) >= MIN_ANSWERS and length > LONG_ANSWER * statistics.median(usual)
@@ -87,6 +91,13 @@ def by_limit(flags: int) -> str:
     if flags & FLAG_BY_RESERVE:
         return "answer_reserve"
     return "hard_cap" if flags & FLAG_BY_CAP else ""
+
+
+def kind_of(reason: str) -> int:
+    """Return the kind of an end of thinking with this reason, for the table."""
+    if reason == "natural":
+        return NATURAL_END
+    return RULE_END if SECTIONS.get(reason) == "entropy" else OTHER_END
 
 
 def how(forced: bool) -> str:

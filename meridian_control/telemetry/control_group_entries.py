@@ -31,6 +31,14 @@ CONTROL_GROUP = (
         "More `reentry`, `abort` or `length` per request in `treated`: the rules stop too early; put them into shadow.",
     ),
     _counter(
+        "meridian_compared_ends_total",
+        ("end", "event"),
+        "Requests by the first end of their thinking and by event. Ends: forced (by an entropy rule, in treated "
+        "requests) and natural (by the model, in the control group, after a rule would have ended the thinking). "
+        "Events: ended (every such request), reentry, empty (an answer of at most one token), abort (by the client).",
+        "More `reentry`, `empty` or `abort` per `ended` after `forced`: see the alert MeridianForcedEndsSpill.",
+    ),
+    _counter(
         "meridian_control_group_shadow_saved_tokens_total",
         (),
         "Thinking tokens of the control group after the places where a rule would have ended the thinking.",
@@ -57,6 +65,21 @@ CONTROL_GROUP = (
         "Share of the control group whose answer the rules in force would have changed, by value and one-sided exact "
         "95 % bounds low and high. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
+    ),
+    _gauge(
+        "meridian_long_answer_difference_ratio",
+        ("bound",),
+        "Share of the forced ends whose answer is unusually long minus the same share of the natural ends, by value, "
+        "low and high end of the 99 % interval. An answer is unusually long if it is longer than 95 % of the answers "
+        "after natural ends. Absent until both sides have 30 ends.",
+        "`low` above 0: the model goes on thinking in the answer; see `closing_text`, `meridianctl policy families`.",
+    ),
+    _gauge(
+        "meridian_spill_difference_ratio",
+        ("bound",),
+        "Share of the forced ends after which the request thinks again or the answer is unusually long, minus the same "
+        "share of the natural ends, by value, low and high end of the 99 % interval.",
+        "`low` above 0.05: MeridianForcedEndsSpill fires; set the model's `closing_text`, or calibrate again.",
     ),
     _gauge(
         "meridian_harm_evidence_ratio",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
     from meridian_control.fleet.fleet import Fleet
+    from meridian_control.session.arms import Ends
 
     Values = list[tuple[tuple[str, ...], float]]
 
@@ -34,6 +35,7 @@ def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) ->
         events += [((arm, "reentry"), counts.reentries), ((arm, "abort"), counts.aborts)]
         events.append(((arm, "length"), counts.lengths))
     yield "meridian_arm_events_total", events
+    yield "meridian_compared_ends_total", _ends("forced", total.forced_ends) + _ends("natural", total.natural_ends)
     yield "meridian_control_group_shadow_saved_tokens_total", [((), total.shadow_saved_tokens)]
     verdicts: Values = [(("harmless",), total.judged - total.harmful), (("harmful",), total.harmful)]
     yield "meridian_control_group_verdicts_total", [*verdicts, (("unjudged",), total.unjudged)]
@@ -41,7 +43,14 @@ def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) ->
     found = [told for told in savings.savings if told.in_force] if savings is not None else []
     yield "meridian_saved_ratio", _bounds(found, "saved_ratio")
     yield "meridian_harm_ratio", _bounds(found, "harm_ratio")
+    yield "meridian_long_answer_difference_ratio", _bounds(found, "long_answers")
+    yield "meridian_spill_difference_ratio", _bounds(found, "spills")
     yield "meridian_harm_evidence_ratio", [((), told.evidence_ratio) for told in found]
+
+
+def _ends(end: str, counts: Ends) -> Values:
+    events = {"ended": counts.ends, "reentry": counts.reentries, "empty": counts.empty_answers, "abort": counts.aborts}
+    return [((end, event), count) for event, count in events.items()]
 
 
 def _bounds(found: list[fleet_pb2.Savings], field: str) -> Values:

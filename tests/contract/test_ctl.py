@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 from typer.testing import CliRunner, Result
@@ -20,12 +21,15 @@ from typer.testing import CliRunner, Result
 from meridian_control.cli.console import error_lines
 from meridian_control.cli.main import app
 from meridian_control.common.errors import NotFound
+from meridian_control.fleet import spills
 from meridian_control.fleet.savings import estimate
 from meridian_control.policy.diff import Subject
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Who
+from meridian_control.policy.model_families import model_families
 from meridian_control.policy.store import PolicyStore
 from meridian_control.server.policy_service import PolicyService
+from meridian_control.session.arms import Ends
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
 from tests.processes import MERIDIANCTL
@@ -202,6 +206,24 @@ async def test_invalid_file_prints_every_line(control: Control, file: Path, comm
         "entropy.ema_alpha must be in (0, 1]; got 1.5",
         "entropy.ema_alfa is not a known key",
     ]
+
+
+async def test_a_familys_settings_go_into_a_policy(control: Control, file: Path) -> None:
+    listed = (await run("policy", "families", server="127.0.0.1:1")).stdout
+    rows = {line.split()[0]: line for line in listed.splitlines()[1:]}
+    assert list(rows) == list(model_families())
+    assert r'"\n\nConsidering the limited time by the user, ' in rows["qwen3"]
+    one = await control("policy", "families", "qwen3", "--model", "Qwen/Qwen3-8B")
+    assert one.exit_code == OK
+    assert "# Closing text: the authors' early_stopping_text, QwenLM/Qwen3 " in one.stdout
+    file.write_text("scheduler.max_think_tokens = 900\n" + one.stdout)
+    assert (await control("policy", "apply", "-f", file, "--etag", "")).exit_code == OK
+    stored = parse_toml((await control("policy", "get")).stdout)
+    assert stored.model == {"Qwen/Qwen3-8B": model_families()["qwen3"].settings}
+    unknown = await run("policy", "families", "nobody", server="127.0.0.1:1")
+    assert (unknown.exit_code, unknown.stdout) == (INVALID, "")
+    assert unknown.stderr.startswith("FAMILY must be one of qwen3, ")
+    assert unknown.stderr.endswith("; got nobody\n")
 
 
 async def test_validate_needs_no_server(file: Path) -> None:
@@ -526,6 +548,11 @@ def compared(**fields: Any) -> fleet_pb2.Savings:
     counts = {"since_revision": 4, "in_force": True, "max_loss": 0.01, "shadow_saved_tokens": 3900, **fields}
     made = fleet_pb2.Savings(treated=treated, control=control, **counts)
     made.treated.answer_tokens = 800
+    forced, natural = Ends(60, reentries=6, aborts=3), Ends(50, empty_answers=1)
+    forced.answer_tokens.add(np.array([70.0] * 42 + [500] * 12))
+    natural.answer_tokens.add(np.array([70.0] * 48 + [500] * 2))
+    made.forced_ends.CopyFrom(spills.message(forced))
+    made.natural_ends.CopyFrom(spills.message(natural))
     estimate(made)
     return made
 
@@ -541,7 +568,11 @@ async def test_savings(control: Control) -> None:
         "treated 100 60.0 0.0% 10.0 0.0% 0.0% 0.0%",
         "control 100 100.0 0.0% 0.0% 3.0% 0.0%",
     ]
-    saved, own, harm, evidence = lines[4:]
+    assert lines[5:7] == ["forced, treated 60 10.0% 20.0% 0.0% 5.0%", "natural, control 50 0.0% 4.0% 2.0% 0.0%"]
+    assert lines[4] == "end requests re-entries answer over 80 answer empty aborted"
+    saved, own, spilled, harm, evidence = lines[7:]
+    assert spilled.startswith("spilled after forced ends, against natural ends: +26.0 points (")
+    assert "; long answers alone: +16.0 points (" in spilled
     assert saved.startswith("saved: 40.0% of the thinking (")
     assert "4,000 tokens in all (" in saved
     assert own == "shadow's own estimate: 39.0% of the thinking"
@@ -556,13 +587,15 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
     assert result.stdout.startswith("No request counts: the entropy section is in shadow or off")
     few = compared(unjudged=7, judged=3, judged_stops=0)
-    few.ClearField("saved_tokens")
+    for field in ("saved_tokens", "spills"):
+        few.ClearField(field)
     control.fleet.savings = fleet_pb2.GetSavingsResponse(
         savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
     )
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 put the entropy rules into shadow: it did harm\n")
     assert "saved: not known yet, because an arm has too few requests" in text
+    assert "spilled after forced ends: not known yet, because a side has too few ends" in text
     why = "no probe came at the places where rules would have ended thinking, 7 not judged for want of a probe"
     assert f"harm: not measured, {why}" in text
 

@@ -168,7 +168,13 @@ def test_the_control_group_in_metrics() -> None:
     told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5)
     told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
     older = fleet_pb2.Savings(evidence_ratio=9.0)
+    told.spills.value, told.spills.low, told.spills.high = 0.2, 0.1, 0.3
+    experiment.forced_ends.ends, experiment.natural_ends.aborts = 6, 1
     values = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told, older])))
+    ends = dict(values["meridian_compared_ends_total"])
+    assert (ends["forced", "ended"], ends["natural", "abort"], ends["natural", "ended"]) == (6, 1, 0)
+    assert dict(values["meridian_spill_difference_ratio"]) == {("value",): 0.2, ("low",): 0.1, ("high",): 0.3}
+    assert values["meridian_long_answer_difference_ratio"] == []
     assert dict(values["meridian_arm_requests_total"]) == {("treated",): 0, ("control",): 7}
     assert dict(values["meridian_arm_think_tokens_total"])["control",] == 700
     assert dict(values["meridian_arm_events_total"])["treated", "abort"] == 2

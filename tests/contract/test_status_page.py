@@ -117,11 +117,14 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
         experiment.judged, experiment.judged_stops, experiment.harmful = 40, 40, 20
+        experiment.forced_ends.ends, experiment.forced_ends.reentries, experiment.natural_ends.ends = 30, 12, 30
         told = await first_event(session, address)
         (row,) = told["savings"]
         assert (row["in_force"], row["since_revision"]) == (True, str(stored.revision))
         assert row["saved_ratio"]["value"] == 0.5
         assert row["harm_ratio"]["low"] < 0.5 < row["harm_ratio"]["high"]
+        assert (row["forced_ends"]["reentries"], row["natural_ends"]["long_answers"]) == ("12", "0")
+        assert row["spills"]["value"] == 0.4
         assert told["withdrawn"] == ""
         await control.parts.guard.look()
         text = (await first_event(session, address))["withdrawn"]

@@ -15,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import Outcome
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import opened_message, step_report
-from tests.fakes.engine import END, TEXT, FakeEngine
+from tests.fakes.engine import END, START, TEXT, FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -159,7 +159,9 @@ class Script:
     """The course of one made-up request.
 
     eat_nats, trial_answer: the EAT and the likeliest answer token that a probe finds after a number of thinking tokens;
-    without them all probes of the agent find the same.
+    without them all probes of the agent find the same. If thinking is ended before `think_tokens`, the answer has
+    `cut_answer_tokens`, unless that is 0, and the request thinks again after `rethink_at` answer tokens, unless that is
+    0.
     """
 
     think_tokens: int
@@ -167,6 +169,15 @@ class Script:
     entropy_nats: float = 0.5
     eat_nats: Callable[[int], float] | None = None
     trial_answer: Callable[[int], int] | None = None
+    cut_answer_tokens: int = 0
+    rethink_at: int = 0
+
+    def cut(self, tr: LiveRequest) -> bool:
+        return tr.state.think_tokens < self.think_tokens
+
+    def answered(self, tr: LiveRequest) -> bool:
+        tokens = self.cut_answer_tokens if self.cut(tr) else 0
+        return tr.state.output_tokens >= (tokens or self.answer_tokens)
 
 
 class FakeAgent:
@@ -252,14 +263,16 @@ class FakeAgent:
             script = self.scripts[name]
             engine.feed(name, engine.sample(name, [self._wanted(tr, script)]))
             entropies.append(script.entropy_nats)
-            if tr.state.output_tokens >= script.answer_tokens:
+            if script.answered(tr):
                 engine.finish(name)
         self._measured(entropies)
         return self._report()
 
     def _wanted(self, tr: LiveRequest, script: Script) -> int:
-        thinking = tr.state.phase.name == "THINK"
-        return END if thinking and tr.state.think_tokens >= script.think_tokens else TEXT
+        if tr.state.phase.name == "THINK":
+            return TEXT if script.cut(tr) else END
+        thinks_again = script.rethink_at and script.cut(tr) and tr.state.output_tokens == script.rethink_at
+        return START if thinks_again else TEXT
 
     def _measured(self, entropies: list[float]) -> None:
         record = self.engine.tracker.record

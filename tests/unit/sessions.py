@@ -93,7 +93,8 @@ class Stream:
         return merged
 
     def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
-        script = {name: fields.pop(name) for name in ("entropy_nats", "eat_nats", "trial_answer") if name in fields}
+        own = ("entropy_nats", "eat_nats", "trial_answer", "cut_answer_tokens", "rethink_at")
+        script = {name: fields.pop(name) for name in own if name in fields}
         return self.agent.open(name, Script(think, answer, **script), **fields).slot
 
     def say(self, steps: int = 1, **fields: Any) -> None:

@@ -6,7 +6,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from meridian_control.common.histogram import TIME_BOUNDS_S, TOKEN_BOUNDS, Histogram, time_histogram
+from meridian_control.common.histogram import (
+    ANSWER_BOUNDS,
+    TIME_BOUNDS_S,
+    TOKEN_BOUNDS,
+    Histogram,
+    answer_histogram,
+    time_histogram,
+)
 
 
 def test_a_bound_belongs_to_the_bucket_below_it() -> None:
@@ -28,7 +35,21 @@ def test_adding_up() -> None:
 
 
 def test_bounds() -> None:
-    for bounds in (TIME_BOUNDS_S, TOKEN_BOUNDS):
+    for bounds in (TIME_BOUNDS_S, TOKEN_BOUNDS, ANSWER_BOUNDS):
         assert list(bounds) == sorted(set(bounds))
     assert (TIME_BOUNDS_S[0], TIME_BOUNDS_S[-1]) == (0.001, 10.0)
     assert max(b / a for a, b in pairwise(TIME_BOUNDS_S)) < 1.29
+    assert (ANSWER_BOUNDS[0], ANSWER_BOUNDS[-1]) == (1, 100_000)
+    assert all(bound == int(bound) for bound in ANSWER_BOUNDS), "so that a bound says which whole numbers are above it"
+    assert max(b / a for a, b in pairwise(ANSWER_BOUNDS) if a >= 4) < 1.34
+
+
+def test_the_quantile_is_the_lowest_bound_that_enough_observations_do_not_exceed() -> None:
+    made = answer_histogram()
+    assert made.upper_quantile(0.95) == ANSWER_BOUNDS[-1], "nothing is known"
+    made.add(np.array([100] * 95 + [500] * 5))
+    assert (made.upper_quantile(0.95), made.above(100)) == (100, 5)
+    made.add(np.array([500]))
+    assert (made.upper_quantile(0.95), made.above(500), made.above(400)) == (500, 0, 6)
+    made.add(np.array([1e9] * 100))
+    assert (made.upper_quantile(0.95), made.above(ANSWER_BOUNDS[-1])) == (ANSWER_BOUNDS[-1], 100)

@@ -110,13 +110,20 @@ function harm(s) {
   return r ? `${percent(r.value, 2)}, at most ${percent(r.high, 2)}; allowed ${percent(s.max_loss, 2)}` : "not measured";
 }
 
+function spilled(s, arm) {
+  const side = arm === "treated" ? s.forced_ends : s.natural_ends, r = s.spills;
+  if (!side || !r) return "too few ends";
+  const found = percent((+side.reentries + +side.long_answers) / +side.ends);
+  return arm === "control" ? found : `${found}, difference ${percent(r.low)} to ${percent(r.high)}`;
+}
+
 function showSavings(savings) {
   const rows = savings.flatMap((s) => ["treated", "control"].map((arm) => ({ s, arm, counts: s[arm] })));
   table("savings", rows, (r) => `${r.s.rules} ${r.arm}`, ({ s, arm, counts: c }) => [
     [s.since_revision, "num"], arm, [number.format(c.requests), "num"], mean(c.think_tokens, c.requests),
     mean(c.answer_tokens, c.answers), share(c.stopped, c.requests), share(c.reentries, c.requests),
     share(c.aborts, c.requests), share(c.lengths, c.requests), arm === "treated" ? saving(s) : "",
-    arm === "control" ? harm(s) : "",
+    arm === "control" ? harm(s) : "", spilled(s, arm),
   ], "No rules are in force with a control group.");
 }
 

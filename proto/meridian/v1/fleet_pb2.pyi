@@ -1716,6 +1716,11 @@ class Savings(_message.Message):
     HARM_RATIO_FIELD_NUMBER: _builtins.int
     EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
     JUDGED_STOPS_FIELD_NUMBER: _builtins.int
+    FORCED_ENDS_FIELD_NUMBER: _builtins.int
+    NATURAL_ENDS_FIELD_NUMBER: _builtins.int
+    LONG_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_ANSWERS_FIELD_NUMBER: _builtins.int
+    SPILLS_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -1742,6 +1747,10 @@ class Savings(_message.Message):
     """
     judged_stops: _builtins.int
     """Number of judged requests that a rule would have ended."""
+    long_answer_tokens: _builtins.int
+    """Answers with more tokens than this are unusually long: at least 95 % of the answers after natural ends have at most
+    so many tokens. Absent while a side has too few ends.
+    """
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
         """Requests whose thinking the rules may end."""
@@ -1766,6 +1775,26 @@ class Savings(_message.Message):
         intervals. Absent if harm is not measured: while no request is judged, or if `unjudged` exceeds `judged_stops`.
         """
 
+    @_builtins.property
+    def forced_ends(self) -> Global___EndCounts:
+        """Treated requests whose thinking was first ended by an entropy rule."""
+
+    @_builtins.property
+    def natural_ends(self) -> Global___EndCounts:
+        """Requests of the control group that an entropy rule would have ended, and whose thinking the model ended first."""
+
+    @_builtins.property
+    def long_answers(self) -> Global___Range:
+        """Share of the forced ends with an unusually long answer minus the same share of the natural ends, with its
+        interval. Absent with `long_answer_tokens`.
+        """
+
+    @_builtins.property
+    def spills(self) -> Global___Range:
+        """Share of the forced ends that spilled minus the same share of the natural ends, with its interval. An end spills if
+        the request thinks again or if its answer is unusually long. Absent with `long_answer_tokens`.
+        """
+
     def __init__(
         self,
         *,
@@ -1784,16 +1813,72 @@ class Savings(_message.Message):
         harm_ratio: Global___Range | None = ...,
         evidence_ratio: _builtins.float | None = ...,
         judged_stops: _builtins.int = ...,
+        forced_ends: Global___EndCounts | None = ...,
+        natural_ends: Global___EndCounts | None = ...,
+        long_answer_tokens: _builtins.int | None = ...,
+        long_answers: Global___Range | None = ...,
+        spills: Global___Range | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "control", b"control", "evidence_ratio", b"evidence_ratio", "harm_ratio", b"harm_ratio", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "treated", b"treated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "control", b"control", "evidence_ratio", b"evidence_ratio", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "max_loss", b"max_loss", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__evidence_ratio: _TypeAlias = _typing.Literal["evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__evidence_ratio: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__long_answer_tokens: _TypeAlias = _typing.Literal["long_answer_tokens"]  # noqa: Y015
+    _WhichOneofArgType__long_answer_tokens: _TypeAlias = _typing.Literal["_long_answer_tokens", b"_long_answer_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evidence_ratio) -> _WhichOneofReturnType__evidence_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_answer_tokens) -> _WhichOneofReturnType__long_answer_tokens | None: ...
 
 Global___Savings: _TypeAlias = Savings  # noqa: Y015
+
+@_typing.final
+class EndCounts(_message.Message):
+    """What became of requests after the first end of their thinking."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDS_FIELD_NUMBER: _builtins.int
+    REENTRIES_FIELD_NUMBER: _builtins.int
+    EMPTY_ANSWERS_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    LONG_ANSWERS_FIELD_NUMBER: _builtins.int
+    ends: _builtins.int
+    """Number of these requests."""
+    reentries: _builtins.int
+    """Number of requests that thought again after the end."""
+    empty_answers: _builtins.int
+    """Number of requests that finished with an answer of at most one token, which may be the token that ends the text."""
+    aborts: _builtins.int
+    """Number of requests that their clients aborted after the end."""
+    long_answers: _builtins.int
+    """Number of these answers that are unusually long; absent while `Savings.long_answer_tokens` is absent."""
+    @_builtins.property
+    def answer_tokens(self) -> Global___Histogram:
+        """Answer tokens of the requests that did not think again, by the time they were closed."""
+
+    def __init__(
+        self,
+        *,
+        ends: _builtins.int = ...,
+        reentries: _builtins.int = ...,
+        empty_answers: _builtins.int = ...,
+        aborts: _builtins.int = ...,
+        answer_tokens: Global___Histogram | None = ...,
+        long_answers: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "answer_tokens", b"answer_tokens", "long_answers", b"long_answers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "aborts", b"aborts", "answer_tokens", b"answer_tokens", "empty_answers", b"empty_answers", "ends", b"ends", "long_answers", b"long_answers", "reentries", b"reentries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__long_answers: _TypeAlias = _typing.Literal["long_answers"]  # noqa: Y015
+    _WhichOneofArgType__long_answers: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_answers) -> _WhichOneofReturnType__long_answers | None: ...
+
+Global___EndCounts: _TypeAlias = EndCounts  # noqa: Y015
 
 @_typing.final
 class ArmCounts(_message.Message):

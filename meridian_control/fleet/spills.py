@@ -1,0 +1,74 @@
+"""Compares what becomes of requests after forced ends of thinking with natural ends in the control group.
+
+An end spills if the request thinks again, or if its answer is unusually long. The functions are pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian.v1 import fleet_pb2
+
+from meridian_control.common.histogram import Histogram
+from meridian_control.common.inference import share_difference
+
+if TYPE_CHECKING:
+    from meridian_control.common.inference import Estimate
+    from meridian_control.session.arms import Ends
+
+# An answer is unusually long if it is longer than this share of the answers after natural ends.
+USUAL_SHARE = 0.95
+# Confidence of the intervals. Alerts look at them all the time, so it is higher than that of other intervals.
+CONFIDENCE = 0.99
+# Counts of `EndCounts` that add up over replicas, beside the histogram.
+COUNTS = ("ends", "reentries", "empty_answers", "aborts")
+
+
+def message(ends: Ends) -> fleet_pb2.EndCounts:
+    return fleet_pb2.EndCounts(
+        **{name: getattr(ends, name) for name in COUNTS}, answer_tokens=ends.answer_tokens.message()
+    )
+
+
+def add(whole: fleet_pb2.EndCounts, part: fleet_pb2.EndCounts) -> None:
+    """Add the counts of another replica, unless its histogram has other bounds, as one of another version may have."""
+    if not whole.ends:
+        whole.CopyFrom(part)
+        return
+    if whole.answer_tokens.bounds != part.answer_tokens.bounds:
+        return
+    both = _histogram(whole.answer_tokens)
+    both += _histogram(part.answer_tokens)
+    whole.answer_tokens.CopyFrom(both.message())
+    for name in COUNTS:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
+
+
+def estimate(savings: fleet_pb2.Savings, min_ends: int) -> None:
+    """Fill in which answers are unusually long, and how many more forced ends than natural ones have such an answer or
+    spill. The estimates stay absent if a side has fewer than `min_ends` ends."""
+    forced, natural = savings.forced_ends, savings.natural_ends
+    if min(forced.ends, natural.ends) < min_ends:
+        return
+    usual = _histogram(natural.answer_tokens)
+    limit = usual.upper_quantile(USUAL_SHARE)
+    savings.long_answer_tokens = int(limit)
+    for side in (forced, natural):
+        side.long_answers = _histogram(side.answer_tokens).above(limit)
+    for found, more in ((savings.long_answers, 0), (savings.spills, 1)):
+        first, second = ((side.long_answers + more * side.reentries, side.ends) for side in (forced, natural))
+        set_range(found, share_difference(first, second, CONFIDENCE))
+
+
+def _histogram(message: fleet_pb2.Histogram) -> Histogram:
+    histogram = Histogram(message.bounds)
+    histogram.counts[:] = message.counts
+    histogram.sum = message.sum
+    return histogram
+
+
+def set_range(message: fleet_pb2.Range, found: Estimate | None) -> None:
+    """Fill in an estimate; the message stays absent if there is none."""
+    if found is not None:
+        message.value, message.low, message.high = found.value, found.low, found.high
+        message.SetInParent()
