@@ -1,12 +1,16 @@
-"""The control group on the real engine: its thinking equals the free run's, and its probes judge the rule."""
+"""The control group on the real engine: its thinking equals the free run's, its probes judge the rule, and what follows
+its natural ends is counted beside what follows forced ends."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+from vllm import SamplingParams
 
-from tests.engine import Run, chat
+from tests.data import maze
+from tests.engine import Run, chat, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_rules import CASES, GREEDY
 from tests.processes import RPC_S
@@ -14,6 +18,17 @@ from tests.processes import RPC_S
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
+
+# Number of runs after which some request has surely been in each arm.
+TURNS = 10
+
+
+def compared(control: Control) -> fleet_pb2.Savings:
+    """Return the counts under the rules in force."""
+    with control.channel() as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        (savings,) = [s for s in fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=RPC_S).savings if s.in_force]
+    return savings
 
 
 def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
@@ -26,9 +41,7 @@ def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: 
         run.add(f"arm-{number}", case, GREEDY)
     run.until(settled=settled)
     control.settled()
-    with control.channel() as channel:
-        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
-        (savings,) = [s for s in fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=RPC_S).savings if s.in_force]
+    savings = compared(control)
     held = [any(event.kind == "control_group" for event in control.explain(name).events) for name in run.tokens]
     for is_control, alone, tokens in zip(held, free, run.tokens.values(), strict=True):
         at, natural = tokens.index(end), alone.index(end)
@@ -42,3 +55,50 @@ def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: 
     # EAT fires on a probe, so each stop is judged by a probe.
     assert (savings.judged, savings.unjudged) == (sum(held), 0)
     assert savings.judged_stops == savings.control.stopped
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_follows_forced_and_natural_ends(
+    llm: Any, agent: Any, control: Control, settled: Settled, again: bool
+) -> None:
+    """A forced end writes the closing text exactly, and a request that thinks again afterwards is a re-entry.
+
+    The maze model opens no second block of thinking, so in the second case a word that it writes in each answer, and
+    never before, is declared as the start marker. The word at the beginning of the prompt opens the first thinking. The
+    second thinking has no end.
+    """
+    text, tokenizer, end = "Wait . ", llm.get_tokenizer(), agent.tracker.markers.end[0]
+    closing, (word,) = (tokenizer.encode(said, add_special_tokens=False) for said in (text, maze.ANSWER_WORDS[0]))
+    start = {"think_start_token_ids": [word], "think_end_token_ids": [end]} if again else {}
+    rules = {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}
+    model = {"maze": {"closing_text": text, **start}}
+    # The first requests of an engine may be reported after their first token, and then do not count.
+    chat(llm, CASES[:1], SamplingParams(max_tokens=4))
+    # Both cases count anew, because the model's facts belong to the rules.
+    control.apply({**CONVERGED, "entropy": rules, "model": model})
+    sides: dict[str, list[list[int]]] = {"forced": [], "natural": []}
+    # vLLM completes request ids with random letters, and the ids choose the control group.
+    for turn in range(TURNS):
+        run = Run(llm)
+        for number, case in enumerate(CASES):
+            run.put(f"spill-{again}-{turn}-{number}", [word] * again + prompt_ids(llm, case), GREEDY)
+        run.until(settled=settled)
+        control.settled()
+        for name, tokens in run.tokens.items():
+            events = control.explain(name).events
+            forces = [e.decision for e in events if e.decision.kind == "force"]
+            if any(force.outcome == agent_pb2.OUTCOME_APPLIED for force in forces):
+                sides["forced"].append(tokens)
+            elif any(e.kind == "control_group" for e in events) and any(force.reason == "eat" for force in forces):
+                sides["natural"].append(tokens)
+        if all(sides.values()):
+            break
+    told = compared(control)
+    assert all(sides.values())
+    for counts, kind in ((told.forced_ends, "forced"), (told.natural_ends, "natural")):
+        answers = [tokens[tokens.index(end) + 1 :] for tokens in sides[kind]]
+        assert (counts.ends, counts.reentries) == (len(answers), again * len(answers))
+        assert all((word in answer) and (end not in answer) for answer in answers)
+        assert counts.answer_tokens.sum == (0 if again else sum(map(len, answers)))
+        written = [tokens[: tokens.index(end)][-len(closing) :] == closing for tokens in sides[kind]]
+        assert all(written) if kind == "forced" else not any(written)
