@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
+HALF_HELD = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5}}
+# Number of runs after which some request has surely been in the control group.
+LOOKS = 10
+OF_THE_GROUP = {
+    "meridian_compared_ends_total",
+    "meridian_control_group_shadow_saved_tokens_total",
+    "meridian_control_group_verdicts_total",
+}
 # Metrics that stay at 0 for a healthy engine with budgets that follow it.
 QUIET = {
     "meridian_client_faults_total",
@@ -57,6 +65,14 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     paced(llm, cases(), sampled, settled)
     control.apply(CONVERGED)
     paced(llm, cases(), sampled, settled)
+    control.apply(HALF_HELD)
+    # vLLM completes request ids with random letters, and the ids choose the control group.
+    for _ in range(LOOKS):
+        paced(llm, cases(), sampled, settled)
+        control.settled()
+        found, _ = scraped(control)
+        if all(found[name] > before.get(name, 0) for name in OF_THE_GROUP):
+            break
     chat(llm, cases()[:1], SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args={"meridian_effort": "?"}))
     control.settled()
     after, engines = scraped(control)
