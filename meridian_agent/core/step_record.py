@@ -44,6 +44,8 @@ class StepRecord:
     probes: list[tuple[int, int, int, float, int, int, bool]] = field(default_factory=list)
     # Cycles in the newest thinking tokens: (slot, tokens of a round, tokens that repeat).
     loops: list[tuple[int, int, int]] = field(default_factory=list)
+    # Requests that repeat much of their newest thinking: (slot, repeated tokens).
+    repeats: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[tuple[int, int]] = field(default_factory=list)
@@ -64,7 +66,7 @@ class StepRecord:
     def is_empty(self) -> bool:
         """Whether the step changed no request and no decision."""
         requests = (self.opened, self.slots, self.preempted, self.resumed, self.closed)
-        return not any((*requests, self.probes, self.loops, self.outcomes))
+        return not any((*requests, self.probes, self.loops, self.repeats, self.outcomes))
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""

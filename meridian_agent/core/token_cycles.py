@@ -1,4 +1,4 @@
-"""Finds exact cycles of tokens at the end of a request's thinking, which a model writes that repeats itself.
+"""Finds thinking that repeats itself: exact cycles of tokens, and sequences of tokens that were written before.
 
 The module owns the newest tokens of each thinking request. It knows neither text nor policy, and of vLLM only that a
 request lists its output tokens. It runs on the engine-core thread.
@@ -6,12 +6,17 @@ request lists its output tokens. It runs on the engine-core thread.
 The agent looks at a request once in LOOK_TOKENS tokens. A look copies these tokens and searches the MAX_PERIOD tokens
 before them for the newest SUFFIX_TOKENS. Only if these occur again are the places compared, so the time per token is
 constant, whatever the length of the request.
+
+If the settings ask for near-loops, in which a counter or a name changes from round to round, the agent also counts how
+many of the newest tokens end a sequence that the thinking already had. The agent remembers sequences in a table of
+fixed size.
 """
 
 from __future__ import annotations
 
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 from meridian_agent.core.phases import Phase
 
@@ -32,6 +37,16 @@ KEPT_TOKENS = 4 * MAX_PERIOD + 2 * LOOK_TOKENS
 MIN_ROUNDS, MIN_TOKENS = 2, 32
 # Rounds and tokens from which on a cycle certainly is a loop.
 SURE_ROUNDS, SURE_TOKENS = 4, 256
+
+# Tokens of a sequence, and how many of them must differ before the sequence counts as repeated: rows of zeros and truth
+# tables repeat sequences of a few different tokens.
+SEQUENCE_TOKENS, DIFFERENT_TOKENS = 8, 5
+# Newest thinking tokens among which repeated tokens are counted.
+REPEAT_WINDOW = 1024
+# Entries of the table of sequences. A newer sequence may overwrite an older one, so the oldest ones are forgotten.
+SEQUENCE_SLOTS = 1 << 13
+# Largest number of tokens that a look at a request adds to its sequences; after a longer gap the count begins anew.
+MAX_NEW_TOKENS = 8 * LOOK_TOKENS
 
 # Token ids as signed 32-bit integers.
 _CODE, _SIZE = "i", 4
@@ -128,8 +143,51 @@ def _repeated(text: bytes, distance: int, known: int) -> int:
     return known
 
 
+class RepeatCount:
+    """Counts the newest tokens of one request that end a sequence which the request wrote before.
+
+    A sequence is SEQUENCE_TOKENS tokens in a row. The table keeps 16 bits of each sequence's checksum, so a sequence
+    counts as repeated by mistake with a probability of about 1 in 65,000.
+    """
+
+    def __init__(self) -> None:
+        self._begin_anew(0)
+
+    def _begin_anew(self, taken: int) -> None:
+        self.taken = taken
+        self._seen = array("H", bytes(2 * SEQUENCE_SLOTS))
+        # One bit for each of the newest tokens, the newest token lowest; set if the token ends a repeated sequence.
+        self._bits = 0
+        # First token that may belong to a sequence.
+        self._first = taken
+
+    def take(self, output_token_ids: Sequence[int]) -> int:
+        """Take in the tokens since the last call; return how many of the newest REPEAT_WINDOW tokens are repeated.
+
+        output_token_ids: all tokens that the request has generated.
+        """
+        total = len(output_token_ids)
+        if not 0 <= total - self.taken <= MAX_NEW_TOKENS:
+            # Tokens were taken back, or the count begins in the middle of a request.
+            self._begin_anew(max(0, total - MAX_NEW_TOKENS))
+        begin = max(self._first, self.taken - SEQUENCE_TOKENS + 1)
+        tokens = array(_CODE, output_token_ids[begin:total])
+        text, seen, bits = memoryview(tokens).cast("B"), self._seen, self._bits
+        for end in range(self.taken - begin + 1, len(tokens) + 1):
+            bits <<= 1
+            if (at := end - SEQUENCE_TOKENS) < 0:
+                continue
+            checksum = crc32(text[at * _SIZE : end * _SIZE])
+            place, tag = checksum % SEQUENCE_SLOTS, checksum >> 16 or 1
+            if seen[place] == tag:
+                bits |= len(set(tokens[at:end])) >= DIFFERENT_TOKENS
+            seen[place] = tag
+        self._bits, self.taken = bits & ((1 << REPEAT_WINDOW) - 1), total
+        return self._bits.bit_count()
+
+
 class LoopWatch:
-    """Looks for cycles in the thinking of an engine's live requests, at some of the requests in each step.
+    """Looks for repetition in the thinking of an engine's live requests, at some of the requests in each step.
 
     A look at a request takes a few microseconds, so the requests take turns. The watch looks at each request after at
     most LOOK_TOKENS tokens. tokens_per_step: largest number of tokens that a step may bring a request.
@@ -138,27 +196,46 @@ class LoopWatch:
     def __init__(self, tokens_per_step: int) -> None:
         self._interval = max(1, LOOK_TOKENS // tokens_per_step)
         self.enabled = False
+        # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
+        self.repeats_from = 0
         self._turn = 0
         # By slot: the request that has it, and the request's newest tokens.
         self._tails: dict[int, tuple[LiveRequest, TokenTail]] = {}
+        # By slot: the request that has it, and the request's repeated tokens.
+        self._repeats: dict[int, tuple[LiveRequest, RepeatCount]] = {}
 
-    def look(self, by_slot: Mapping[int, LiveRequest], slots: int) -> list[tuple[int, int, int]]:
-        """Look at the requests whose turn it is; return slot, period and tokens of each cycle that was found.
+    def obey(self, find_loops: bool, repeats_from: int) -> None:
+        """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
+        0."""
+        self.enabled, self.repeats_from = find_loops, repeats_from
+        if not repeats_from:
+            self._repeats.clear()
+
+    def look(
+        self, by_slot: Mapping[int, LiveRequest], slots: int
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """Look at the requests whose turn it is. Return slot, period and tokens of each cycle that was found, and slot
+        and repeated tokens of each request that repeats enough of them.
 
         slots: number of slots that were ever given to a request.
         """
         found = []
+        repeats = []
         self._turn = (self._turn + 1) % self._interval
         for slot in range(self._turn, slots, self._interval):
             live = by_slot.get(slot)
             if live is None or live.own_state.phase is not Phase.THINK or live.ending is not None:
                 self._tails.pop(slot, None)
-            elif (cycle := self._tail(slot, live).cycle(KEPT_TOKENS)) is not None:
+                self._repeats.pop(slot, None)
+                continue
+            if self.repeats_from and (repeated := self._repeated(slot, live)) >= self.repeats_from:
+                repeats.append((slot, repeated))
+            if (cycle := self._tail(slot, live).cycle(KEPT_TOKENS)) is not None:
                 # Only where something repeats is the request's own count of tokens worked out.
                 cycle = self._tails[slot][1].cycle(live.state.text_run)
                 if cycle is not None:
                     found.append((slot, *cycle))
-        return found
+        return found, repeats
 
     def _tail(self, slot: int, live: LiveRequest) -> TokenTail:
         """Return the newest tokens of a request, all that it has generated taken in."""
@@ -167,3 +244,12 @@ class LoopWatch:
             known = self._tails[slot] = live, TokenTail()
         known[1].take(live.ref.output_token_ids)
         return known[1]
+
+    def _repeated(self, slot: int, live: LiveRequest) -> int:
+        """Return the number of repeated tokens of a request; 0 until the count covers thinking alone."""
+        known = self._repeats.get(slot)
+        if known is None or known[0] is not live:
+            known = self._repeats[slot] = live, RepeatCount()
+        repeated = known[1].take(live.ref.output_token_ids)
+        # Only a request that repeats enough of its tokens is asked for its own count of tokens.
+        return repeated if repeated >= self.repeats_from and live.state.text_run >= REPEAT_WINDOW else 0

@@ -52,9 +52,9 @@ class Tracker:
         self._next_slot = 0
         self._last_step = 0
 
-    def use(self, markers: Markers) -> None:
+    def use(self, markers: Markers, supports_think_disable: bool = True) -> None:
         """Read the coming tokens with these markers. The limits of live requests may depend on the markers' length."""
-        self.markers = markers
+        self.markers, self.supports_think_disable = markers, supports_think_disable
         for live in self.by_id.values():
             self.watch_limit(live)
 
@@ -219,9 +219,11 @@ class Tracker:
         return False
 
     def look_for_loops(self) -> None:
-        """Add to the record the cycles that are found among the requests whose turn it is."""
-        if found := self.loops.look(self.by_slot, self._next_slot):
-            self.record.loops += found
+        """Add to the record the cycles and repeats that are found among the requests whose turn it is."""
+        loops, repeats = self.loops.look(self.by_slot, self._next_slot)
+        if loops or repeats:
+            self.record.loops += loops
+            self.record.repeats += repeats
             self.record.urgent = True
 
     def close(self, live: LiveRequest, reason: int) -> None:

@@ -94,13 +94,13 @@ class Agent:
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
         """Obey these settings from now on."""
         was_known = self.tracker.markers.known
-        self.tracker.use(markers)
-        self.tracker.supports_think_disable = settings.supports_think_disable
+        self.tracker.use(markers, settings.supports_think_disable)
         has_cap = settings.HasField("max_think_tokens")
         self.default_cap = settings.max_think_tokens if has_cap else None
         self.default_reserve = settings.answer_reserve_tokens
         self.tracker.limit_new(self.default_cap, self.default_reserve, bool(self._lapsed & CAPS))
-        self.observe_entropy, self.tracker.loops.enabled = settings.observe_entropy, settings.find_loops
+        self.observe_entropy = settings.observe_entropy
+        self.tracker.loops.obey(settings.find_loops, settings.repeats_from_tokens)
         if markers.known != was_known:
             self._read_anew()
 

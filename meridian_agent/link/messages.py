@@ -109,6 +109,9 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.loops.slot.append(slot)
         report.loops.period_tokens.append(period)
         report.loops.loop_tokens.append(tokens)
+    for slot, repeated in record.repeats:
+        report.repeats.slot.append(slot)
+        report.repeats.repeated_tokens.append(repeated)
     report.preempted.extend(record.preempted)
     report.resumed.extend(record.resumed)
     report.closed.extend(agent_pb2.RequestClosed(slot=s, reason=r) for s, r in record.closed)  # type: ignore[arg-type]

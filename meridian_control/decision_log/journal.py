@@ -172,4 +172,5 @@ def signals_of(seen: Seen, index: int, confirm_sentence_ends: int = 1) -> Signal
         tuple(seen.boundary_rpdi[index, :read].tolist()),
         tuple(seen.earlier_eat_ema_nats[index, :sampled].tolist()),
         tuple(seen.earlier_eat_ema_variance[index, :sampled].tolist()),
+        seen.repeated_tokens.item(index),
     )

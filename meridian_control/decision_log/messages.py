@@ -193,6 +193,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "same_answer"): _same_answer,
         ("force", "soft_close"): _soft_close,
         ("force", "loop"): _loop,
+        ("force", "near_loop"): _near_loop,
         ("cap", "hard_cap"): _cap,
         ("cap", "empty_answer"): _cap,
         ("probe", "eat"): _probe,
@@ -272,6 +273,15 @@ def _loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
     yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
     yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
+
+
+def _near_loop(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+    seen, loop = made.signals, policy.loop
+    if own := made.life.opened.min_think_tokens:
+        yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
+    yield "repeated_tokens", seen.repeated_tokens, ">=", "loop.near_repeated_tokens", loop.near_repeated_tokens
+    if loop.entropy_collapse_ratio:
+        yield "rpdi", seen.rpdi, "<=", "loop.entropy_collapse_ratio", loop.entropy_collapse_ratio
 
 
 def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:

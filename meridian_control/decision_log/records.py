@@ -50,6 +50,8 @@ class Signals(NamedTuple):
     boundary_rpdi: tuple[float, ...] = ()
     earlier_eat_ema_nats: tuple[float, ...] = ()
     earlier_eat_ema_variance: tuple[float, ...] = ()
+    # Tokens among the newest thinking tokens that repeat earlier thinking, 0 if the agent reported none.
+    repeated_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.policy.loop_schema import LoopPolicy
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
 
@@ -51,8 +52,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     for name in NEEDS:
         yield from _set(name, getattr(policy, name), name)
     yield from _rules("entropy", policy.entropy)
-    if policy.loop.enabled and not policy.loop.shadow:
-        yield "loop.enabled", "force_end"
+    yield from _loop_rules("loop", policy.loop)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         who = Who(hello.model, engine_labels=dict(hello.labels))
@@ -65,8 +65,8 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
         if changes := _changes(override, "entropy"):
             yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=changes))
         loop = policy.loop.model_copy(update=_changes(override, "loop"))
-        if loop != policy.loop and loop.enabled and not loop.shadow:
-            yield f"override[{index}].loop.enabled", "force_end"
+        if loop != policy.loop:
+            yield from _loop_rules(f"override[{index}].loop", loop)
 
 
 def _changes(override: Override, section: str) -> dict[str, Any]:
@@ -99,3 +99,12 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
         if fires:
             yield f"{path}.{field}", capability
             yield f"{path}.{field}", "force_end"
+
+
+def _loop_rules(path: str, loop: LoopPolicy) -> Iterator[tuple[str, str]]:
+    """Yield what the rules on loops need."""
+    if not loop.enabled or loop.shadow:
+        return
+    yield f"{path}.enabled", "force_end"
+    if loop.near_repeated_tokens and loop.entropy_collapse_ratio and not loop.near_shadow:
+        yield f"{path}.entropy_collapse_ratio", "token_entropy"

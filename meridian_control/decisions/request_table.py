@@ -77,7 +77,7 @@ class RequestTable(DecidedColumns):
         # Rows of the newest report, from which the state of requests within the report is computed.
         self.history = _no_history()
         self.info: list[agent_pb2.RequestOpened | None] = []
-        self._loops_known = False
+        self._loops_known = self._repeats_known = False
         self._resize(capacity)
 
     @classmethod
@@ -312,6 +312,13 @@ class RequestTable(DecidedColumns):
             self.loop_period[:] = self.loop_tokens[:] = 0
         self.loop_period[slots], self.loop_tokens[slots] = periods, tokens
         self._loops_known = len(slots) > 0
+
+    def set_repeats(self, slots: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Note how many of their newest thinking tokens these slots repeat, [repeats]; all other slots repeat none."""
+        if self._repeats_known:
+            self.repeated_tokens[:] = 0
+        self.repeated_tokens[slots] = tokens
+        self._repeats_known = len(slots) > 0
 
     def set_group(self, slot: int, group: int) -> None:
         """Note which of the session's policies holds for a request."""

@@ -75,6 +75,9 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # repeat; 0 for no cycle.
     "loop_period": (np.int64, 0),
     "loop_tokens": (np.int64, 0),
+    # Tokens among the newest thinking tokens that repeat earlier thinking, as of the newest report; 0 if the agent
+    # reported none.
+    "repeated_tokens": (np.int64, 0),
     # Whether the newest report closes the request.
     "closing": (bool, False),
     # Decisions that were sent to the agent last.
@@ -153,6 +156,7 @@ class Columns:
     extended: NDArray[np.bool_]
     loop_period: NDArray[np.int64]
     loop_tokens: NDArray[np.int64]
+    repeated_tokens: NDArray[np.int64]
     closing: NDArray[np.bool_]
     rank: NDArray[np.int64]
     tier: NDArray[np.uint8]

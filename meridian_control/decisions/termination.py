@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.decisions.loop_rules import reads_entropy
 from meridian_control.decisions.moments import at_rows, at_rows_or_end, joined, sentence_ends
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.token_rows import differs
@@ -54,7 +55,7 @@ def needs_signals(policy: Policy) -> bool:
     """Whether a rule that may apply to some request reads signals that the workers measure."""
     entropy, scheduler = _of_any_request(policy)
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
-    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads)
+    return any(e.enabled for e in entropy) or (policy.scheduler.enabled and reads) or reads_entropy(policy)
 
 
 def reads_sentence_ends(policy: Policy) -> bool:
@@ -63,12 +64,6 @@ def reads_sentence_ends(policy: Policy) -> bool:
     reads = any(e.rank_conditions or e.margin_threshold_nats or is_gated(e) for e in entropy)
     rules_read = reads and any(e.enabled for e in entropy)
     return rules_read or (policy.scheduler.enabled and any(s.soft_think_tokens for s in scheduler))
-
-
-def finds_loops(policy: Policy) -> bool:
-    """Return whether the loop rule is on for any request."""
-    sections: list[Any] = [policy, *policy.override]
-    return any(section.loop.enabled for section in sections)
 
 
 def probes_within(policy: Policy, tokens: int) -> bool:
@@ -164,9 +159,11 @@ def _first(
 
 
 def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
-    """Whether the section of the rule is in shadow, so that its decisions are only counted."""
+    """Whether the rule or its section is in shadow, so that its decisions are only counted."""
     if reason == agent_pb2.FORCE_REASON_LOOP:
         return policy.loop.shadow
+    if reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
+        return policy.loop.shadow or policy.loop.near_shadow
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
     return section.shadow
 
@@ -273,23 +270,6 @@ def soft_closed(policy: SchedulerPolicy, seen: Seen) -> NDArray[np.bool_]:
     over = seen.boundary_now & (seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))
     likely: NDArray[np.bool_] = seen.boundary_ranks[:, 0] <= policy.soft_close_rank
     return over & likely
-
-
-def loops(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Return the slots whose thinking ends now because it repeats itself, [found].
-
-    No thinking floor holds except the request's own: a loop adds nothing, however early it begins. among: [slots] with
-    the requests that the policy holds for, all requests if absent.
-    """
-    loop = policy.loop
-    if not loop.enabled or not table.loop_tokens.any():
-        return np.zeros(0, np.intp)
-    found = table.thinking & (table.end_decided == 0) & (table.loop_tokens >= loop.min_tokens)
-    found &= table.loop_tokens >= loop.min_rounds * table.loop_period
-    found &= table.think_tokens >= table.own_min_think_tokens
-    if loop.shadow:
-        found &= (table.shadow_decided & (1 << agent_pb2.FORCE_REASON_LOOP)) == 0
-    return np.flatnonzero(found if among is None else found & among)
 
 
 def is_gated(policy: Any) -> bool:

@@ -65,7 +65,7 @@ PER_REQUEST = {
         "same_answer_samples",
         "confirm_sentence_ends",
     ),
-    "loop": ("enabled", "shadow", "min_rounds", "min_tokens"),
+    "loop": tuple(LoopPolicy.model_fields),
 }
 SchedulerOverride = _override(SchedulerPolicy, *PER_REQUEST["scheduler"])
 EntropyOverride = _override(EntropyPolicy, *PER_REQUEST["entropy"])

@@ -14,7 +14,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
-from meridian_control.decisions import dispatch, eviction, termination
+from meridian_control.decisions import dispatch, eviction, loop_rules, termination
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
 from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
@@ -79,8 +79,10 @@ class Decider:
                 stays = ~self._table.closing
                 self._ends(own, out, self._table, stays if among is None else among & stays)
         for own, among in groups:
-            for slot in termination.loops(own, self._table, among).tolist():
+            for slot in loop_rules.loops(own, self._table, among).tolist():
                 self._end(own, agent_pb2.FORCE_REASON_LOOP, self._table, slot, out)
+            for slot in loop_rules.near_loops(own, self._table, among).tolist():
+                self._end(own, agent_pb2.FORCE_REASON_NEAR_LOOP, self._table, slot, out)
 
     def decide(self, policy: Policy, out: Out, now_ms: float) -> None:
         """Decide probes, the plan and tiers, once the table has dropped closed requests."""

@@ -82,7 +82,7 @@ class Intake:
             self._add_probes(report.probes, step_of(report, "probes").tolist())
         if self._steps or report.HasField("probes"):
             table.history.tell_steps(step_of(report, "tokens"))
-        self._take_loops(report.loops)
+        self._take_loops(report.loops, report.repeats)
         for slot in filter(table.holds, report.preempted):
             table.set_preempted(slot, True)
         for slot in filter(table.holds, report.resumed):
@@ -164,18 +164,25 @@ class Intake:
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 
-    def _take_loops(self, loops: agent_pb2.LoopColumns) -> None:
-        """Take in the cycles that the agent has found. Raises ValueError if the columns differ in length, or if a cycle
-        is empty or shorter than a round."""
+    def _take_loops(self, loops: agent_pb2.LoopColumns, repeats: agent_pb2.RepeatColumns) -> None:
+        """Take in the cycles and the repeated tokens that the agent has found.
+
+        Raises ValueError if the columns differ in length, or if a cycle is empty or shorter than a round.
+        """
         columns = loops.slot, loops.period_tokens, loops.loop_tokens
         if len({len(column) for column in columns}) != 1:
             raise ValueError("loop columns must have one length")
+        if len(repeats.slot) != len(repeats.repeated_tokens):
+            raise ValueError("repeat columns must have one length")
         slots, periods, tokens = (np.array(column, np.int64) for column in columns)
         if (bad := (periods < 1) | (tokens < periods)).any():
             row = int(bad.argmax())
             raise ValueError(f"loops must have a round of at least 1 token; got {periods[row]} of {tokens[row]} tokens")
         live = np.array([self._table.holds(slot) for slot in slots.tolist()], bool)
         self._table.set_loops(slots[live], periods[live], tokens[live])
+        repeated = dict(zip(repeats.slot, repeats.repeated_tokens, strict=True))
+        held = [(slot, tokens) for slot, tokens in repeated.items() if self._table.holds(slot)]
+        self._table.set_repeats(*np.array(held, np.int64).reshape(-1, 2).T)
 
     def _compare(self, ended: list[tuple[int, int]]) -> None:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.decisions import capabilities, termination
+from meridian_control.decisions import capabilities, loop_rules, termination
 from meridian_control.decisions.request_table import MAX_TEXT
 from meridian_control.policy.model_section import ModelPolicy
 
@@ -107,8 +107,10 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         scheduler_lease_ms=policy.scheduler.lease_ms,
         entropy_lease_ms=policy.entropy.lease_ms,
         kv_memory_lease_ms=policy.kv_memory.lease_ms,
-        find_loops=termination.finds_loops(policy) and hello.capabilities.force_end,
+        find_loops=loop_rules.finds_loops(policy) and hello.capabilities.force_end,
     )
+    if made.find_loops:
+        made.repeats_from_tokens = loop_rules.repeats_from_tokens(policy)
     if policy.scheduler.enabled and not policy.scheduler.shadow and hello.capabilities.force_end:
         made.max_think_tokens = policy.scheduler.max_think_tokens
         made.answer_reserve_tokens = policy.scheduler.answer_reserve_tokens

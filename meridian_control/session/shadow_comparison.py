@@ -15,11 +15,13 @@ from meridian.v1 import fleet_pb2
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-# Policy section of each rule, by the rule's reason.
+# Policy section of each rule, by the rule's reason. The rule on near-loops has a shadow of its own, so it counts as a
+# section.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
     "loop": "loop",
+    "near_loop": "near_loop",
 }
 
 
@@ -100,10 +102,7 @@ class Comparison:
         fired = self._fired.pop(slot, {})
         if cap >= 0:
             fired["hard_cap"] = cap
-        for section in ("scheduler", "entropy", "loop"):
-            settings = getattr(policy, section)
-            if not (settings.enabled and settings.shadow):
-                continue
+        for section in _in_shadow(policy):
             self._ended[section].requests += 1
             self._ended[section].think_tokens += think_tokens
             earlier = {r: t for r, t in fired.items() if SECTIONS[r] == section and t < think_tokens}
@@ -133,3 +132,12 @@ class Comparison:
                     )
                 )
         return rows
+
+
+def _in_shadow(policy: Policy) -> list[str]:
+    """Return the sections that are on and in shadow."""
+    loop = policy.loop
+    shadowed = {name: getattr(policy, name).shadow for name in ("scheduler", "entropy", "loop")}
+    found = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
+    near = loop.enabled and loop.near_repeated_tokens > 0 and (loop.shadow or loop.near_shadow)
+    return [*found, "near_loop"] if near else found

@@ -14,6 +14,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Outcome
 from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
+from meridian_agent.core.token_cycles import REPEAT_WINDOW
 from meridian_control.policy.model import Who
 from tests.sim.given import Given
 
@@ -114,7 +115,8 @@ class Invariants:
     def _above_floor(self, session: Session, force: agent_pb2.ForceEnd) -> None:
         info, own = session.table.info[force.slot], self._policy_of(session, force.slot)
         assert info is not None
-        floors = {agent_pb2.FORCE_REASON_SOFT_CLOSE: own.scheduler.soft_think_tokens, agent_pb2.FORCE_REASON_LOOP: 0}
+        floors = dict.fromkeys((agent_pb2.FORCE_REASON_LOOP, agent_pb2.FORCE_REASON_NEAR_LOOP), 0)
+        floors[agent_pb2.FORCE_REASON_SOFT_CLOSE] = own.scheduler.soft_think_tokens
         floor = own.scheduler.min_think_tokens if force.reason in ENTROPY_RULES else floors[force.reason]
         floor = max(floor, info.min_think_tokens)
         told = int(session.table.think_tokens[force.slot])
@@ -124,6 +126,11 @@ class Invariants:
             assert force.shadow == own.loop.shadow
             assert repeated >= max(own.loop.min_tokens, own.loop.min_rounds * period), f"{repeated} tokens are no loop"
             assert repeated <= told, f"{info.request_id} repeats {repeated} of {told} thinking tokens"
+        if force.reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
+            repeated = int(session.table.repeated_tokens[force.slot])
+            assert own.loop.enabled, f"{info.request_id} repeats itself, and nothing is to be decided from it"
+            assert force.shadow == (own.loop.shadow or own.loop.near_shadow)
+            assert 0 < own.loop.near_repeated_tokens <= repeated <= REPEAT_WINDOW <= told
         assert told >= floor, f"thinking of {info.request_id} is ended at {told} tokens, before its floor of {floor}"
 
     def _within_policy(self, session: Session, cap: agent_pb2.ThinkCap) -> None:

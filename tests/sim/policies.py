@@ -54,6 +54,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),
     "min_rounds": (2, 3, 4),
     "min_tokens": (32, 32, 48, 192),
+    "near_repeated_tokens": (0, 0, 0, 720),
+    "entropy_collapse_ratio": (0.0, 0.5, 2.0),
 }
 GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
 

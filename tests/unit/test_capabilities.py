@@ -21,6 +21,7 @@ def lacking(*names: str) -> agent_pb2.Capabilities:
 
 
 IN_FORCE = {"shadow": False}
+NEAR = {**IN_FORCE, "near_repeated_tokens": 720, "near_shadow": False}
 ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduler": {"strategy": "deadline"}}, "dispatch", "scheduler.strategy"),
     ({"scheduler": {"output_tpot_budget_ms": 5.0}}, "dispatch", "scheduler.output_tpot_budget_ms"),
@@ -42,6 +43,9 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
         "entropy.same_answer_samples",
     ),
     ({"entropy": {**IN_FORCE, "margin_threshold_nats": 0.5}}, "token_entropy", "entropy.margin_threshold_nats"),
+    ({"loop": {**NEAR, "entropy_collapse_ratio": 0.3}}, "token_entropy", "loop.entropy_collapse_ratio"),
+    ({"loop": NEAR}, "force_end", "loop.enabled"),
+    ({"override": [{"loop": NEAR}]}, "token_entropy", "override[0].loop.entropy_collapse_ratio"),
     ({"override": [{"scheduler": {"max_think_tokens": 5}}]}, "force_end", "override[0].scheduler.max_think_tokens"),
     ({"override": [{"entropy": IN_FORCE}]}, "eat_probe", "override[0].entropy.eat_level_threshold_nats"),
 ]
@@ -63,8 +67,8 @@ def test_what_is_shadowed_or_disabled_does_not(sections: dict[str, Any], capabil
     off = {"shadow": True} if how == "shadow" else {"enabled": False}
     section = path.split(".")[-2]
     quiet = {**sections, section: {**sections.get(section, {}), **off}}
-    if "override" in sections and section == "entropy":
-        quiet["override"] = [{"entropy": {**IN_FORCE, **off}}]
+    if "override" in sections and section in ("entropy", "loop"):
+        quiet["override"] = [{section: {**sections["override"][0][section], **off}}]
     assert missing(policy(**quiet), hello(capabilities=lacking(capability))) == ""
 
 

@@ -263,6 +263,9 @@ class LoopOverride(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     MIN_ROUNDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTROPY_COLLAPSE_RATIO_FIELD_NUMBER: _builtins.int
+    NEAR_REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
+    NEAR_SHADOW_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces LoopPolicy.enabled."""
     shadow: _builtins.bool
@@ -271,6 +274,12 @@ class LoopOverride(_message.Message):
     """Replaces LoopPolicy.min_rounds."""
     min_tokens: _builtins.int
     """Replaces LoopPolicy.min_tokens."""
+    entropy_collapse_ratio: _builtins.float
+    """Replaces LoopPolicy.entropy_collapse_ratio."""
+    near_repeated_tokens: _builtins.int
+    """Replaces LoopPolicy.near_repeated_tokens."""
+    near_shadow: _builtins.bool
+    """Replaces LoopPolicy.near_shadow."""
     def __init__(
         self,
         *,
@@ -278,25 +287,40 @@ class LoopOverride(_message.Message):
         shadow: _builtins.bool | None = ...,
         min_rounds: _builtins.int | None = ...,
         min_tokens: _builtins.int | None = ...,
+        entropy_collapse_ratio: _builtins.float | None = ...,
+        near_repeated_tokens: _builtins.int | None = ...,
+        near_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["entropy_collapse_ratio"]  # noqa: Y015
+    _WhichOneofArgType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["_entropy_collapse_ratio", b"_entropy_collapse_ratio"]  # noqa: Y015
     _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
     _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__near_repeated_tokens: _TypeAlias = _typing.Literal["near_repeated_tokens"]  # noqa: Y015
+    _WhichOneofArgType__near_repeated_tokens: _TypeAlias = _typing.Literal["_near_repeated_tokens", b"_near_repeated_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__near_shadow: _TypeAlias = _typing.Literal["near_shadow"]  # noqa: Y015
+    _WhichOneofArgType__near_shadow: _TypeAlias = _typing.Literal["_near_shadow", b"_near_shadow"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_collapse_ratio) -> _WhichOneofReturnType__entropy_collapse_ratio | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_repeated_tokens) -> _WhichOneofReturnType__near_repeated_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_shadow) -> _WhichOneofReturnType__near_shadow | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
@@ -837,6 +861,9 @@ class LoopPolicy(_message.Message):
     SHADOW_FIELD_NUMBER: _builtins.int
     MIN_ROUNDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTROPY_COLLAPSE_RATIO_FIELD_NUMBER: _builtins.int
+    NEAR_REPEATED_TOKENS_FIELD_NUMBER: _builtins.int
+    NEAR_SHADOW_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Have agents look for cycles of up to 512 tokens in the thinking; false looks for none."""
     shadow: _builtins.bool
@@ -845,6 +872,16 @@ class LoopPolicy(_message.Message):
     """Rounds of a cycle, the first one included, from which on thinking ends; min_tokens must be reached too."""
     min_tokens: _builtins.int
     """Thinking tokens that repeat, the first round included, from which on thinking ends; min_rounds must be reached too."""
+    entropy_collapse_ratio: _builtins.float
+    """Largest mean entropy of the newest entropy.rpdi_window_tokens thinking tokens, as a fraction of the mean of all
+    thinking tokens, at which a near-loop ends; 0 leaves entropy out.
+    """
+    near_repeated_tokens: _builtins.int
+    """Tokens among the newest 1024 thinking tokens that must repeat earlier thinking for the thinking to end as a
+    near-loop; 0 disables the rule on near-loops.
+    """
+    near_shadow: _builtins.bool
+    """Make and count decisions on near-loops, but do not end their thinking; true also while the section is in shadow."""
     def __init__(
         self,
         *,
@@ -852,25 +889,40 @@ class LoopPolicy(_message.Message):
         shadow: _builtins.bool | None = ...,
         min_rounds: _builtins.int | None = ...,
         min_tokens: _builtins.int | None = ...,
+        entropy_collapse_ratio: _builtins.float | None = ...,
+        near_repeated_tokens: _builtins.int | None = ...,
+        near_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_shadow", b"_shadow", "enabled", b"enabled", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_entropy_collapse_ratio", b"_entropy_collapse_ratio", "_min_rounds", b"_min_rounds", "_min_tokens", b"_min_tokens", "_near_repeated_tokens", b"_near_repeated_tokens", "_near_shadow", b"_near_shadow", "_shadow", b"_shadow", "enabled", b"enabled", "entropy_collapse_ratio", b"entropy_collapse_ratio", "min_rounds", b"min_rounds", "min_tokens", b"min_tokens", "near_repeated_tokens", b"near_repeated_tokens", "near_shadow", b"near_shadow", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["entropy_collapse_ratio"]  # noqa: Y015
+    _WhichOneofArgType__entropy_collapse_ratio: _TypeAlias = _typing.Literal["_entropy_collapse_ratio", b"_entropy_collapse_ratio"]  # noqa: Y015
     _WhichOneofReturnType__min_rounds: _TypeAlias = _typing.Literal["min_rounds"]  # noqa: Y015
     _WhichOneofArgType__min_rounds: _TypeAlias = _typing.Literal["_min_rounds", b"_min_rounds"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__near_repeated_tokens: _TypeAlias = _typing.Literal["near_repeated_tokens"]  # noqa: Y015
+    _WhichOneofArgType__near_repeated_tokens: _TypeAlias = _typing.Literal["_near_repeated_tokens", b"_near_repeated_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__near_shadow: _TypeAlias = _typing.Literal["near_shadow"]  # noqa: Y015
+    _WhichOneofArgType__near_shadow: _TypeAlias = _typing.Literal["_near_shadow", b"_near_shadow"]  # noqa: Y015
     _WhichOneofReturnType__shadow: _TypeAlias = _typing.Literal["shadow"]  # noqa: Y015
     _WhichOneofArgType__shadow: _TypeAlias = _typing.Literal["_shadow", b"_shadow"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__entropy_collapse_ratio) -> _WhichOneofReturnType__entropy_collapse_ratio | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_rounds) -> _WhichOneofReturnType__min_rounds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_repeated_tokens) -> _WhichOneofReturnType__near_repeated_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__near_shadow) -> _WhichOneofReturnType__near_shadow | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
