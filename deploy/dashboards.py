@@ -109,8 +109,9 @@ CONTROL_GROUP = [
         "percentunit",
         ("max by (bound) (meridian_harm_ratio)", "{{bound}}"),
         ("max(meridian_harm_evidence_ratio)", "evidence of more harm than max_loss"),
+        ("max(meridian_drift_evidence_ratio)", "evidence of drift"),
         text="Share of the control group whose trial answer at the place of the end was not the answer that stayed. If "
-        "the evidence reaches 100 %, the control plane puts the entropy rules into shadow.",
+        "the evidence of harm or of drift reaches 100 %, the control plane puts the entropy rules into shadow.",
         limit=1,
     ),
     panel(

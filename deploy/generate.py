@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from deploy.dashboards import DASHBOARDS
 from meridian_control.telemetry.catalogue import GROUPS
-from meridian_control.telemetry.catalogue_entry import Entry
+
+if TYPE_CHECKING:
+    from meridian_control.telemetry.catalogue_entry import Entry
 
 HERE = Path(__file__).parent
 ADDONS = HERE / "kubernetes" / "addons"

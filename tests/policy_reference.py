@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.diff import spelled
+from meridian_control.policy.drift_schema import EatBin
 from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import PER_REQUEST
 from meridian_control.policy.model_section import ModelPolicy
@@ -31,6 +32,7 @@ SECTIONS: dict[str, type[Section]] = {
     "scheduler": SchedulerPolicy,
     "entropy": EntropyPolicy,
     "entropy.rank_conditions[]": RankCondition,
+    "entropy.eat_reference[]": EatBin,
     "loop": LoopPolicy,
     "kv_memory": KvMemoryPolicy,
     "telemetry": TelemetryPolicy,

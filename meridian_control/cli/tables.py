@@ -99,6 +99,15 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
         yield f"harm: not measured, {why}{unjudged}"
     if row.HasField("evidence_ratio"):
         yield f"evidence of more harm: {row.evidence_ratio:.3g} of the level at which the rules go into shadow"
+    if seen := sum(each.seen for each in row.eat_samples):
+        calibrated = sum(each.calibrated for each in row.eat_samples)
+        shares = (
+            f"{each.seen / seen:.0%} (calibrated {each.calibrated / calibrated:.0%}) up to {each.max_nats:.3g}"
+            for each in row.eat_samples
+        )
+        yield f"first EAT sample of {seen} requests, in nats: {', '.join(shares)}"
+    if row.HasField("drift_evidence_ratio"):
+        yield f"evidence of drift: {row.drift_evidence_ratio:.3g} of the level at which the rules go into shadow"
 
 
 def _share(count: int, of: int) -> str:

@@ -1,9 +1,9 @@
-"""Puts the entropy rules into shadow if the control group shows that they do more harm than the policy allows.
+"""Puts the entropy rules into shadow if they harm, or if EAT on live requests is no longer as in the calibration.
 
-The module owns the test of the harm. The replica that leads adds up the counts of all replicas and stores a new policy
-revision, so that the change reaches all engines and outlives a restart as every revision does. The evidence itself is
-in memory: a new leader begins the test anew with the counts of the replicas that still run. The module runs on the
-control plane's event loop.
+The control group shows the harm. The module owns the tests of harm and of drift. The replica that leads adds up the
+counts of all replicas and stores a new policy revision, so that the change reaches all engines and outlives a restart
+as every revision does. The evidence itself is in memory: a new leader begins the tests anew with the counts of the
+replicas that still run. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.errors import EtagMismatch, MeridianError
-from meridian_control.common.inference import SequentialTest
+from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.decisions.control_group import in_shadow
 from meridian_control.fleet.savings import WITHDRAWER, merged
 from meridian_control.rollout.state import By
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks at the counts.
 LOOK_S = 5.0
-# Largest probability that rules whose harm is at most max_loss are ever put into shadow, per set of rules and leader.
+# Largest probability that rules whose harm is at most max_loss are ever put into shadow for their harm, and that rules
+# are ever put into shadow for drift although EAT has not drifted; each per set of rules and leader.
 FALSE_ALARM_RATE = 0.01
 
 
@@ -43,11 +44,15 @@ class Watch:
 
     def __init__(self) -> None:
         self._test = SequentialTest(1.0)
+        self._shift: ShiftTest | None = None
+        # Evidence of drift, 1 at the level of a withdrawal; None if the policy does not describe the calibrated EAT.
+        self.drift: float | None = None
         # The counts of each replica that the test has taken in, by the replica's id.
         self._seen: dict[str, fleet_pb2.Savings] = {}
 
     def look(self, counts: dict[str, fleet_pb2.Savings]) -> float:
-        """Take in the newest counts of each replica, by its id. Return the evidence, 1 at the level of a withdrawal.
+        """Take in the newest counts of each replica, by its id. Return the evidence of harm, 1 at the level of a
+        withdrawal.
 
         The test begins anew if a replica has begun to count anew, because a later revision has put the same rules in
         force again. A replica that restarts has a new id, so counts of an id otherwise only grow.
@@ -57,6 +62,10 @@ class Watch:
         if again or not self._seen:
             self._seen = {}
             self._test = SequentialTest(min(told.max_loss for told in counts.values()))
+            calibrated = [each.calibrated for each in next(iter(counts.values())).eat_samples]
+            self._shift = ShiftTest(calibrated) if calibrated else None
+        if self._shift is not None:
+            self.drift = self._shift.add(self._new_samples(counts)) * FALSE_ALARM_RATE
         judged = harmful = 0
         for replica_id, told in counts.items():
             before = self._seen.get(replica_id, fleet_pb2.Savings())
@@ -64,6 +73,19 @@ class Watch:
             harmful += told.harmful - before.harmful
         self._seen |= counts
         return self._test.add(harmful, judged) * FALSE_ALARM_RATE
+
+    def _new_samples(self, counts: dict[str, fleet_pb2.Savings]) -> list[int]:
+        """Return the number of EAT samples in each bin that the test has not taken in.
+
+        The bins follow from the rules, so they are the same on all replicas.
+        """
+        nothing = fleet_pb2.Savings()
+        new = [0] * len(next(iter(counts.values())).eat_samples)
+        for replica_id, told in counts.items():
+            before = [each.seen for each in self._seen.get(replica_id, nothing).eat_samples] or [0] * len(new)
+            for index, each in enumerate(told.eat_samples):
+                new[index] += each.seen - before[index]
+        return new
 
 
 class HarmGuard:
@@ -103,19 +125,20 @@ class HarmGuard:
             parts = {
                 replica: part for replica, told in heard.items() for part in told.savings if part.rules == savings.rules
             }
-            savings.evidence_ratio = self._watches[savings.rules].look(parts)
+            watch = self._watches[savings.rules]
+            savings.evidence_ratio = watch.look(parts)
+            if watch.drift is not None:
+                savings.drift_evidence_ratio = watch.drift
         self.newest = newest
         for savings in newest.savings:
             if savings.evidence_ratio >= 1 and savings.HasField("harm_ratio"):
-                await self._withdraw(savings)
+                await self._withdraw(savings, _harm(savings))
+            elif savings.drift_evidence_ratio >= 1:
+                await self._withdraw(savings, _drift(savings))
 
-    async def _withdraw(self, savings: fleet_pb2.Savings) -> None:
-        """Abort an active rollout, and put the policy's entropy rules into shadow if these do the harm."""
+    async def _withdraw(self, savings: fleet_pb2.Savings, reason: str) -> None:
+        """Abort an active rollout, and put the policy's entropy rules into shadow if these are the counted rules."""
         policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
-        reason = (
-            f"{savings.harmful} of {savings.judged} answers of the control group would have changed under the rules of "
-            f"revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
-        )
         candidate = None
         if (rollout := await rollouts.active()) is not None:
             candidate = (await policies.get(rollout.candidate_revision)).policy
@@ -136,3 +159,26 @@ class HarmGuard:
             return
         logger.warning("revision %d puts the entropy rules into shadow: %s", stored.revision, reason)
         await self._rollouts.look()
+
+
+def _harm(savings: fleet_pb2.Savings) -> str:
+    return (
+        f"{savings.harmful} of {savings.judged} answers of the control group would have changed under the rules of "
+        f"revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
+    )
+
+
+def _drift(savings: fleet_pb2.Savings) -> str:
+    """Describe the bin that has gained most."""
+    bins = savings.eat_samples
+    seen, calibrated = sum(each.seen for each in bins), sum(each.calibrated for each in bins)
+    gains = [each.seen / seen - each.calibrated / calibrated for each in bins]
+    most = gains.index(max(gains))
+    where = f"above {bins[most - 1].max_nats:g}" if most == len(bins) - 1 else f"up to {bins[most].max_nats:g}"
+    if 0 < most < len(bins) - 1:
+        where = f"from {bins[most - 1].max_nats:g} to {bins[most].max_nats:g}"
+    return (
+        f"EAT has left the distribution that the rules of revision {savings.since_revision} were calibrated on: "
+        f"{bins[most].seen} of {seen} requests have a first sample {where} nats, where the calibration had "
+        f"{bins[most].calibrated} of {calibrated}"
+    )

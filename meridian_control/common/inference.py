@@ -1,4 +1,4 @@
-"""Exact binomial bounds, intervals for differences of means and of shares, and a sequential test, without scipy.
+"""Exact binomial bounds, intervals for differences of means and of shares, and sequential tests, without scipy.
 
 The functions are pure. The module knows nothing of what the counts mean. Tests compare the functions with scipy.
 """
@@ -11,7 +11,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Halvings of the interval from 0 to 1 in a search; 60 halvings reach the precision of a float.
 HALVINGS = 60
@@ -23,6 +23,9 @@ MAX_EXPONENT = 700.0
 MAX_WEALTH = 1e300
 # Places of the alternatives between the limit and 1 against which the sequential test bets.
 ALTERNATIVES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+# Test of a shift: largest probability that a bound of a bin's calibrated share is wrong, over all bins; and the share
+# by which a bin may exceed its bound, because the mix of live requests always varies a little.
+WRONG_BOUND_RATE, TOLERATED_SHARE = 0.001, 0.1
 
 
 @dataclass(frozen=True)
@@ -205,3 +208,27 @@ class SequentialTest:
             grown = (self._wealth[number] + started) * math.exp(min(log_ratio, MAX_EXPONENT))
             self._wealth[number] = min(grown, MAX_WEALTH)
         return self.evidence
+
+
+class ShiftTest:
+    """Tests whether live observations have left a calibrated distribution, and may be asked after each new batch.
+
+    The distribution is given by counts of independent observations in bins. If live observations have left it, at least
+    one bin gets more of them than its calibrated share. For each bin a SequentialTest bets against the claim that the
+    share of live observations in the bin is at most a limit: the exact upper bound of the calibrated share plus
+    TOLERATED_SHARE. The evidence is the mean of the bins' evidence, which is an e-value too, because the mean of
+    e-values is one (Vovk and Wang, arXiv 1912.06116).
+
+    calibrated: number of calibrated observations in each bin.
+    """
+
+    def __init__(self, calibrated: Sequence[int]) -> None:
+        total, confidence = sum(calibrated), 1 - WRONG_BOUND_RATE / len(calibrated)
+        limits = [binomial_upper(count, total, confidence) + TOLERATED_SHARE for count in calibrated]
+        self._tests = [SequentialTest(min(1.0, limit)) for limit in limits]
+
+    def add(self, seen: Sequence[int]) -> float:
+        """Take in the number of new observations in each bin and return the evidence."""
+        trials = sum(seen)
+        tests = zip(self._tests, seen, strict=True)
+        return sum(test.add(count, trials) for test, count in tests) / len(self._tests)

@@ -1,9 +1,12 @@
-"""Decides which requests belong to the control group, in which the entropy rules are in shadow. Functions are pure."""
+"""Decides which requests belong to the control group, in which the entropy rules are in shadow, and which requests are
+compared with the calibration. Functions are pure."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any
+
+from meridian_control.decisions.termination import probe_lead_tokens
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -25,6 +28,26 @@ def held_out(request_id: str, share: float) -> bool:
 def has_control_group(entropy: EntropyPolicy) -> bool:
     """Return whether the entropy rules are in force for some requests and in shadow for the control group."""
     return entropy.enabled and not entropy.shadow and entropy.holdout_share > 0
+
+
+def is_calibrated_for(policy: Policy, own: Policy, own_floor: int) -> bool:
+    """Return whether a request's EAT is compared with the policy's calibration.
+
+    The request's rules must be in force, and rules and floor must be those that were calibrated. own: the policy with
+    the overrides that match the request. own_floor: the request's own smallest number of thinking tokens.
+    """
+    floor = policy.scheduler.min_think_tokens
+    is_watched = policy.entropy.enabled and not policy.entropy.shadow and bool(policy.entropy.eat_reference)
+    same = own is policy or (own.entropy == policy.entropy and own.scheduler.min_think_tokens == floor)
+    return is_watched and same and own_floor <= floor
+
+
+def sampled_from(policy: Policy) -> int:
+    """Return the number of thinking tokens from which on a rule may read an EAT sample.
+
+    A sample shortly before the floor counts too, because a rule may end thinking at the floor by such a sample.
+    """
+    return policy.scheduler.min_think_tokens - probe_lead_tokens(policy.entropy)
 
 
 def in_shadow(policy: Policy) -> Policy:

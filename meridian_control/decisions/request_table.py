@@ -328,6 +328,10 @@ class RequestTable(DecidedColumns):
         """Note whether a request belongs to the control group, and whether it counts when it closes."""
         self.control[slot], self.counted[slot] = control, counted
 
+    def await_sample(self, slot: int, awaited: bool) -> None:
+        """Note whether the request's first EAT sample is still to be compared with the calibration."""
+        self.sample_awaited[slot] = awaited
+
     def set_groups(self, groups: NDArray[np.int64] | int) -> None:
         """Note which of the session's policies hold for all requests, [slots] or one for all."""
         self.group[:] = groups

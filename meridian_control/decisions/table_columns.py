@@ -97,6 +97,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     # treated or as control when it closes.
     "control": (bool, False),
     "counted": (bool, False),
+    # Whether the request's first EAT sample that a rule could read is still to be compared with the calibration.
+    "sample_awaited": (bool, False),
     # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
     # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
     # been empty at the first of these probes.
@@ -169,6 +171,7 @@ class Columns:
     reentered: NDArray[np.bool_]
     control: NDArray[np.bool_]
     counted: NDArray[np.bool_]
+    sample_awaited: NDArray[np.bool_]
     stop_tokens: NDArray[np.int64]
     probes_since_stop: NDArray[np.int64]
     stop_is_empty: NDArray[np.bool_]

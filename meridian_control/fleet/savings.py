@@ -47,9 +47,13 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
             forced_ends=spills.message(kept.forced_ends),
             natural_ends=spills.message(kept.natural_ends),
             **{name: getattr(kept, name) for name in COUNTS},
+            eat_samples=[
+                fleet_pb2.EatSamples(max_nats=each.max_nats, calibrated=each.requests, seen=seen)
+                for each, seen in zip(kept.eat_reference, kept.eat_samples, strict=True)
+            ],
         )
         for kept in experiments.newest()
-        if kept.rules == in_force or kept.treated.requests or kept.control.requests
+        if kept.rules == in_force or kept.treated.requests or kept.control.requests or any(kept.eat_samples)
     ]
 
 
@@ -76,6 +80,8 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     whole.in_force |= part.in_force
     for name in COUNTS:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))
+    for mine, theirs in zip(whole.eat_samples, part.eat_samples, strict=False):
+        mine.seen += theirs.seen
     for arm in ARMS:
         mine, theirs = getattr(whole, arm), getattr(part, arm)
         for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:

@@ -2,8 +2,8 @@
 
 A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. If the labels put
 requests into groups, a group lies in one half as a whole, and groups take the place of requests in all statistics. The
-module owns the choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The
-module's functions are pure.
+module owns the choice and its statistics. The module needs scipy, from the extra `calibrate`. The module's functions
+are pure.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.offline.candidates import GROUPS, loosened, paired, single_rules
+from meridian_control.offline.calibrated_policy import policy_of
+from meridian_control.offline.candidates import loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
-    EAT_SENTENCE,
-    MARGIN,
-    RANK,
-    RPDI,
     SAME,
     SIGNALS,
-    SOFT,
     Replay,
     StoppingRule,
     Stops,
@@ -38,13 +34,13 @@ from meridian_control.offline.statistics import (
     percentiles,
     resampled,
 )
-from meridian_control.policy.model import Policy
-from meridian_control.policy.section import INT32_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from meridian_control.policy.model import Policy
 
 RESAMPLES = 2000
 SEPARATION_RESAMPLES, BATCHES = 1000, 50
@@ -159,6 +155,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     proved = recommended is not None and recommended.held_out.harm_bound <= goal.max_loss
     kept = recommended is not None and recommended.held_out.accuracy_change >= -goal.max_loss
     confirmed = kept and (proved or not goal.strict)
+    judged = np.concatenate([fit, held_out])
     return Calibration(
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
@@ -168,7 +165,7 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
         confirmed=confirmed,
         proved=proved,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
-        policy=_policy(replay, best.rule if best and confirmed else None, good, np.concatenate([fit, held_out])),
+        policy=policy_of(replay, best.rule if best and confirmed else None, good, judged, unit[judged]),
     )
 
 
@@ -345,50 +342,3 @@ def _separation(halves: _Halves, name: str, score: NDArray[np.float64]) -> Separ
     found = float(area(np.ones((1, area.owners)))[0])
     why = "" if interval.low > RIGHT else f"AUROC {found:.2f} is not above 0.5 with confidence"
     return Separation(name, found, interval, why)
-
-
-# ----------------------------------------------------------------------------------------------------------- the policy
-
-
-def _policy(replay: Replay, rule: StoppingRule | None, good: set[str], requests: NDArray[np.intp]) -> Policy:
-    """Return the base policy with the rule in force and every other rule off.
-
-    Without a rule, the entropy section is in shadow, and only the rules whose signals do not separate are off.
-    """
-    values = replay.base.model_dump(mode="json", exclude_none=True)
-    entropy, scheduler = values["entropy"], values["scheduler"]
-    entropy["enabled"], entropy["shadow"] = True, rule is None
-    on = {GROUPS[part.family] for part in rule.parts} if rule else good | ({SOFT} if RANK in good else set())
-    if EAT_SENTENCE not in on:
-        entropy["eat_level_threshold_nats"] = 0.0
-    if SAME not in on:
-        entropy["same_answer_samples"] = 0
-    if not {EAT_SENTENCE, SAME} & on:
-        entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
-        entropy["eat_probe_max_margin_nats"] = 0.0
-    if RANK not in on:
-        entropy["rank_conditions"] = []
-    if MARGIN not in on:
-        entropy["margin_threshold_nats"] = 0.0
-    if RPDI not in on:
-        entropy["rpdi_threshold"] = 0.0
-    if SOFT not in on:
-        scheduler["soft_think_tokens"] = 0
-    if rule is not None:
-        with_rule = replay.policy(rule).model_dump(mode="json", exclude_none=True)
-        window = ["rpdi_window_tokens"] if RPDI in on else []
-        entropy |= {name: with_rule["entropy"][name] for name in (*rule.entropy, *window)}
-        scheduler |= {name: with_rule["scheduler"][name] for name in rule.scheduler}
-        scheduler["min_think_tokens"] = min(_floor(replay, rule, requests), scheduler["max_think_tokens"])
-    return Policy.model_validate(values)
-
-
-def _floor(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
-    """Return the fewest thinking tokens at which the rule stopped a request, because no earlier stop was judged.
-
-    A rule with a moving mean or a count of samples gets 0, because it needs the samples from the beginning.
-    """
-    if rule.entropy.get("ema_alpha", 1.0) < 1 or "same_answer_samples" in rule.entropy:
-        return 0
-    seen = replay.stops(rule).first_tokens[requests]
-    return int(seen.min()) if np.isfinite(seen.min()) else 0

@@ -268,6 +268,18 @@ class Replay:
         wanted = episodes.paragraph | (not paragraph)
         return np.flatnonzero(wanted & termination.gate_open(entropy, episodes.ranks, episodes.margins))
 
+    def first_samples(self, rule: StoppingRule, from_tokens: int) -> NDArray[np.float64]:
+        """Return the first EAT sample at or after `from_tokens` thinking tokens that the rule's probes measure of each
+        request, in nats, [requests]; NaN for none."""
+        episodes = self.episodes
+        first = np.full(len(episodes.ids), np.nan)
+        asked = self._subset(*_probing(rule))
+        asked = asked[np.isfinite(self.eat_nats[asked])]
+        # The boundaries are in reverse order, so each request's earliest boundary is written last.
+        asked = asked[episodes.sample_tokens[episodes.sample[asked]] >= from_tokens][::-1]
+        first[episodes.owner[asked]] = self.eat_nats[asked]
+        return first
+
     def _probes(self, rule: StoppingRule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
         probed = [part for part in rule.parts if part.family in PROBED]
         count = np.zeros(len(self.episodes.ids), np.int64)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from meridian_control.policy.drift_schema import EatReference
 from meridian_control.policy.section import (
     INT32_MAX,
     MAX_LEASE_MS,
@@ -309,6 +310,7 @@ class EntropyPolicy(Section):
         "ends thinking; for the EAT rule, number of probes in a row.",
         json_schema_extra=advice("Choose 2 if a rule ends thinking because of a single odd sentence end."),
     )
+    eat_reference: EatReference = ()
     lease_ms: SectionLease = 0
 
 

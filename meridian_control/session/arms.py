@@ -18,11 +18,13 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
 from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
+from meridian_control.policy.drift_schema import bin_of
 from meridian_control.session.shadow_comparison import SECTIONS
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.drift_schema import EatBin
     from meridian_control.policy.model import Policy
 
 # Number of newest experiments whose counts are kept apart.
@@ -86,8 +88,8 @@ class Experiment:
     """The counts under one set of rules, which came into force with the revision `since_revision`.
 
     forced_ends: treated requests whose thinking an entropy rule ended first. natural_ends: requests of the control
-    group whose thinking the model itself ended first, after a rule would have. The last five fields count requests of
-    the control group. `Savings` in fleet.proto defines all counts.
+    group whose thinking the model itself ended first, after a rule would have. The fields from `shadow_saved_tokens` to
+    `unjudged` count requests of the control group. `Savings` in fleet.proto defines all counts.
     """
 
     rules: str = ""
@@ -102,6 +104,9 @@ class Experiment:
     judged_stops: int = 0
     harmful: int = 0
     unjudged: int = 0
+    # The policy's description of EAT on the calibrated requests, and the number of live requests in each of its bins.
+    eat_reference: tuple[EatBin, ...] = ()
+    eat_samples: list[int] = field(default_factory=list)
 
     def closed(self, table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> None:
         """Count a request that closes, unless it did not think or did not begin under these rules."""
@@ -129,6 +134,10 @@ class Experiment:
             self.natural_ends.closed(answer_tokens, thought_again, reason)
         elif not is_control and first_end == RULE_END:
             self.forced_ends.closed(answer_tokens, thought_again, reason)
+
+    def sampled(self, eat_nats: float) -> None:
+        """Count a request's first EAT sample that a rule could read."""
+        self.eat_samples[bin_of(self.eat_reference, eat_nats)] += 1
 
     def _compare(self, table: RequestTable, slot: int, has_answer: bool) -> None:
         """Compare a request of the control group with the end that the first rule to fire would have made."""
@@ -173,7 +182,8 @@ class Experiments:
         older = [kept for kept in self._kept if kept.since_revision <= revision]
         if older and older[-1].rules == rules:
             return older[-1]
-        made = Experiment(rules, revision, policy.entropy.max_loss)
+        made = Experiment(rules, revision, policy.entropy.max_loss, eat_reference=policy.entropy.eat_reference)
+        made.eat_samples = [0] * len(made.eat_reference)
         self._kept.insert(len(older), made)
         if len(self._kept) > MAX_EXPERIMENTS:
             # Sessions under older rules may go on counting in a dropped experiment, whose later counts are lost.

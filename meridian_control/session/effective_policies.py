@@ -7,11 +7,18 @@ reaches the engine. The code does no I/O and reads no clock; each object belongs
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from meridian_control.decisions.control_group import has_control_group, held_out, in_shadow
+from meridian_control.decisions.control_group import (
+    has_control_group,
+    held_out,
+    in_shadow,
+    is_calibrated_for,
+    sampled_from,
+)
 from meridian_control.policy.model import Policy, Who
 
 if TYPE_CHECKING:
@@ -68,6 +75,8 @@ class Groups:
         control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
         begins = not (self._table.think_tokens[slot] or self._table.output_tokens[slot])
         self._table.set_arm(slot, control, in_force and (begins or (same_rules and bool(self._table.counted[slot]))))
+        awaited = begins or (same_rules and bool(self._table.sample_awaited[slot]))
+        self._table.await_sample(slot, awaited and is_calibrated_for(self.policy, own, opened.min_think_tokens))
         if control:
             own = in_shadow(own)
             if self._journal is not None:
@@ -84,6 +93,15 @@ class Groups:
         """Count a request that closes, which the table still holds, as treated or as control."""
         if self._experiment is not None and self._table.holds(closed.slot):
             self._experiment.closed(self._table, closed.slot, closed.reason)
+
+    def count_sample(self, slot: int, think_tokens: int, eat_nats: float) -> None:
+        """Count an EAT sample of a request, measured after `think_tokens` thinking tokens, if it is the first one that
+        a rule could read. NaN is no sample."""
+        if self._experiment is None or not self._table.sample_awaited[slot] or not math.isfinite(eat_nats):
+            return
+        if think_tokens >= sampled_from(self.of(slot)):
+            self._table.await_sample(slot, False)
+            self._experiment.sampled(eat_nats)
 
     def knows_effort(self, opened: agent_pb2.RequestOpened) -> bool:
         """Whether the policy knows a request's effort; True if no policy is in force."""

@@ -152,15 +152,16 @@ class Intake:
         # Agents of the first version do not report whether the answer would be empty, nor whether it changes.
         empty_answers = probes.empty_answer or [False] * len(probes.slot)
         same_answers = probes.same_answer or [0] * len(probes.slot)
-        columns = probes.decision_id, probes.slot, probes.eat_nats, empty_answers, same_answers
+        columns = probes.decision_id, probes.slot, probes.think_tokens, probes.eat_nats, empty_answers, same_answers
         if len({len(column) for column in columns}) != 1:
             raise ValueError("probe columns must have one length")
-        for decision_id, slot, eat_nats, empty_answer, same_answer, step in zip(*columns, steps, strict=True):
+        for decision_id, slot, tokens, eat_nats, empty_answer, same_answer, step in zip(*columns, steps, strict=True):
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
                 self._table.history.sample(self._table, slot, step)
                 add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
                 self._table.note_trial_answer(slot, empty_answer, same_answer)
+                self._groups.count_sample(slot, tokens, eat_nats)
                 if decision.logged is not None:
                     decision.logged.measured_eat_nats = eat_nats
 

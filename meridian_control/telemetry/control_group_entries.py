@@ -88,6 +88,13 @@ CONTROL_GROUP = (
         "Near 1: look at the harmful requests with `meridianctl explain` before the rules are withdrawn.",
     ),
     _gauge(
+        "meridian_drift_evidence_ratio",
+        (),
+        "Evidence that EAT on live requests has left the distribution of the calibration; at 1 the control plane puts "
+        "the rules into shadow. Absent if the policy has no `entropy.eat_reference`.",
+        "Near 1: the model, its chat template or the workload has changed; compare the bins in `meridianctl savings`.",
+    ),
+    _gauge(
         "meridian_entropy_withdrawn",
         (),
         "1 while the policy in force is the one by which the control plane itself put the entropy rules into shadow.",

@@ -46,6 +46,8 @@ def control_group(fleet: Fleet, savings: fleet_pb2.GetSavingsResponse | None) ->
     yield "meridian_long_answer_difference_ratio", _bounds(found, "long_answers")
     yield "meridian_spill_difference_ratio", _bounds(found, "spills")
     yield "meridian_harm_evidence_ratio", [((), told.evidence_ratio) for told in found]
+    drift = [told.drift_evidence_ratio for told in found if told.HasField("drift_evidence_ratio")]
+    yield "meridian_drift_evidence_ratio", [((), evidence) for evidence in drift]
 
 
 def _ends(end: str, counts: Ends) -> Values:

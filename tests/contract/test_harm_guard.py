@@ -85,6 +85,36 @@ async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control
         assert control.fleet.revision == again.revision + 1
 
 
+def drift(control: Control, *seen: int) -> None:
+    """Count requests under the policy in force by the bin of their first EAT sample."""
+    stored = control.fleet.policy
+    assert stored is not None
+    experiment = control.fleet.experiments.of(stored.revision, stored.policy)
+    experiment.eat_samples = [before + new for before, new in zip(experiment.eat_samples, seen, strict=True)]
+
+
+async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> None:
+    bins = [{"max_nats": edge, "requests": 50} for edge in (0.1, 0.5, 2.0)]
+    rules = policy(entropy={"shadow": False, "holdout_share": 0.0, "eat_reference": bins})
+    before = await control.set_policy(rules)
+    guard = control.parts.guard
+    drift(control, 30, 40, 30)
+    await guard.look()
+    assert control.fleet.revision == before.revision, "no drift, no withdrawal"
+    assert guard.newest is not None
+    assert 0 < guard.newest.savings[0].drift_evidence_ratio < 1
+    drift(control, 200, 0, 0)
+    await guard.look()
+    stored = await control.store.current()
+    assert stored is not None
+    assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
+    assert stored.policy == policy(entropy={"shadow": True, "holdout_share": 0.0, "eat_reference": bins})
+    assert "230 of 300 requests have a first sample up to 0.1 nats" in stored.reason
+    assert (await savings(control)).withdrawn_reason == stored.reason
+    await guard.look()
+    assert control.fleet.revision == stored.revision, "withdrawn once"
+
+
 async def test_a_withdrawal_outlives_a_restart_and_the_counts_do_not(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)

@@ -165,7 +165,7 @@ def test_the_control_group_in_metrics() -> None:
     experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
     experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
     experiment.judged, experiment.harmful, experiment.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
-    told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5)
+    told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5, drift_evidence_ratio=0.25)
     told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
     older = fleet_pb2.Savings(evidence_ratio=9.0)
     told.spills.value, told.spills.low, told.spills.high = 0.2, 0.1, 0.3
@@ -184,7 +184,11 @@ def test_the_control_group_in_metrics() -> None:
     assert dict(values["meridian_saved_ratio"]) == {("value",): 0.3, ("low",): 0.1, ("high",): 0.5}
     assert values["meridian_harm_ratio"] == []
     assert values["meridian_harm_evidence_ratio"] == [((), 0.5)]
+    assert values["meridian_drift_evidence_ratio"] == [((), 0.25)]
     assert values["meridian_entropy_withdrawn"] == [((), False)]
+    told.ClearField("drift_evidence_ratio")
+    undescribed = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told])))
+    assert undescribed["meridian_drift_evidence_ratio"] == []
     assert dict(control_group(fleet, None))["meridian_saved_ratio"] == []
 
 

@@ -1727,6 +1727,8 @@ class Savings(_message.Message):
     LONG_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     LONG_ANSWERS_FIELD_NUMBER: _builtins.int
     SPILLS_FIELD_NUMBER: _builtins.int
+    EAT_SAMPLES_FIELD_NUMBER: _builtins.int
+    DRIFT_EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -1756,6 +1758,10 @@ class Savings(_message.Message):
     long_answer_tokens: _builtins.int
     """Answers with more tokens than this are unusually long: at least 95 % of the answers after natural ends have at most
     so many tokens. Absent while a side has too few ends.
+    """
+    drift_evidence_ratio: _builtins.float
+    """Evidence that the live samples have left the calibrated distribution, as a fraction of the evidence at which the
+    rules are put into shadow. Absent without `eat_samples`, and on all replicas but the one that leads.
     """
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
@@ -1801,6 +1807,12 @@ class Savings(_message.Message):
         the request thinks again or if its answer is unusually long. Absent with `long_answer_tokens`.
         """
 
+    @_builtins.property
+    def eat_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatSamples]:
+        """First EAT samples of live requests beside those of the calibration, as bins in ascending order; empty if the policy
+        has no entropy.eat_reference.
+        """
+
     def __init__(
         self,
         *,
@@ -1824,15 +1836,21 @@ class Savings(_message.Message):
         long_answer_tokens: _builtins.int | None = ...,
         long_answers: Global___Range | None = ...,
         spills: Global___Range | None = ...,
+        eat_samples: _abc.Iterable[Global___EatSamples] | None = ...,
+        drift_evidence_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
+    _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofReturnType__evidence_ratio: _TypeAlias = _typing.Literal["evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__evidence_ratio: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio"]  # noqa: Y015
     _WhichOneofReturnType__long_answer_tokens: _TypeAlias = _typing.Literal["long_answer_tokens"]  # noqa: Y015
     _WhichOneofArgType__long_answer_tokens: _TypeAlias = _typing.Literal["_long_answer_tokens", b"_long_answer_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift_evidence_ratio) -> _WhichOneofReturnType__drift_evidence_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evidence_ratio) -> _WhichOneofReturnType__evidence_ratio | None: ...
     @_typing.overload
@@ -1885,6 +1903,36 @@ class EndCounts(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__long_answers) -> _WhichOneofReturnType__long_answers | None: ...
 
 Global___EndCounts: _TypeAlias = EndCounts  # noqa: Y015
+
+@_typing.final
+class EatSamples(_message.Message):
+    """Requests whose first EAT sample lies in a bin of the policy's entropy.eat_reference."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NATS_FIELD_NUMBER: _builtins.int
+    CALIBRATED_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
+    max_nats: _builtins.float
+    """Largest sample of the bin, in nats, as in the policy."""
+    calibrated: _builtins.int
+    """Number of requests of the calibration."""
+    seen: _builtins.int
+    """Number of live requests."""
+    def __init__(
+        self,
+        *,
+        max_nats: _builtins.float = ...,
+        calibrated: _builtins.int = ...,
+        seen: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibrated", b"calibrated", "max_nats", b"max_nats", "seen", b"seen"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EatSamples: _TypeAlias = EatSamples  # noqa: Y015
 
 @_typing.final
 class ArmCounts(_message.Message):

@@ -654,6 +654,7 @@ class EntropyPolicy(_message.Message):
     MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
+    EAT_REFERENCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Evaluate the EAT, rank, margin, RPDI and same-answer rules; false switches all of them off."""
     shadow: _builtins.bool
@@ -718,6 +719,12 @@ class EntropyPolicy(_message.Message):
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
 
+    @_builtins.property
+    def eat_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatBin]:
+        """Distribution of EAT on the requests of the calibration: of each request, the first sample that a rule could read.
+        If live requests leave it, the control plane puts the section into shadow; empty switches this off.
+        """
+
     def __init__(
         self,
         *,
@@ -741,10 +748,11 @@ class EntropyPolicy(_message.Message):
         margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
         eat_probe_max_margin_nats: _builtins.float | None = ...,
+        eat_reference: _abc.Iterable[Global___EatBin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -824,6 +832,41 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shadow) -> _WhichOneofReturnType__shadow | None: ...
 
 Global___EntropyPolicy: _TypeAlias = EntropyPolicy  # noqa: Y015
+
+@_typing.final
+class EatBin(_message.Message):
+    """Requests of a calibration by their first EAT sample that a rule could read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_NATS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    max_nats: _builtins.float
+    """Largest sample of the bin, in nats; above the previous bin's. Larger samples than the last bin's belong to the last
+    bin.
+    """
+    requests: _builtins.int
+    """Requests of the calibration whose sample lies in the bin."""
+    def __init__(
+        self,
+        *,
+        max_nats: _builtins.float | None = ...,
+        requests: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_nats", b"_max_nats", "_requests", b"_requests", "max_nats", b"max_nats", "requests", b"requests"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_nats", b"_max_nats", "_requests", b"_requests", "max_nats", b"max_nats", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_nats: _TypeAlias = _typing.Literal["max_nats"]  # noqa: Y015
+    _WhichOneofArgType__max_nats: _TypeAlias = _typing.Literal["_max_nats", b"_max_nats"]  # noqa: Y015
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_nats) -> _WhichOneofReturnType__max_nats | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+
+Global___EatBin: _TypeAlias = EatBin  # noqa: Y015
 
 @_typing.final
 class RankCondition(_message.Message):
