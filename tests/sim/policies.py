@@ -91,7 +91,7 @@ def _section(rng: random.Random, section: type[Section], extreme: float, only: t
         elif name == "rank_conditions" and (not only or name in only) and rng.random() < 0.3:
             ranks = [[rng.choice((1, 5, 20)) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(1, 2))]
             drawn[name] = [{"max_ranks": r} for r in ranks]
-        elif name == "eat_reference":
+        elif name == "eat_reference" and not only:
             # Drawn from a copy of the generator, so that existing seeds keep their other fields.
             edges = sorted({0.05, 0.5, 5.0, random.Random(rng.getstate()[1][0]).choice((0.1, 1.0))})
             drawn[name] = [{"max_nats": edge, "requests": 30} for edge in edges]
