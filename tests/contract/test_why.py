@@ -134,10 +134,11 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
         rows = json.loads((await ctl(control, "shadow", "-o", "json")).stdout)
         text = (await ctl(control, "shadow")).stdout
     assert [(r["section"], r["reason"], r["requests"], r["think_tokens"]) for r in rows] == [
+        ("loop", "", "1", "120"),
         ("scheduler", "", "1", "120"),
         ("scheduler", "hard_cap", "1", "120"),
     ]
-    assert (rows[1]["would_end_think_tokens"], rows[1]["saved_tokens"]) == ("100", "20")
+    assert (rows[2]["would_end_think_tokens"], rows[2]["saved_tokens"]) == ("100", "20")
     assert "first rule to fire" in text
     assert "16.7%" in text
 

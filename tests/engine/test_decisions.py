@@ -222,7 +222,7 @@ def test_an_explained_life_shows_the_forced_end_and_what_the_rule_saw(
         assert life.think_tokens == run.tokens[name].index(end)
         assert life.HasField("close_time")
     for life in ended.values():
-        (force,) = (e.decision for e in life.events if e.decision.kind == "force")
+        (force,) = (e.decision for e in life.events if e.decision.kind == "force" and not e.decision.shadow)
         (end_event,) = (e for e in life.events if e.kind == "think_end")
         assert (force.reason, force.outcome, force.revision) == ("eat", 1, revision)
         assert force.outcome_think_tokens == end_event.think_tokens == life.think_tokens

@@ -105,9 +105,9 @@ def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
     made.step(40)
     (eat,) = [row for row in made.session.shadow.messages() if row.reason == "eat"]
     assert 0 < eat.saved_tokens == 30 - eat.would_end_think_tokens
-    saved = {("entropy", "any"): eat.saved_tokens, ("entropy", "eat"): eat.saved_tokens}
+    saved = {("entropy", "any"): eat.saved_tokens, ("entropy", "eat"): eat.saved_tokens, ("loop", "any"): 0}
     assert made.session.totals.shadow_saved == saved
-    assert made.session.totals.shadow_think_tokens == {"entropy": 30}
+    assert made.session.totals.shadow_think_tokens == {"entropy": 30, "loop": 30}
     made.apply(policy(entropy=CALIBRATED))
     assert made.session.totals.shadow_saved == saved, "unlike the comparison, the counter goes on under a new policy"
 
@@ -116,8 +116,8 @@ def test_a_request_that_no_rule_in_shadow_would_have_ended_counts_as_nothing_sav
     made = stream(policy(entropy={"shadow": True}))
     made.open("a", think=5)
     made.step(10)
-    assert made.session.totals.shadow_saved == {("entropy", "any"): 0}
-    assert made.session.totals.shadow_think_tokens == {"entropy": 5}
+    assert made.session.totals.shadow_saved == {("entropy", "any"): 0, ("loop", "any"): 0}
+    assert made.session.totals.shadow_think_tokens == {"entropy": 5, "loop": 5}
 
 
 def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
