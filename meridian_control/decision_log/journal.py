@@ -173,4 +173,5 @@ def signals_of(seen: Seen, index: int, confirm_sentence_ends: int = 1) -> Signal
         tuple(seen.earlier_eat_ema_nats[index, :sampled].tolist()),
         tuple(seen.earlier_eat_ema_variance[index, :sampled].tolist()),
         seen.repeated_tokens.item(index),
+        max(0, seen.eat_think_tokens.item(index)),
     )

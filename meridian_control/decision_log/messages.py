@@ -13,7 +13,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
 from meridian_control.decision_log.records import LoggedDecision
-from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS, probe_lead_tokens
+from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS, only_gives_up, probe_lead_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -191,6 +191,7 @@ def compared(made: LoggedDecision) -> list[Compared]:
         ("force", "margin"): _margin,
         ("force", "rpdi"): _rpdi,
         ("force", "same_answer"): _same_answer,
+        ("force", "give_up"): _give_up,
         ("force", "soft_close"): _soft_close,
         ("force", "loop"): _loop,
         ("force", "near_loop"): _near_loop,
@@ -258,6 +259,14 @@ def _same_answer(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     yield "same_answer", made.signals.same_answer, ">=", "entropy.same_answer_samples", wanted
 
 
+def _give_up(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
+    seen, entropy = made.signals, policy.entropy
+    yield _floor(made, policy)
+    yield "eat_think_tokens", seen.eat_think_tokens, ">=", "entropy.give_up_tokens", entropy.give_up_tokens
+    yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    yield "eat_ema_nats", seen.eat_ema_nats, ">=", "entropy.give_up_eat_nats", entropy.give_up_eat_nats
+
+
 def _soft_close(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     own, soft = made.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
     name = "scheduler.soft_think_tokens" if soft >= own else "own min_think_tokens"
@@ -301,6 +310,8 @@ def _cap(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
 def _probe(made: LoggedDecision, policy: Policy) -> Iterator[Compared]:
     lead = probe_lead_tokens(policy.entropy)
     signal, value, operator, name, floor = _floor(made, policy)
+    if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
+        name, floor = "entropy.give_up_tokens", late
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:
         yield "boundary_ranks[0]", made.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate

@@ -52,6 +52,8 @@ class Signals(NamedTuple):
     earlier_eat_ema_variance: tuple[float, ...] = ()
     # Tokens among the newest thinking tokens that repeat earlier thinking, 0 if the agent reported none.
     repeated_tokens: int = 0
+    # Thinking tokens at which the newest EAT sample was measured.
+    eat_think_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian_control.decisions.probe_timing import eat_may_end
 from meridian_control.policy.model import Override, Who
 
 if TYPE_CHECKING:
@@ -87,13 +88,14 @@ def _rules(path: str, entropy: EntropyPolicy) -> Iterator[tuple[str, str]]:
     """Yield what each entropy rule that can fire needs, even if its fields have their defaults."""
     if not entropy.enabled or entropy.shadow:
         return
-    eat = entropy.eat_level_threshold_nats and entropy.eat_ema_variance_threshold
+    gives_up = entropy.give_up_tokens and not entropy.give_up_shadow
     rules = (
-        ("eat_level_threshold_nats", "eat_probe", eat),
+        ("eat_level_threshold_nats", "eat_probe", eat_may_end(entropy)),
         ("rank_conditions", "token_entropy", entropy.rank_conditions),
         ("margin_threshold_nats", "token_entropy", entropy.margin_threshold_nats),
         ("rpdi_threshold", "token_entropy", entropy.rpdi_threshold),
         ("same_answer_samples", "eat_probe", entropy.same_answer_samples),
+        ("give_up_tokens", "eat_probe", gives_up),
     )
     for field, capability, fires in rules:
         if fires:

@@ -52,14 +52,16 @@ class DecidedColumns(Columns):
         else:
             self.end_decided[slot] = reason
 
-    def note_stop_decided(self, slot: int, probed: bool) -> None:
+    def note_stop_decided(self, slot: int, probed: bool, gives_up: bool) -> None:
         """Note that an entropy rule has decided to end the thinking of a request of the control group, in shadow.
 
-        probed: whether the rule has just seen the request's newest probe. Only the first such decision counts.
+        probed: whether the rule has just seen the request's newest probe. gives_up: whether the rule is the give-up
+        rule. Only the first such decision counts.
         """
         if self.probes_since_stop[slot] < 0:
             self.probes_since_stop[slot] = int(probed)
             self.stop_is_empty[slot] = probed and self.empty_answer[slot]
+            self.stop_gives_up[slot] = gives_up
 
     def note_stop(self, slot: int, think_tokens: int) -> None:
         """Note the thinking tokens at which the first such decision would have ended the thinking."""

@@ -48,6 +48,7 @@ class Unsampled(NamedTuple):
     eat_ema_nats: NDArray[np.float64]
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
+    eat_think_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     empty_answer: NDArray[np.bool_]
     earlier_eat_ema_nats: NDArray[np.float64]

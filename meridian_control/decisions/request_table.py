@@ -346,8 +346,8 @@ class RequestTable(DecidedColumns):
             self.first_end[slot] = kind
         self.ended[slot], self.forced[slot] = True, forced
 
-    def note_eat(self, slot: int, eat_nats: float, ema_nats: float, ema_variance: float) -> None:
-        """Note an EAT sample, and the moving mean and variance that include the sample."""
+    def note_eat(self, slot: int, eat_nats: float, think_tokens: int, ema_nats: float, ema_variance: float) -> None:
+        """Note an EAT sample, measured after `think_tokens`, and the moving mean and variance that include it."""
         if self.eat_count[slot]:
             for earlier, now in (
                 (self.earlier_eat_ema_nats, self.eat_ema_nats),
@@ -356,6 +356,7 @@ class RequestTable(DecidedColumns):
                 earlier[slot] = np.append(now[slot], earlier[slot, :-1])
         self.eat_nats[slot], self.eat_ema_nats[slot], self.eat_ema_variance[slot] = eat_nats, ema_nats, ema_variance
         self.eat_count[slot] += 1
+        self.eat_think_tokens[slot] = think_tokens
 
     def note_trial_answer(self, slot: int, empty: bool, same_answer: int) -> None:
         """Note whether the request's newest probe found that the answer would be empty.

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
 
 
-def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float) -> None:
+def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: float, think_tokens: int) -> None:
     """Add a sample x_n to the moving mean M and variance V of EAT. The function ignores NaN, an unmeasured sample.
 
-    M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}.
+    M_0 = x_0, M_n = a x_n + (1 - a) M_{n-1}; V_0 = 0, V_n = a (x_n - M_n)^2 + (1 - a) V_{n-1}. think_tokens: thinking
+    tokens at which the sample was measured.
     """
     if not math.isfinite(eat_nats):
         return
@@ -31,7 +32,7 @@ def add_eat_sample(table: RequestTable, slot: int, eat_nats: float, ema_alpha: f
     if table.eat_count[slot]:
         mean = ema_alpha * eat_nats + (1 - ema_alpha) * table.eat_ema_nats[slot]
         variance = ema_alpha * (eat_nats - mean) ** 2 + (1 - ema_alpha) * table.eat_ema_variance[slot]
-    table.note_eat(slot, eat_nats, mean, variance)
+    table.note_eat(slot, eat_nats, think_tokens, mean, variance)
 
 
 def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:

@@ -62,6 +62,8 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "eat_ema_nats": (np.float64, np.nan),
     "eat_ema_variance": (np.float64, 0.0),
     "eat_count": (np.int64, 0),
+    # Thinking tokens at which the newest EAT sample was measured.
+    "eat_think_tokens": (np.int64, 0),
     # Number of probes in a row, up to the newest one, that had the same trial answer.
     "same_answer": (np.int64, 0),
     "next_probe_tokens": (np.int64, 0),
@@ -101,10 +103,11 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     "sample_awaited": (bool, False),
     # In the control group: thinking tokens at which the first entropy rule to fire would have ended the thinking, -1
     # before; number of measured probes from that decision on, -1 before the decision; whether the answer would have
-    # been empty at the first of these probes.
+    # been empty at the first of these probes; whether the rule was the give-up rule.
     "stop_tokens": (np.int64, -1),
     "probes_since_stop": (np.int64, -1),
     "stop_is_empty": (bool, False),
+    "stop_gives_up": (bool, False),
     # The rule that ended the request's thinking, as a ForceReason.
     "end_decided": (np.uint8, 0),
     # The rules in shadow that fired for the request, one bit for each ForceReason.
@@ -150,6 +153,7 @@ class Columns:
     eat_ema_nats: NDArray[np.float64]
     eat_ema_variance: NDArray[np.float64]
     eat_count: NDArray[np.int64]
+    eat_think_tokens: NDArray[np.int64]
     same_answer: NDArray[np.int64]
     next_probe_tokens: NDArray[np.int64]
     probe_open: NDArray[np.bool_]
@@ -175,6 +179,7 @@ class Columns:
     stop_tokens: NDArray[np.int64]
     probes_since_stop: NDArray[np.int64]
     stop_is_empty: NDArray[np.bool_]
+    stop_gives_up: NDArray[np.bool_]
     end_decided: NDArray[np.uint8]
     shadow_decided: NDArray[np.uint32]
     boundary_ranks: NDArray[np.int64]

@@ -3,8 +3,8 @@
 Each rule is asked at each sentence end with the state at that sentence end, even if the report has later rows.
 
 If several rules fire for a request at the same token, the order of precedence is EAT, rank, margin, RPDI, same answer,
-soft close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent ahead and
-the agent applies it, so that the cap is exact to the token and holds without a stream.
+give-up, soft close. A rule in shadow fires once per request and keeps no other rule from firing. The hard cap is sent
+ahead and the agent applies it, so that the cap is exact to the token and holds without a stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.decisions.loop_rules import reads_entropy
-from meridian_control.decisions.moments import at_rows, at_rows_or_end, joined, sentence_ends
+from meridian_control.decisions.moments import at_rows, joined, sentence_ends
+from meridian_control.decisions.probe_timing import is_gated
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.token_rows import differs
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
 
 Seen: TypeAlias = "RequestTable | Moments"
-
-# A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
-EXTENSION_LEAD_TOKENS = 64
 
 
 def cap(policy: SchedulerPolicy, opened: agent_pb2.RequestOpened, extended: bool = False) -> int:
@@ -164,6 +162,8 @@ def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool
         return policy.loop.shadow
     if reason == agent_pb2.FORCE_REASON_NEAR_LOOP:
         return policy.loop.shadow or policy.loop.near_shadow
+    if reason == agent_pb2.FORCE_REASON_GIVE_UP and policy.entropy.give_up_shadow:
+        return True
     section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
     return section.shadow
 
@@ -181,6 +181,8 @@ def _rules(policy: Policy, seen: Seen) -> Iterator[tuple[agent_pb2.ForceReason.V
         yield agent_pb2.FORCE_REASON_RPDI, at_boundary & rpdi_exceeded(entropy, seen)
         if entropy.same_answer_samples:
             yield agent_pb2.FORCE_REASON_SAME_ANSWER, above_floor & same_answered(entropy, seen)
+        if entropy.give_up_tokens:
+            yield agent_pb2.FORCE_REASON_GIVE_UP, above_floor & given_up(entropy, seen)
     if scheduler.enabled and scheduler.soft_think_tokens:
         yield agent_pb2.FORCE_REASON_SOFT_CLOSE, soft_closed(scheduler, seen)
 
@@ -213,9 +215,24 @@ def same_answered(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.b
     return same
 
 
+def given_up(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
+    """Whether EAT was still high at a probe from `give_up_tokens` thinking tokens on, so that more thinking is not
+    expected to decide the answer (the second threshold of Conformal Thinking, arXiv 2602.03814).
+
+    A probe before that does not count, so that a request whose probes were not placed is never given up. 0 tokens
+    disable the rule.
+    """
+    if policy.give_up_tokens == 0:
+        return np.zeros(len(seen.eat_count), bool)
+    late = (seen.eat_think_tokens >= policy.give_up_tokens) & (seen.eat_count >= policy.eat_warmup_samples)
+    high: NDArray[np.bool_] = late & (seen.eat_ema_nats >= policy.give_up_eat_nats)
+    return high
+
+
 def _probes_agree(policy: EntropyPolicy, seen: Seen | Unsampled) -> NDArray[np.bool_]:
     """Whether a rule that reads nothing but probes holds."""
-    return eat_converged(policy, seen) | same_answered(policy, seen)
+    agree = eat_converged(policy, seen) | same_answered(policy, seen)
+    return agree | given_up(policy, seen) if policy.give_up_tokens else agree
 
 
 def rpdi_exceeded(policy: EntropyPolicy, seen: Seen) -> NDArray[np.bool_]:
@@ -270,95 +287,3 @@ def soft_closed(policy: SchedulerPolicy, seen: Seen) -> NDArray[np.bool_]:
     over = seen.boundary_now & (seen.think_tokens >= np.maximum(policy.soft_think_tokens, seen.own_min_think_tokens))
     likely: NDArray[np.bool_] = seen.boundary_ranks[:, 0] <= policy.soft_close_rank
     return over & likely
-
-
-def is_gated(policy: Any) -> bool:
-    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
-    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
-
-
-def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the end marker's rank and margin allow a probe. ranks, margins: newest first, [ends or slots, number]."""
-    gate = np.ones(len(ranks), bool)
-    if policy.eat_probe_max_rank:
-        gate &= ranks[:, 0] <= policy.eat_probe_max_rank
-    if policy.eat_probe_max_margin_nats:
-        gate &= margins[:, 0] <= policy.eat_probe_max_margin_nats
-    return gate
-
-
-def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    thinking = table.thinking & ~table.preempted & (table.think_tokens > 0)
-    found: NDArray[np.bool_] = thinking & ~table.probe_open
-    return found if among is None else found & among
-
-
-def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Return the slots whose EAT probe is due: one per interval, early enough that EAT is warm at the floor.
-
-    If the policy gates probes, only requests are due that just passed a sentence end at which the gate was open.
-    """
-    entropy = policy.entropy
-    if not entropy.enabled:
-        return np.zeros(0, np.intp)
-    due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
-    if is_gated(entropy):
-        due &= table.boundary_now & gate_open(entropy, table.boundary_ranks, table.boundary_margins)
-    return np.flatnonzero(due)
-
-
-def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> Moments | None:
-    """Return the moments of the newest report at which EAT probes came due; None if no probe is due."""
-    entropy, history = policy.entropy, table.history
-    if not entropy.enabled:
-        return None
-    since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
-    if is_gated(entropy):
-        row, due = history.ends.row, np.zeros(0, np.intp)
-        row = row[gate_open(entropy, history.ends.ranks, history.ends.margins) & waits[history.rows.slot[row]]]
-    else:
-        due = np.flatnonzero(waits & (table.think_tokens >= since))
-        row = history.rows_of(due) if len(due) else due
-    if not (len(row) or len(due)):
-        return None
-    # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
-    row = row[history.thinks[row] & (at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
-    if history.probed:
-        free_in = np.full(len(waits), -1)
-        free_in[list(history.probed)] = list(history.probed.values())
-        row = row[history.step[row] >= free_in[history.rows.slot[row]]]
-    row = row[differs(history.rows.slot[row])]
-    return at_rows_or_end(table, row, due)
-
-
-def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
-    rules = 1 << agent_pb2.FORCE_REASON_EAT
-    if policy.same_answer_samples:
-        same = 1 << agent_pb2.FORCE_REASON_SAME_ANSWER
-        rules = same | rules if policy.eat_level_threshold_nats and policy.eat_ema_variance_threshold else same
-    # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
-    measured = ~table.control & ((table.shadow_decided & rules) == rules)
-    waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
-    return waits
-
-
-def probe_lead_tokens(policy: EntropyPolicy) -> int:
-    """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
-    return max(policy.eat_warmup_samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
-
-
-def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
-    """Return the number of thinking tokens at which each request's next probe is due, [slots]."""
-    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
-    lead = probe_lead_tokens(policy.entropy)
-    since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
-    return since
-
-
-def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Return the slots so near their cap that a probe asks, once, whether the answer would be empty."""
-    if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
-        return np.zeros(0, np.intp)
-    near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
-    return np.flatnonzero(_may_be_probed(table, among) & near & ~table.cap_probed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.decisions import termination
+from meridian_control.decisions import probe_timing, termination
 from meridian_control.decisions.request_table import THINK, RequestTable
 from meridian_control.decisions.signals import rpdi
 from meridian_control.decisions.table_columns import CONFIRM_HISTORY
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 EAT_SENTENCE, EAT_PARAGRAPH, EAT_SETTLED = "EAT", "EAT at paragraphs", "EAT settled"
 EAT_GATED, EAT_NEAR = "EAT gated by rank", "EAT gated by margin"
 RANK, MARGIN, RPDI, SOFT, CAP = "rank", "margin", "RPDI", "soft close", "fixed cap"
-SAME = "same answer"
+SAME, GIVE_UP = "same answer", "give up"
 SIGNALS = {
     EAT_SENTENCE: ("EAT",),
     EAT_PARAGRAPH: ("EAT",),
@@ -42,6 +42,7 @@ SIGNALS = {
     MARGIN: ("margin",),
     RPDI: ("RPDI",),
     SAME: ("same answer",),
+    GIVE_UP: ("EAT",),
     SOFT: ("rank",),
     CAP: (),
 }
@@ -55,7 +56,7 @@ ENTROPIES = ("entropy_count", "entropy_sum", "entropy_window_sum")
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """The policy fields of one rule, or of a pair of rules of which either stops thinking."""
+    """The policy fields of one rule, or of several rules of which any stops thinking."""
 
     family: str
     entropy: Mapping[str, Any] = field(default_factory=dict)
@@ -74,13 +75,13 @@ class StoppingRule:
         return " or ".join(part._text() for part in self.parts)
 
     def _text(self) -> str:
-        wanted = self.entropy.get("confirm_sentence_ends", 1)
+        wanted = self.entropy.get("confirm_sentence_ends", 1) if self.family != GIVE_UP else 1
         return self._once() + (f", {wanted} times in a row" if wanted > 1 else "")
 
     def _once(self) -> str:
         e, s = self.entropy, self.scheduler
-        if self.family in WITHOUT_EAT:
-            return WITHOUT_EAT[self.family](e, s)
+        if self.family in SPELLED:
+            return SPELLED[self.family](e, s)
         text = f"EAT < {e['eat_level_threshold_nats']:g} nats"
         if self.family == EAT_SETTLED:
             text += f", variance < {e['eat_ema_variance_threshold']:g} (alpha {e['ema_alpha']:g})"
@@ -91,12 +92,13 @@ class StoppingRule:
         return text + (" at a paragraph" if e["eat_probe_placement"] == "paragraph" else "")
 
 
-# How the rules that need no EAT are spelled, from their fields of `entropy` and `scheduler`.
-WITHOUT_EAT: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
+# How the families other than those of the EAT rule are spelled, from their fields of `entropy` and `scheduler`.
+SPELLED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
     CAP: lambda _, s: f"at {s['max_think_tokens']} tokens",
     SOFT: lambda _, s: f"end marker <= {s['soft_close_rank']} from {s['soft_think_tokens']} tokens on",
     RPDI: lambda e, _: f"RPDI > {e['rpdi_threshold']:g}",
     SAME: lambda e, _: f"the same trial answer {e['same_answer_samples']} times in a row",
+    GIVE_UP: lambda e, _: f"EAT >= {e['give_up_eat_nats']:g} nats from {e['give_up_tokens']} tokens on",
     MARGIN: lambda e, _: f"margin <= {e['margin_threshold_nats']:g} nats",
     RANK: lambda e, _: f"end marker <= {list(e['rank_conditions'][0].max_ranks)}",
 }
@@ -107,7 +109,7 @@ def either(first: StoppingRule, second: StoppingRule) -> StoppingRule:
         f"{first.family} or {second.family}",
         {**first.entropy, **second.entropy},
         {**first.scheduler, **second.scheduler},
-        (first, second),
+        (*first.parts, *second.parts),
     )
 
 
@@ -148,6 +150,7 @@ class Replay:
         self._table.fill(len(found), same_answer=self.same_answer, empty_answer=empty)
         self.right = self._judged(episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[found], 0) if len(episodes.sample_tokens) else found * 0
+        self._table.fill(len(found), eat_think_tokens=placed)
         # A held request generates no thinking token between its probe and the decision from the probe.
         held = base.entropy.eat_hold_ms > 0
         arrived = episodes.sample_arrived[found] if len(episodes.sample_arrived) else found
@@ -202,8 +205,9 @@ class Replay:
         parts = [self._stops(part) for part in rule.parts]
         at = np.minimum.reduce([part.at_tokens for part in parts])
         right, first = parts[0].right, parts[0].first_tokens
-        for part in parts[1:]:
-            sooner = part.at_tokens < parts[0].at_tokens
+        # In reverse order, so that of rules that stop at the same token the first one counts.
+        for part in parts[:0:-1]:
+            sooner = (part.at_tokens == at) & (part.at_tokens < parts[0].at_tokens)
             right, first = np.where(sooner, part.right, right), np.where(sooner, part.first_tokens, first)
         return Stops(at, right, first, self._probes(rule, at))
 
@@ -236,11 +240,11 @@ class Replay:
         episodes, table, policy, count = self.episodes, self._table, self.policy(rule), len(self.episodes.owner)
         places, right = episodes.decided_tokens + self._late, self.right
         if "EAT" in SIGNALS[rule.family]:
-            samples, means, variances = self._eat_state(policy.entropy.ema_alpha, *_probing(rule))
+            samples, means, variances = self._eat_state(policy.entropy.ema_alpha, *self._probing(rule))
             table.fill(count, eat_count=samples, eat_ema_nats=means[:, 0], eat_ema_variance=variances[:, 0])
             table.fill(count, earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
-            fires = termination.eat_converged(policy.entropy, table)
-            places, right = self._eat[rule.family in (EAT_GATED, EAT_NEAR)]
+            ends = termination.given_up if rule.family == GIVE_UP else termination.eat_converged
+            fires, (places, right) = ends(policy.entropy, table), self._eat[probe_timing.is_gated(policy.entropy)]
         elif rule.family == SAME:
             fires = termination.same_answered(policy.entropy, table)
             places, right = self._eat[False]
@@ -260,13 +264,22 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------------------------ EAT
 
-    def _subset_of(self, paragraph: bool, max_rank: int, max_margin_nats: float) -> NDArray[np.intp]:
+    def _probing(self, rule: StoppingRule) -> tuple[bool, int, float, int]:
+        """Return whether a rule's probes are placed at paragraphs only, the highest rank and margin that their gates
+        allow, and the thinking tokens from which on the rule needs probes."""
+        e, own, since = rule.entropy, self.policy(rule).entropy, 0
+        if probe_timing.only_gives_up(own):
+            since = max(0, own.give_up_tokens - probe_timing.probe_lead_tokens(own))
+        gates = e["eat_probe_max_rank"], e.get("eat_probe_max_margin_nats", 0.0)
+        return e["eat_probe_placement"] == "paragraph", *gates, since
+
+    def _subset_of(self, paragraph: bool, max_rank: int, max_margin_nats: float, since: int) -> NDArray[np.intp]:
         """Return the boundaries at which EAT probes are requested."""
         episodes = self.episodes
         gates = {"eat_probe_max_rank": max_rank, "eat_probe_max_margin_nats": max_margin_nats}
         entropy = self.base.entropy.model_copy(update=gates)
-        wanted = episodes.paragraph | (not paragraph)
-        return np.flatnonzero(wanted & termination.gate_open(entropy, episodes.ranks, episodes.margins))
+        wanted = (episodes.paragraph | (not paragraph)) & (episodes.think_tokens >= since)
+        return np.flatnonzero(wanted & probe_timing.gate_open(entropy, episodes.ranks, episodes.margins))
 
     def first_samples(self, rule: StoppingRule, from_tokens: int) -> NDArray[np.float64]:
         """Return the first EAT sample at or after `from_tokens` thinking tokens that the rule's probes measure of each
@@ -281,10 +294,11 @@ class Replay:
         return first
 
     def _probes(self, rule: StoppingRule, at_tokens: NDArray[np.float64]) -> NDArray[np.int64]:
-        probed = [part for part in rule.parts if part.family in PROBED]
+        # Rules of which one policy consists read the same probes.
+        probed = {self._probing(part) for part in rule.parts if part.family in PROBED}
         count = np.zeros(len(self.episodes.ids), np.int64)
-        for part in probed:
-            asked = self._subset(*_probing(part))
+        for probing in probed:
+            asked = self._subset(*probing)
             keys = self.episodes.owner[asked] * KEY + self.episodes.think_tokens[asked]
             begins = np.arange(len(count)) * KEY
             until = np.minimum(at_tokens, self.episodes.natural_tokens).astype(np.int64)
@@ -293,7 +307,7 @@ class Replay:
 
     def _eat_state_of(self, alpha: float, *probing: Any) -> tuple[NDArray[Any], ...]:
         """Return the number of EAT samples, and their moving means and variances after this and earlier samples, newest
-        first, at each boundary that has a sample. `probing` has the arguments of `_subset`.
+        first, at each boundary that has a sample. `probing` is as `_probing` returns it.
 
         The values are those of `signals.add_eat_sample`. Other boundaries get 0 samples, because the EAT rule can fire
         only on a new sample.
@@ -315,10 +329,3 @@ class Replay:
         means[sampled] = newest_values(owner[sampled], mean[sampled], CONFIRM_HISTORY)
         variances[sampled] = newest_values(owner[sampled], variance[sampled], CONFIRM_HISTORY)
         return count, means, variances
-
-
-def _probing(rule: StoppingRule) -> tuple[bool, int, float]:
-    """Return whether a rule's probes are placed at paragraphs only, and the highest rank and margin that their gates
-    allow."""
-    e = rule.entropy
-    return e["eat_probe_placement"] == "paragraph", e["eat_probe_max_rank"], e.get("eat_probe_max_margin_nats", 0.0)

@@ -64,6 +64,9 @@ PER_REQUEST = {
         "rpdi_threshold",
         "same_answer_samples",
         "confirm_sentence_ends",
+        "give_up_tokens",
+        "give_up_eat_nats",
+        "give_up_shadow",
     ),
     "loop": tuple(LoopPolicy.model_fields),
 }

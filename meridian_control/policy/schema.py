@@ -171,7 +171,8 @@ class EntropyPolicy(Section):
 
     enabled: bool = Field(
         True,
-        description="Evaluate the EAT, rank, margin, RPDI and same-answer rules; false switches all of them off.",
+        description="Evaluate the EAT, rank, margin, RPDI, same-answer and give-up rules; false switches all of them "
+        "off.",
         json_schema_extra=advice("Set it to false if you want no entropy rule, to save the cost of measuring."),
     )
     shadow: bool = Field(
@@ -301,6 +302,25 @@ class EntropyPolicy(Section):
         json_schema_extra=advice(
             "Leave it at 0 unless `calibrate --labels` recommends it: 8 cost an 8B model 11 to 25 points of accuracy."
         ),
+    )
+    give_up_tokens: int = Field(
+        0,
+        ge=0,
+        le=INT32_MAX,
+        description="Give-up rule: thinking ends at the first EAT probe, from this many thinking tokens on, after "
+        "which the EMA level is still at least give_up_eat_nats; 0 switches the rule off.",
+        json_schema_extra=advice("Take it from `meridianctl calibrate --labels`, which states what it may cost."),
+    )
+    give_up_eat_nats: float = Field(
+        1.0,
+        gt=0,
+        description="Give-up rule: the EMA level, in nats, from which the answer counts as still undecided.",
+        json_schema_extra=advice("Take it from `meridianctl calibrate --labels`, together with give_up_tokens."),
+    )
+    give_up_shadow: bool = Field(
+        True,
+        description="Only count the give-up rule's decisions, even while the section's other rules are in force.",
+        json_schema_extra=advice("Set it to false once `meridianctl calibrate` proves the rule's loss to be small."),
     )
     confirm_sentence_ends: int = Field(
         1,

@@ -19,7 +19,7 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.common.histogram import Histogram, answer_histogram
 from meridian_control.decisions.table_columns import NATURAL_END, RULE_END
 from meridian_control.policy.drift_schema import bin_of
-from meridian_control.session.shadow_comparison import SECTIONS
+from meridian_control.session.shadow_comparison import is_entropy_rule
 from meridian_control.session.think_ends import EMPTY_ANSWER, FINISHED
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class Experiment:
         stop = int(table.stop_tokens[slot])
         if stop >= 0:
             self.shadow_saved_tokens += max(0, int(table.think_tokens[slot]) - stop)
-        if not has_answer:
+        # A request is given up because its trial answers change, so a change does not mean harm.
+        if not has_answer or table.stop_gives_up[slot]:
             return
         probes = int(table.probes_since_stop[slot])
         # Agents of the first version do not count the probes with the same answer.
@@ -224,4 +225,4 @@ def _ended_by_entropy_rule(table: RequestTable, slot: int) -> bool:
     if table.first_end[slot] == RULE_END:
         return True
     decided = reason_name(int(table.end_decided[slot]))
-    return bool(table.forced[slot]) and SECTIONS.get(decided) == "entropy"
+    return bool(table.forced[slot]) and is_entropy_rule(decided)

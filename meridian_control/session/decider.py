@@ -14,12 +14,12 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
-from meridian_control.decisions import dispatch, eviction, loop_rules, termination
+from meridian_control.decisions import dispatch, eviction, loop_rules, probe_timing, termination
+from meridian_control.decisions.probe_timing import EXTENSION_LEAD_TOKENS
 from meridian_control.decisions.request_table import THINK
 from meridian_control.decisions.table_columns import NO_CAP, UNTOLD
-from meridian_control.decisions.termination import EXTENSION_LEAD_TOKENS
 from meridian_control.session.merged_steps import steps
-from meridian_control.session.shadow_comparison import SECTIONS
+from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
     from meridian_control.decisions.request_table import RequestTable
@@ -142,10 +142,12 @@ class Decider:
         table = self._table
         slot, shadow = int(seen.slot[index]), termination.is_shadowed(policy, reason)
         table.note_end(slot, reason, shadow)
-        if shadow and table.control[slot] and SECTIONS.get(reason_name(reason)) == "entropy":
+        if shadow and table.control[slot] and ends_treated(reason_name(reason), policy):
+            gives_up = reason == agent_pb2.FORCE_REASON_GIVE_UP
             # EAT fires on the newest probe, except if a request passes its floor or a policy changes later.
-            is_eat = reason == agent_pb2.FORCE_REASON_EAT
-            table.note_stop_decided(slot, probed=is_eat and self._reported and slot in table.history.sampled)
+            is_eat = gives_up or reason == agent_pb2.FORCE_REASON_EAT
+            probed = is_eat and self._reported and slot in table.history.sampled
+            table.note_stop_decided(slot, probed, gives_up)
         made = self._ledger.make("force", reason_name(reason), slot, shadow, (seen, index))
         if table.closing[slot]:
             self._ledger.too_late(made)
@@ -154,9 +156,9 @@ class Decider:
 
     def _probes(self, policy: Policy, out: Out, among: Among) -> None:
         table, entropy = self._table, policy.entropy
-        hold_ms = 0 if entropy.shadow else entropy.eat_hold_ms
-        placement = PLACEMENTS["anywhere" if termination.is_gated(entropy) else entropy.eat_probe_placement]
-        near_cap = termination.cap_probes_due(policy, table, among).tolist()
+        hold_ms = probe_timing.hold_ms(entropy)
+        placement = PLACEMENTS["anywhere" if probe_timing.is_gated(entropy) else entropy.eat_probe_placement]
+        near_cap = probe_timing.cap_probes_due(policy, table, among).tolist()
         for seen, index in self._due(policy, among):
             slot, think_tokens = int(seen.slot[index]), int(seen.think_tokens[index])
             if slot in near_cap and max(1, table.max_think_tokens[slot] - EXTENSION_LEAD_TOKENS) < think_tokens:
@@ -172,10 +174,10 @@ class Decider:
     def _due(self, policy: Policy, among: Among) -> list[tuple[termination.Seen, int]]:
         """Return the states, table or moments with an index, in which EAT probes came due."""
         found: list[tuple[termination.Seen, int]] = []
-        if self._reported and (came := termination.probes_came_due(policy, self._table, among)) is not None:
+        if self._reported and (came := probe_timing.probes_came_due(policy, self._table, among)) is not None:
             found = [(came, index) for index in range(len(came))]
         elif not self._reported:
-            found = [(self._table, slot) for slot in termination.probes_due(policy, self._table, among).tolist()]
+            found = [(self._table, slot) for slot in probe_timing.probes_due(policy, self._table, among).tolist()]
         return found
 
     def _probe(

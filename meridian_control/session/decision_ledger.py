@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.decision_log.records import Decision
 from meridian_control.decisions.request_table import MAX_SLOTS, MAX_TEXT
-from meridian_control.session.shadow_comparison import SECTIONS
+from meridian_control.session.shadow_comparison import ends_treated
 
 if TYPE_CHECKING:
     from meridian_control.decision_log.journal import Journal
@@ -153,5 +153,5 @@ class Ledger:
             self.last[decision.slot] = decision
             if shadowed and (decision.kind == "force" or by_reserve):
                 self._shadow.fired(decision.slot, reason, think_tokens)
-                if self._table.control[decision.slot] and SECTIONS.get(reason) == "entropy":
+                if self._table.control[decision.slot] and ends_treated(reason, self._groups.of(decision.slot)):
                     self._table.note_stop(decision.slot, think_tokens)

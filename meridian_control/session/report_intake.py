@@ -159,7 +159,7 @@ class Intake:
             decision = self._ledger.open.get(decision_id)
             if self._groups.policy and decision and decision.slot == slot and self._ledger.concerns(decision):
                 self._table.history.sample(self._table, slot, step)
-                add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha)
+                add_eat_sample(self._table, slot, eat_nats, self._groups.of(slot).entropy.ema_alpha, tokens)
                 self._table.note_trial_answer(slot, empty_answer, same_answer)
                 self._groups.count_sample(slot, tokens, eat_nats)
                 if decision.logged is not None:

@@ -15,14 +15,26 @@ from meridian.v1 import fleet_pb2
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-# Policy section of each rule, by the rule's reason. The rule on near-loops has a shadow of its own, so it counts as a
-# section.
+# Policy section of each rule, by the rule's reason. The rules on near-loops and give-up have shadows of their own, so
+# each counts as a section.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(("eat", "rank", "margin", "rpdi", "same_answer"), "entropy"),
+    "give_up": "give_up",
     "loop": "loop",
     "near_loop": "near_loop",
 }
+
+
+def is_entropy_rule(reason: str) -> bool:
+    """Whether a rule of the entropy section has this reason."""
+    return SECTIONS.get(reason) in {"entropy", "give_up"}
+
+
+def ends_treated(reason: str, policy: Policy) -> bool:
+    """Whether the rule `reason`, which fired in shadow for a request of the control group, is an entropy rule that ends
+    the thinking of treated requests."""
+    return is_entropy_rule(reason) and not (reason == "give_up" and policy.entropy.give_up_shadow)
 
 
 @dataclass
@@ -140,4 +152,6 @@ def _in_shadow(policy: Policy) -> list[str]:
     shadowed = {name: getattr(policy, name).shadow for name in ("scheduler", "entropy", "loop")}
     found = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
     near = loop.enabled and loop.near_repeated_tokens > 0 and (loop.shadow or loop.near_shadow)
-    return [*found, "near_loop"] if near else found
+    entropy = policy.entropy
+    gives_up = entropy.enabled and entropy.give_up_tokens > 0 and (entropy.shadow or entropy.give_up_shadow)
+    return [*found, *(["near_loop"] if near else []), *(["give_up"] if gives_up else [])]

@@ -49,6 +49,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "holdout_share": (0.0, 0.02, 0.5),
     "max_loss": (0.01, 0.2, 1.0),
     "same_answer_samples": (0, 0, 0, 1, 2, 4),
+    "give_up_tokens": (0, 0, 1, 10, 30),
+    "give_up_eat_nats": (0.1, 1.0, 3.0),
     "report_interval_steps": (0, 0, 1, 2, 5),
     "lease_ms": (100, 500, 3000, 30000),
     "think_phase_memory_fraction": (0.01, 0.2, 0.4),

@@ -391,7 +391,7 @@ def live_eat(request: traces.MadeUp, rule: StoppingRule) -> tuple[int | None, in
         if (gate := fields["eat_probe_max_margin_nats"]) and request.margins[tokens] > gate:
             continue
         asked += 1
-        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"])
+        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
         flat = table.eat_ema_variance[0] < fields["eat_ema_variance_threshold"]
         low = table.eat_ema_nats[0] < fields["eat_level_threshold_nats"]
         held = held + 1 if table.eat_count[0] >= fields["eat_warmup_samples"] and flat and low else 0

@@ -46,6 +46,11 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     ({"loop": {**NEAR, "entropy_collapse_ratio": 0.3}}, "token_entropy", "loop.entropy_collapse_ratio"),
     ({"loop": NEAR}, "force_end", "loop.enabled"),
     ({"override": [{"loop": NEAR}]}, "token_entropy", "override[0].loop.entropy_collapse_ratio"),
+    (
+        {"entropy": {**IN_FORCE, "give_up_tokens": 9, "give_up_shadow": False, "eat_level_threshold_nats": 0.0}},
+        "eat_probe",
+        "entropy.give_up_tokens",
+    ),
     ({"override": [{"scheduler": {"max_think_tokens": 5}}]}, "force_end", "override[0].scheduler.max_think_tokens"),
     ({"override": [{"entropy": IN_FORCE}]}, "eat_probe", "override[0].entropy.eat_level_threshold_nats"),
 ]

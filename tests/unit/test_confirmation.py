@@ -86,7 +86,7 @@ def first_end(held: Policy, request: Sequence[Token]) -> int | None:
     for number, token in enumerate(request, 1):
         made.add_tokens(columns([token]))
         if token.eat is not None:
-            add_eat_sample(made, 0, token.eat, ALPHA)
+            add_eat_sample(made, 0, token.eat, ALPHA, 1)
         if ends(held, made):
             return number
     return None
@@ -178,7 +178,7 @@ def test_a_rule_sees_the_same_within_a_report(name: str, request: list[Token], c
 
 def samples(made: RequestTable, *nats: float) -> RequestTable:
     for sample in nats:
-        add_eat_sample(made, 0, sample, 1.0)
+        add_eat_sample(made, 0, sample, 1.0, 1)
     return made
 
 

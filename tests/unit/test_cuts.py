@@ -46,9 +46,9 @@ class Step:
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    # Result of the probe that was asked for last, by slot: EAT in nats, whether the answer would be empty, and the
-    # number of equal answers in a row.
-    samples: dict[int, tuple[float, bool, int]] = field(default_factory=dict)
+    # Result of the probe that was asked for last, by slot: EAT in nats, whether the answer would be empty, the number
+    # of equal answers in a row, and the thinking tokens at the probe.
+    samples: dict[int, tuple[float, bool, int, int]] = field(default_factory=dict)
     # Slots whose newest probe is refused.
     refused: list[int] = field(default_factory=list)
 
@@ -91,8 +91,8 @@ class Engine:
         # The margin follows from the rank, so that rules on both fire at different places.
         likeliest = (-columns + ranked % 5 / 4).astype(np.float32)
         record.told = StepSignals(None, columns, ranked, -columns, likeliest).encode()
-        for slot, (eat_nats, empty, same) in step.samples.items():
-            record.probes.append((self.probes.get(slot, 0), slot, 0, eat_nats, 1, same, empty))
+        for slot, (eat_nats, empty, same, place) in step.samples.items():
+            record.probes.append((self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty))
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
                 record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
@@ -258,9 +258,10 @@ def test_a_rule_sees_the_same_history_however_reports_are_cut(
     floor=st.sampled_from([0, 3, 6]),
     extension=st.sampled_from([0, 4]),
     equal=st.sampled_from([0, 1, 3]),
+    gives_up=st.sampled_from([(0, True), (3, True), (3, False)]),
 )
-def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
-    data: st.DataObject, shadow: bool, floor: int, extension: int, equal: int
+def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(  # noqa: PLR0917
+    data: st.DataObject, shadow: bool, floor: int, extension: int, equal: int, gives_up: tuple[int, bool]
 ) -> None:
     """A sample's step may be anywhere in a report, with other steps before and after it."""
     held = policy(
@@ -268,7 +269,7 @@ def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
         entropy=OFF
         | {"shadow": shadow, "eat_warmup_samples": 1, "ema_alpha": 1.0, "eat_probe_interval_tokens": 64}
         | {"eat_ema_variance_threshold": 1.0, "eat_level_threshold_nats": 1.0, "rank_conditions": [{"max_ranks": [2]}]}
-        | {"same_answer_samples": equal},
+        | {"same_answer_samples": equal, "give_up_tokens": gives_up[0], "give_up_shadow": gives_up[1]},
     )
     first = Step(opened={0: THINK, 1: THINK}, tokens={0: [(THINK, 0, 1.0, 5)], 1: [(THINK, 0, 1.0, 5)]})
     steps = [first, *(replace(step, opened={}, closed=[]) for step in data.draw(streams(drafts=2)))]
@@ -276,7 +277,7 @@ def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
     for slot in (0, 1):
         at = data.draw(st.integers(1, len(steps) - 1))
         sample = data.draw(st.sampled_from([0.5, 2.0])), data.draw(st.booleans()), data.draw(st.integers(1, 4))
-        steps[at].samples[slot] = sample
+        steps[at].samples[slot] = *sample, data.draw(st.integers(1, 5))
     lengths = data.draw(LENGTHS)
     # The first step is a report of its own, because the probes are asked for in its answer.
     single, merged = told(held, [[step] for step in steps]), told(held, [[first], *cuts(steps[1:], lengths)])

@@ -84,7 +84,7 @@ def test_the_numbers_are_the_control_planes() -> None:
         if n == 11:
             row[3] = math.nan
         got = probe.compute("a", row)
-        control_signals.add_eat_sample(table, 0, float(got.entropy_nats), 0.2)
+        control_signals.add_eat_sample(table, 0, float(got.entropy_nats), 0.2, 1)
         assert float(got.eat) == table.eat_nats[0]
         assert float(got.eat_ema_variance) == table.eat_ema_variance[0]
 

@@ -151,6 +151,12 @@ POLICIES = {
     "same answer": policy(
         scheduler=EARLY, entropy=DENSE.entropy.model_dump() | {"shadow": False, "same_answer_samples": 4}
     ),
+    "give up": policy(
+        scheduler=EARLY,
+        entropy=DENSE.entropy.model_dump()
+        | {"shadow": False, "eat_level_threshold_nats": 0.0, "give_up_tokens": 9, "give_up_eat_nats": 0.2}
+        | {"give_up_shadow": False, "eat_warmup_samples": 2},
+    ),
     "margin": policy(
         scheduler=EARLY,
         entropy={"shadow": False, "margin_threshold_nats": 0.5, "confirm_sentence_ends": 3}

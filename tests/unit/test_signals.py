@@ -29,7 +29,7 @@ def eat_reference(samples: list[float], alpha: float) -> tuple[float, float]:
 def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
     made = table(thinking(), thinking())
     for x in samples:
-        add_eat_sample(made, 1, x, alpha)
+        add_eat_sample(made, 1, x, alpha, 1)
     mean, variance = eat_reference(samples, alpha)
     assert math.isclose(made.eat_ema_nats[1], mean, abs_tol=1e-12)
     assert math.isclose(made.eat_ema_variance[1], variance, abs_tol=1e-12)
@@ -40,9 +40,9 @@ def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
 
 def test_eat_by_hand() -> None:
     made = table(thinking())
-    add_eat_sample(made, 0, 2.0, 0.5)
+    add_eat_sample(made, 0, 2.0, 0.5, 1)
     assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (2.0, 0.0)
-    add_eat_sample(made, 0, 1.0, 0.5)
+    add_eat_sample(made, 0, 1.0, 0.5, 1)
     assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (1.5, 0.125)
 
 
@@ -50,7 +50,7 @@ def test_eat_by_hand() -> None:
 def test_a_sample_that_was_not_measured_spoils_nothing(sample: float) -> None:
     made = table(thinking())
     for x in (1.0, sample, 1.0):
-        add_eat_sample(made, 0, x, 0.2)
+        add_eat_sample(made, 0, x, 0.2, 1)
     assert (made.eat_count[0], made.eat_ema_nats[0], made.eat_nats[0]) == (2, 1.0, 1.0)
 
 

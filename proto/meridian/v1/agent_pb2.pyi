@@ -350,6 +350,8 @@ class _ForceReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForceReas
     """The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
     no ForceEnd carries this reason.
     """
+    FORCE_REASON_GIVE_UP: _ForceReason.ValueType  # 11
+    """EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
 
 class ForceReason(_ForceReason, metaclass=_ForceReasonEnumTypeWrapper):
     """The rule that ends thinking."""
@@ -380,6 +382,8 @@ FORCE_REASON_ANSWER_RESERVE: ForceReason.ValueType  # 8
 """The rest of the request's max_tokens, or of the context, is the answer's reserve. A ThinkCap enforces the reserve;
 no ForceEnd carries this reason.
 """
+FORCE_REASON_GIVE_UP: ForceReason.ValueType  # 11
+"""EAT is still high after much thinking, so the answer counts as one that more thinking will not decide."""
 Global___ForceReason: _TypeAlias = ForceReason  # noqa: Y015
 
 class _PhaseRank:

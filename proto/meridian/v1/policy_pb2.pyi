@@ -348,6 +348,9 @@ class EntropyOverride(_message.Message):
     MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Replaces EntropyPolicy.enabled."""
     shadow: _builtins.bool
@@ -378,6 +381,12 @@ class EntropyOverride(_message.Message):
     """Replaces EntropyPolicy.confirm_sentence_ends."""
     eat_probe_max_margin_nats: _builtins.float
     """Replaces EntropyPolicy.eat_probe_max_margin_nats."""
+    give_up_tokens: _builtins.int
+    """Replaces EntropyPolicy.give_up_tokens."""
+    give_up_eat_nats: _builtins.float
+    """Replaces EntropyPolicy.give_up_eat_nats."""
+    give_up_shadow: _builtins.bool
+    """Replaces EntropyPolicy.give_up_shadow."""
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Replaces EntropyPolicy.rank_conditions."""
@@ -401,10 +410,13 @@ class EntropyOverride(_message.Message):
         margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
         eat_probe_max_margin_nats: _builtins.float | None = ...,
+        give_up_tokens: _builtins.int | None = ...,
+        give_up_eat_nats: _builtins.float | None = ...,
+        give_up_shadow: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_margin_threshold_nats", b"_margin_threshold_nats", "_rpdi_threshold", b"_rpdi_threshold", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "margin_threshold_nats", b"margin_threshold_nats", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -428,6 +440,12 @@ class EntropyOverride(_message.Message):
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_eat_nats: _TypeAlias = _typing.Literal["give_up_eat_nats"]  # noqa: Y015
+    _WhichOneofArgType__give_up_eat_nats: _TypeAlias = _typing.Literal["_give_up_eat_nats", b"_give_up_eat_nats"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_shadow: _TypeAlias = _typing.Literal["give_up_shadow"]  # noqa: Y015
+    _WhichOneofArgType__give_up_shadow: _TypeAlias = _typing.Literal["_give_up_shadow", b"_give_up_shadow"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_tokens: _TypeAlias = _typing.Literal["give_up_tokens"]  # noqa: Y015
+    _WhichOneofArgType__give_up_tokens: _TypeAlias = _typing.Literal["_give_up_tokens", b"_give_up_tokens"]  # noqa: Y015
     _WhichOneofReturnType__margin_threshold_nats: _TypeAlias = _typing.Literal["margin_threshold_nats"]  # noqa: Y015
     _WhichOneofArgType__margin_threshold_nats: _TypeAlias = _typing.Literal["_margin_threshold_nats", b"_margin_threshold_nats"]  # noqa: Y015
     _WhichOneofReturnType__rpdi_threshold: _TypeAlias = _typing.Literal["rpdi_threshold"]  # noqa: Y015
@@ -458,6 +476,12 @@ class EntropyOverride(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_eat_nats) -> _WhichOneofReturnType__give_up_eat_nats | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_shadow) -> _WhichOneofReturnType__give_up_shadow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_tokens) -> _WhichOneofReturnType__give_up_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__margin_threshold_nats) -> _WhichOneofReturnType__margin_threshold_nats | None: ...
     @_typing.overload
@@ -654,9 +678,12 @@ class EntropyPolicy(_message.Message):
     MARGIN_THRESHOLD_NATS_FIELD_NUMBER: _builtins.int
     CONFIRM_SENTENCE_ENDS_FIELD_NUMBER: _builtins.int
     EAT_PROBE_MAX_MARGIN_NATS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_TOKENS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_EAT_NATS_FIELD_NUMBER: _builtins.int
+    GIVE_UP_SHADOW_FIELD_NUMBER: _builtins.int
     EAT_REFERENCE_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Evaluate the EAT, rank, margin, RPDI and same-answer rules; false switches all of them off."""
+    """Evaluate the EAT, rank, margin, RPDI, same-answer and give-up rules; false switches all of them off."""
     shadow: _builtins.bool
     """Make and count decisions, but do not end thinking."""
     ema_alpha: _builtins.float
@@ -715,6 +742,14 @@ class EntropyPolicy(_message.Message):
     """Gate: a probe is requested only after a sentence end where the end marker's margin, in nats, is at most this value,
     and is then placed at once; 0 switches the gate off. With eat_probe_max_rank, both gates must be open.
     """
+    give_up_tokens: _builtins.int
+    """Give-up rule: thinking ends at the first EAT probe, from this many thinking tokens on, after which the EMA level is
+    still at least give_up_eat_nats; 0 switches the rule off.
+    """
+    give_up_eat_nats: _builtins.float
+    """Give-up rule: the EMA level, in nats, from which the answer counts as still undecided."""
+    give_up_shadow: _builtins.bool
+    """Only count the give-up rule's decisions, even while the section's other rules are in force."""
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
         """Rank rule: thinking ends at a sentence end where any of these conditions is met."""
@@ -748,11 +783,14 @@ class EntropyPolicy(_message.Message):
         margin_threshold_nats: _builtins.float | None = ...,
         confirm_sentence_ends: _builtins.int | None = ...,
         eat_probe_max_margin_nats: _builtins.float | None = ...,
+        give_up_tokens: _builtins.int | None = ...,
+        give_up_eat_nats: _builtins.float | None = ...,
+        give_up_shadow: _builtins.bool | None = ...,
         eat_reference: _abc.Iterable[Global___EatBin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends", "_eat_ema_variance_threshold", b"_eat_ema_variance_threshold", "_eat_hold_ms", b"_eat_hold_ms", "_eat_level_threshold_nats", b"_eat_level_threshold_nats", "_eat_probe_interval_tokens", b"_eat_probe_interval_tokens", "_eat_probe_max_margin_nats", b"_eat_probe_max_margin_nats", "_eat_probe_max_rank", b"_eat_probe_max_rank", "_eat_probe_placement", b"_eat_probe_placement", "_eat_warmup_samples", b"_eat_warmup_samples", "_ema_alpha", b"_ema_alpha", "_enabled", b"_enabled", "_give_up_eat_nats", b"_give_up_eat_nats", "_give_up_shadow", b"_give_up_shadow", "_give_up_tokens", b"_give_up_tokens", "_holdout_share", b"_holdout_share", "_lease_ms", b"_lease_ms", "_margin_threshold_nats", b"_margin_threshold_nats", "_max_loss", b"_max_loss", "_rpdi_threshold", b"_rpdi_threshold", "_rpdi_window_tokens", b"_rpdi_window_tokens", "_same_answer_samples", b"_same_answer_samples", "_shadow", b"_shadow", "confirm_sentence_ends", b"confirm_sentence_ends", "eat_ema_variance_threshold", b"eat_ema_variance_threshold", "eat_hold_ms", b"eat_hold_ms", "eat_level_threshold_nats", b"eat_level_threshold_nats", "eat_probe_interval_tokens", b"eat_probe_interval_tokens", "eat_probe_max_margin_nats", b"eat_probe_max_margin_nats", "eat_probe_max_rank", b"eat_probe_max_rank", "eat_probe_placement", b"eat_probe_placement", "eat_reference", b"eat_reference", "eat_warmup_samples", b"eat_warmup_samples", "ema_alpha", b"ema_alpha", "enabled", b"enabled", "give_up_eat_nats", b"give_up_eat_nats", "give_up_shadow", b"give_up_shadow", "give_up_tokens", b"give_up_tokens", "holdout_share", b"holdout_share", "lease_ms", b"lease_ms", "margin_threshold_nats", b"margin_threshold_nats", "max_loss", b"max_loss", "rank_conditions", b"rank_conditions", "rpdi_threshold", b"rpdi_threshold", "rpdi_window_tokens", b"rpdi_window_tokens", "same_answer_samples", b"same_answer_samples", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirm_sentence_ends: _TypeAlias = _typing.Literal["confirm_sentence_ends"]  # noqa: Y015
     _WhichOneofArgType__confirm_sentence_ends: _TypeAlias = _typing.Literal["_confirm_sentence_ends", b"_confirm_sentence_ends"]  # noqa: Y015
@@ -776,6 +814,12 @@ class EntropyPolicy(_message.Message):
     _WhichOneofArgType__ema_alpha: _TypeAlias = _typing.Literal["_ema_alpha", b"_ema_alpha"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_eat_nats: _TypeAlias = _typing.Literal["give_up_eat_nats"]  # noqa: Y015
+    _WhichOneofArgType__give_up_eat_nats: _TypeAlias = _typing.Literal["_give_up_eat_nats", b"_give_up_eat_nats"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_shadow: _TypeAlias = _typing.Literal["give_up_shadow"]  # noqa: Y015
+    _WhichOneofArgType__give_up_shadow: _TypeAlias = _typing.Literal["_give_up_shadow", b"_give_up_shadow"]  # noqa: Y015
+    _WhichOneofReturnType__give_up_tokens: _TypeAlias = _typing.Literal["give_up_tokens"]  # noqa: Y015
+    _WhichOneofArgType__give_up_tokens: _TypeAlias = _typing.Literal["_give_up_tokens", b"_give_up_tokens"]  # noqa: Y015
     _WhichOneofReturnType__holdout_share: _TypeAlias = _typing.Literal["holdout_share"]  # noqa: Y015
     _WhichOneofArgType__holdout_share: _TypeAlias = _typing.Literal["_holdout_share", b"_holdout_share"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
@@ -814,6 +858,12 @@ class EntropyPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ema_alpha) -> _WhichOneofReturnType__ema_alpha | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_eat_nats) -> _WhichOneofReturnType__give_up_eat_nats | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_shadow) -> _WhichOneofReturnType__give_up_shadow | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__give_up_tokens) -> _WhichOneofReturnType__give_up_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__holdout_share) -> _WhichOneofReturnType__holdout_share | None: ...
     @_typing.overload

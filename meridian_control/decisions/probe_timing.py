@@ -1,0 +1,138 @@
+"""Decides when requests are probed. All functions are pure; they read the table or moments within a report.
+
+The module owns the gates and intervals of EAT probes. Rules that read the probes' results are in `termination`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from meridian.v1 import agent_pb2
+
+from meridian_control.decisions.moments import at_rows, at_rows_or_end
+from meridian_control.decisions.token_rows import differs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from meridian_control.decisions.moments import Moments
+    from meridian_control.decisions.request_table import RequestTable
+    from meridian_control.policy.model import Policy
+    from meridian_control.policy.schema import EntropyPolicy
+
+# A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
+EXTENSION_LEAD_TOKENS = 64
+
+
+def is_gated(policy: Any) -> bool:
+    """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank or margin."""
+    return bool(policy.eat_probe_max_rank or policy.eat_probe_max_margin_nats)
+
+
+def gate_open(policy: EntropyPolicy, ranks: NDArray[np.int64], margins: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether the end marker's rank and margin allow a probe. ranks, margins: newest first, [ends or slots, number]."""
+    gate = np.ones(len(ranks), bool)
+    if policy.eat_probe_max_rank:
+        gate &= ranks[:, 0] <= policy.eat_probe_max_rank
+    if policy.eat_probe_max_margin_nats:
+        gate &= margins[:, 0] <= policy.eat_probe_max_margin_nats
+    return gate
+
+
+def eat_may_end(policy: EntropyPolicy) -> bool:
+    """Whether the thresholds of the EAT rule let it fire."""
+    return bool(policy.eat_level_threshold_nats and policy.eat_ema_variance_threshold)
+
+
+def only_gives_up(policy: EntropyPolicy) -> bool:
+    """Whether the give-up rule is the only rule that reads probes."""
+    return bool(policy.give_up_tokens) and not eat_may_end(policy) and not policy.same_answer_samples
+
+
+def hold_ms(policy: EntropyPolicy) -> int:
+    """Return the milliseconds for which a probed request waits for the decision: 0 if no rule in force reads probes."""
+    gives_up = policy.give_up_tokens and not policy.give_up_shadow
+    ends = eat_may_end(policy) or policy.same_answer_samples or gives_up
+    return policy.eat_hold_ms if ends and not policy.shadow else 0
+
+
+def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    thinking = table.thinking & ~table.preempted & (table.think_tokens > 0)
+    found: NDArray[np.bool_] = thinking & ~table.probe_open
+    return found if among is None else found & among
+
+
+def probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Return the slots whose EAT probe is due: one per interval, early enough that EAT is warm at the floor.
+
+    If the policy gates probes, only requests are due that just passed a sentence end at which the gate was open.
+    """
+    entropy = policy.entropy
+    if not entropy.enabled:
+        return np.zeros(0, np.intp)
+    due = _wait_for_probe(entropy, table, among) & (table.think_tokens >= _probed_from(policy, table))
+    if is_gated(entropy):
+        due &= table.boundary_now & gate_open(entropy, table.boundary_ranks, table.boundary_margins)
+    return np.flatnonzero(due)
+
+
+def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> Moments | None:
+    """Return the moments of the newest report at which EAT probes came due; None if no probe is due."""
+    entropy, history = policy.entropy, table.history
+    if not entropy.enabled:
+        return None
+    since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
+    if is_gated(entropy):
+        row, due = history.ends.row, np.zeros(0, np.intp)
+        row = row[gate_open(entropy, history.ends.ranks, history.ends.margins) & waits[history.rows.slot[row]]]
+    else:
+        due = np.flatnonzero(waits & (table.think_tokens >= since))
+        row = history.rows_of(due) if len(due) else due
+    if not (len(row) or len(due)):
+        return None
+    # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
+    row = row[history.thinks[row] & (at_rows(table, row).think_tokens >= since[history.rows.slot[row]])]
+    if history.probed:
+        free_in = np.full(len(waits), -1)
+        free_in[list(history.probed)] = list(history.probed.values())
+        row = row[history.step[row] >= free_in[history.rows.slot[row]]]
+    row = row[differs(history.rows.slot[row])]
+    return at_rows_or_end(table, row, due)
+
+
+def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
+    rules = 1 << agent_pb2.FORCE_REASON_SAME_ANSWER if policy.same_answer_samples else 0
+    if policy.give_up_tokens:
+        rules |= 1 << agent_pb2.FORCE_REASON_GIVE_UP
+    if not rules or eat_may_end(policy):
+        rules |= 1 << agent_pb2.FORCE_REASON_EAT
+    # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
+    measured = ~table.control & ((table.shadow_decided & rules) == rules)
+    waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0) & ~measured
+    return waits
+
+
+def probe_lead_tokens(policy: EntropyPolicy) -> int:
+    """Return how many thinking tokens before its floor a request is probed, so that the floor finds enough samples."""
+    return max(policy.eat_warmup_samples, policy.same_answer_samples) * policy.eat_probe_interval_tokens
+
+
+def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
+    """Return the number of thinking tokens at which each request's next probe is due, [slots]."""
+    floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
+    if only_gives_up(policy.entropy):
+        # The control group needs earlier probes, because they judge the other rules.
+        floor = np.where(table.control, floor, np.maximum(floor, policy.entropy.give_up_tokens))
+    lead = probe_lead_tokens(policy.entropy)
+    since: NDArray[np.int64] = np.maximum(np.maximum(table.next_probe_tokens, floor - lead), 1)
+    return since
+
+
+def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """Return the slots so near their cap that a probe asks, once, whether the answer would be empty."""
+    if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
+        return np.zeros(0, np.intp)
+    near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
+    return np.flatnonzero(_may_be_probed(table, among) & near & ~table.cap_probed)
