@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.decisions.termination import probe_lead_tokens
+from meridian_control.decisions.probe_timing import probe_lead_tokens
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meridian_control.decisions.termination import probe_lead_tokens
+from meridian_control.decisions.probe_timing import probe_lead_tokens
 from meridian_control.offline.candidates import GROUPS
-from meridian_control.offline.rule_replay import EAT_SENTENCE, MARGIN, PROBED, RANK, RPDI, SAME, SOFT
+from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, MARGIN, PROBED, RANK, RPDI, SAME, SOFT
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX
 
@@ -25,23 +25,37 @@ BINS, MIN_UNITS = 5, 40
 
 
 def policy_of(
-    replay: Replay, rule: StoppingRule | None, good: set[str], requests: NDArray[np.intp], unit: NDArray[np.int64]
+    replay: Replay,
+    rule: StoppingRule | None,
+    good: set[str],
+    requests: NDArray[np.intp],
+    unit: NDArray[np.int64],
+    *,
+    second: tuple[StoppingRule, bool] | None = None,
 ) -> Policy:
-    """Return the base policy with the rule in force and every other rule off.
+    """Return the base policy with the rule and a proved give-up rule in force, and every other rule off.
 
-    Without a rule, the entropy section is in shadow, and only the rules whose signals do not separate are off.
+    Without a rule in force, the entropy section is in shadow, and only the rules whose signals do not separate are off.
     good: the signals that separate right from wrong stops. requests: numbers of the judged requests. unit: number of
-    each judged request's group, or of the request itself, [requests].
+    each judged request's group, or of the request itself, [requests]. second: the give-up rule, and whether it is in
+    force; it is in shadow if not.
     """
     values = replay.base.model_dump(mode="json", exclude_none=True)
     entropy, scheduler = values["entropy"], values["scheduler"]
-    entropy["enabled"], entropy["shadow"], entropy["eat_reference"] = True, rule is None, []
-    on = {GROUPS[part.family] for part in rule.parts} if rule else good | ({SOFT} if RANK in good else set())
+    acts = second is not None and second[1]
+    entropy["enabled"], entropy["shadow"], entropy["eat_reference"] = True, rule is None and not acts, []
+    on = {GROUPS[part.family] for part in rule.parts} if rule else set()
+    if entropy["shadow"]:
+        on = good | ({SOFT} if RANK in good else set())
+    on |= {GIVE_UP} if second is not None else set()
+    entropy["give_up_shadow"] = not acts
+    if GIVE_UP not in on:
+        entropy["give_up_tokens"] = 0
     if EAT_SENTENCE not in on:
         entropy["eat_level_threshold_nats"] = 0.0
     if SAME not in on:
         entropy["same_answer_samples"] = 0
-    if not {EAT_SENTENCE, SAME} & on:
+    if not {EAT_SENTENCE, SAME, GIVE_UP} & on:
         entropy |= {"eat_probe_interval_tokens": INT32_MAX, "eat_probe_max_rank": 0}
         entropy["eat_probe_max_margin_nats"] = 0.0
     if RANK not in on:
@@ -52,17 +66,23 @@ def policy_of(
         entropy["rpdi_threshold"] = 0.0
     if SOFT not in on:
         scheduler["soft_think_tokens"] = 0
+    if second is not None:
+        # In shadow the other rules on probes stay on.
+        others = {"eat_level_threshold_nats", "same_answer_samples"} if entropy["shadow"] else set()
+        entropy |= {name: value for name, value in second[0].entropy.items() if name not in others}
+    if rule is None and acts:
+        scheduler["min_think_tokens"] = 0
     if rule is not None:
         with_rule = replay.policy(rule).model_dump(mode="json", exclude_none=True)
         window = ["rpdi_window_tokens"] if RPDI in on else []
         entropy |= {name: with_rule["entropy"][name] for name in (*rule.entropy, *window)}
         scheduler |= {name: with_rule["scheduler"][name] for name in rule.scheduler}
-        floor = scheduler["min_think_tokens"] = min(_floor(replay, rule, requests), scheduler["max_think_tokens"])
+        floor = scheduler["min_think_tokens"] = min(floor_of(replay, rule, requests), scheduler["max_think_tokens"])
         entropy["eat_reference"] = _reference(replay, rule, floor, requests, unit)
     return Policy.model_validate(values)
 
 
-def _floor(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
+def floor_of(replay: Replay, rule: StoppingRule, requests: NDArray[np.intp]) -> int:
     """Return the fewest thinking tokens at which the rule stopped a request, because no earlier stop was judged.
 
     A rule with a moving mean or a count of samples gets 0, because it needs the samples from the beginning.

@@ -2,38 +2,25 @@
 
 A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. If the labels put
 requests into groups, a group lies in one half as a whole, and groups take the place of requests in all statistics. The
-module owns the choice and its statistics. The module needs scipy, from the extra `calibrate`. The module's functions
-are pure.
+module owns the choice, its statistics and the resulting policy. The module needs scipy, from the extra `calibrate`. The
+module's functions are pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.offline.calibrated_policy import policy_of
-from meridian_control.offline.candidates import loosened, paired, single_rules
+from meridian_control.offline.calibrated_policy import floor_of, policy_of
+from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
-from meridian_control.offline.rule_replay import (
-    CAP,
-    SAME,
-    SIGNALS,
-    Replay,
-    StoppingRule,
-    Stops,
-)
-from meridian_control.offline.statistics import (
-    Area,
-    Interval,
-    harmful_bound,
-    mean_bound,
-    percentiles,
-    resampled,
-)
+from meridian_control.offline.rule_replay import CAP, SIGNALS, Replay, StoppingRule, Stops, either
+from meridian_control.offline.separation import Separation, scores, separation
+from meridian_control.offline.statistics import Interval, harmful_bound, mean_bound, percentiles, resampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +30,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 RESAMPLES = 2000
-SEPARATION_RESAMPLES, BATCHES = 1000, 50
-# A pair of rules is preferred to the best single rule only if it saves this share of the thinking more.
+# A pair of rules is preferred to the best single rule, and a give-up rule to none, only if it saves this share of the
+# thinking more.
 PAIR_MUST_ADD = 0.02
 # Number of rules of each family that are paired with rules of other families, and the largest harm that such a rule may
 # do alone, in multiples of max_loss.
@@ -85,17 +72,19 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Separation:
-    """How well a signal separates right from harmful stops: the area under its ROC curve, 0.5 for a random signal."""
+class SecondThreshold:
+    """The give-up rule that was chosen, alone and together with the recommended rule, if there is one.
 
-    signal: str
-    auroc: float
-    interval: Interval
-    why_not: str
+    given_up: requests of the half not used for choosing that the give-up rule ends sooner than the recommended rule.
+    proved: the bound of the harm of both rules together is within the allowed loss on that half. in_force: the rule is
+    proved, and the recommended rule is in force.
+    """
 
-    @property
-    def separates(self) -> bool:
-        return not self.why_not
+    rule: StoppingRule
+    together: Point
+    given_up: int
+    proved: bool
+    in_force: bool
 
 
 @dataclass(frozen=True)
@@ -111,6 +100,7 @@ class Calibration:
     recommended: Point | None
     # The best fixed cap, chosen within the same allowed loss.
     fixed_cap: Point | None
+    second: SecondThreshold | None
     confirmed: bool
     proved: bool
     groups: int
@@ -136,7 +126,9 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     """
     fit, held_out, unit = halved(replay.episodes.ids, replay.judge, split)
     halves = _Halves(replay, fit, held_out, unit, goal)
-    separations = [_separation(halves, name, score) for name, score in _scores(replay).items()]
+    separations = [
+        separation(replay, fit, unit, goal.confidence, name=name, score=score) for name, score in scores(replay).items()
+    ]
     good = {s.signal for s in separations if s.separates}
 
     tried = {family: halves.tried(rules) for family, rules in single_rules(replay, fit).items()}
@@ -156,23 +148,51 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0) -> Calibration:
     kept = recommended is not None and recommended.held_out.accuracy_change >= -goal.max_loss
     confirmed = kept and (proved or not goal.strict)
     judged = np.concatenate([fit, held_out])
+    second = _second(halves, best, confirmed)
+    given_up = (second.rule, second.in_force) if second is not None else None
     return Calibration(
         natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
         fronts={family: [halves.point(t) for t in pareto(found)] for family, found in (tried | pairs).items()},
         recommended=recommended,
         fixed_cap=halves.point(cap) if cap is not None else None,
+        second=second,
         confirmed=confirmed,
         proved=proved,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
-        policy=policy_of(replay, best.rule if best and confirmed else None, good, judged, unit[judged]),
+        policy=policy_of(
+            replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up
+        ),
     )
 
 
-def _nothing(replay: Replay) -> Stops:
-    count = len(replay.episodes.ids)
-    never = np.full(count, np.inf)
-    return Stops(never, replay.judge.natural, never, np.zeros(count, np.int64))
+def _second(halves: _Halves, first: _Tried | None, confirmed: bool) -> SecondThreshold | None:
+    """Choose a give-up rule that acts together with the rule `first`; None if none is found.
+
+    It is chosen on the first half as with a strict goal, whatever the goal: the bound of the harm of both rules, with
+    loosened thresholds, is within the allowed loss. The second half then tests only the rule that was chosen, so its
+    bound needs no correction for the number of rules that were tried (Learn then Test, arXiv 2110.01052). The proxy
+    counts each answer that changes as harm, so it cannot judge the rule.
+    """
+    replay, fit = halves.replay, halves.fit
+    if replay.judge.is_proxy:
+        return None
+    rules = give_ups(replay, fit, first.rule if first else None, floor_of(replay, first.rule, fit) if first else 0)
+    tried = halves.tried([either(first.rule, rule) if first else rule for rule in rules])
+    chosen = replace(halves, goal=replace(halves.goal, strict=True)).best(tried)
+    if chosen is None or chosen.saved <= (first.saved if first else 0.0) + PAIR_MUST_ADD:
+        return None
+    together = halves.point(chosen)
+    before = first.stops.at_tokens if first else np.full(len(chosen.stops.at_tokens), np.inf)
+    sooner = chosen.stops.at_tokens < before
+    proved = together.held_out.harm_bound <= halves.goal.max_loss
+    return SecondThreshold(
+        rule=chosen.rule.parts[-1],
+        together=together,
+        given_up=int(sooner[halves.held_out].sum()),
+        proved=proved,
+        in_force=proved and (confirmed or first is None),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the frontier
@@ -298,47 +318,7 @@ class _Halves:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- the signals
-
-
-def _scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
-    """Return each signal at every boundary, higher if the signal's rule is more likely to stop there.
-
-    Entropy and position have no rule and serve as comparisons. The position is the number of thinking tokens.
-    """
-    episodes, same = replay.episodes, replay.same_answer
-    return {
-        "EAT": -replay.eat_nats,
-        "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
-        "margin": -episodes.margins[:, 0],
-        "RPDI": replay.rpdi,
-        "same answer": np.where(same > 0, same, np.nan),
-        "entropy": -episodes.entropy_nats,
-        "position": episodes.think_tokens.astype(float),
-    }
-
-
-def _separation(halves: _Halves, name: str, score: NDArray[np.float64]) -> Separation:
-    """Measure how well a signal separates right from wrong stops, over requests whose natural answer is right."""
-    replay, fit, natural = halves.replay, halves.fit, halves.replay.judge.natural
-    chosen = np.zeros(len(natural), bool)
-    chosen[fit[natural[fit] >= RIGHT]] = True
-    owner = replay.episodes.owner
-    where = np.flatnonzero(chosen[owner] & np.isfinite(score))
-    units, numbers = np.unique(np.where(chosen, halves.unit, -1), return_inverse=True)
-    numbers -= int(units[0] < 0)
-    right = replay.right[where] >= RIGHT
-    if not len(where):
-        return Separation(name, np.nan, Interval(np.nan, np.nan), "it was not measured")
-    if name == SAME and replay.judge.is_proxy:
-        return Separation(name, np.nan, Interval(np.nan, np.nan), "without labels the same trial answers judge it")
-    if right.all() or not right.any():
-        reason = f"every stop is {'right' if right.all() else 'wrong'}: there is nothing to tell apart"
-        return Separation(name, np.nan, Interval(np.nan, np.nan), reason)
-    area = Area(score[where], right, numbers[owner[where]], int((units >= 0).sum()))
-    weights = resampled(area.owners, SEPARATION_RESAMPLES)
-    parts = np.split(weights, BATCHES)
-    interval = percentiles(np.concatenate([area(part) for part in parts]), halves.goal.confidence)
-    found = float(area(np.ones((1, area.owners)))[0])
-    why = "" if interval.low > RIGHT else f"AUROC {found:.2f} is not above 0.5 with confidence"
-    return Separation(name, found, interval, why)
+def _nothing(replay: Replay) -> Stops:
+    count = len(replay.episodes.ids)
+    never = np.full(count, np.inf)
+    return Stops(never, replay.judge.natural, never, np.zeros(count, np.int64))

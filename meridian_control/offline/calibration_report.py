@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, Separation
+    from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, SecondThreshold
     from meridian_control.offline.rule_replay import Replay, StoppingRule
+    from meridian_control.offline.separation import Separation
     from meridian_control.offline.statistics import Interval
 
 PROXY_NOTE = (
@@ -111,6 +112,7 @@ def sentences(found: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
             )
     yield from cautions(found, replay)
     yield recommendation(found, goal)
+    yield second_threshold(found, replay, goal)
 
 
 def cautions(found: Calibration, replay: Replay) -> Iterator[str]:
@@ -161,13 +163,47 @@ def recommendation(found: Calibration, goal: Goal) -> str:
     return text
 
 
+def second_threshold(found: Calibration, replay: Replay, goal: Goal) -> str:
+    """Say which give-up rule was found, what it may cost, and whether it is in force."""
+    if (second := found.second) is None:
+        text = "No second threshold, for thinking that will not converge, is recommended: "
+        if replay.judge.is_proxy:
+            return text + "without labels every answer that would still have changed counts as harm."
+        return text + (
+            f"on the half on which rules are chosen, none that saves more keeps the upper bound of the harm within "
+            f"{percent(goal.max_loss)} together with the best rule. Without any harm, the bound needs "
+            f"{_needed(found, goal)} in each half."
+        )
+    figures, first = second.together.held_out, found.recommended
+    text = f"Second threshold, for thinking that will not converge: {second.rule}. "
+    if first is not None:
+        text += f"Together with the best rule it saves {percent(figures.saved)} instead of "
+        text += f"{percent(first.held_out.saved)} of the thinking"
+    else:
+        text += f"It saves {percent(figures.saved)} of the thinking"
+    text += (
+        f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
+        f"most {points_of(figures.harm_bound)[1:]} points of accuracy with {goal.confidence:.0%} confidence, "
+    )
+    allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
+    if second.in_force:
+        return text + f"which is within {allowed}."
+    if second.proved:
+        return text + f"which is within {allowed}, but the best rule is not confirmed, so the second stays in shadow."
+    return text + f"which exceeds {allowed}, so the second threshold stays in shadow: {_unproved(found, goal)}"
+
+
 def _unproved(found: Calibration, goal: Goal) -> str:
     """Say how many requests or groups a proof needs at least."""
-    needed = needed_to_prove(goal.max_loss, goal.confidence)
-    if needed == math.inf:
+    if needed_to_prove(goal.max_loss, goal.confidence) == math.inf:
         return "no number of requests can prove that a rule never harms."
+    return f"the loss is not proved to be small, for which the other half needs {_needed(found, goal)}."
+
+
+def _needed(found: Calibration, goal: Goal) -> str:
+    needed = needed_to_prove(goal.max_loss, goal.confidence)
     what = "groups" if found.groups else "requests"
-    return f"the loss is not proved to be small, for which the other half needs at least {needed:.0f} {what}."
+    return f"at least {needed:.0f} {what}" if needed < math.inf else f"more {what} than there can be"
 
 
 def percent(share: float) -> str:
@@ -201,10 +237,16 @@ def report(found: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "families": {family: [_point(p) for p in points] for family, points in found.fronts.items()},
         "recommended": _point(found.recommended) if found.recommended else None,
         "fixed_cap": _point(found.fixed_cap) if found.fixed_cap else None,
+        "second_threshold": _second(found.second) if found.second else None,
         "confirmed": found.confirmed,
         "proved": found.proved,
         "policy": found.policy.model_dump(mode="json", exclude_none=True),
     }
+
+
+def _second(second: SecondThreshold) -> dict[str, Any]:
+    facts = {name: getattr(second, name) for name in ("given_up", "proved", "in_force")}
+    return {"rule": str(second.rule)} | _fields(second.rule) | facts | {"together": _point(second.together)}
 
 
 def _signal(separation: Separation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations, product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,7 @@ from meridian_control.offline.rule_replay import (
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
+    GIVE_UP,
     MARGIN,
     PROBED,
     RANK,
@@ -76,7 +78,19 @@ GROUPS = {
     MARGIN: MARGIN,
     RPDI: RPDI,
     SAME: SAME,
+    GIVE_UP: GIVE_UP,
     SOFT: SOFT,
+}
+# Give-up: quantiles of the EAT samples that are tried as levels, and of the thinking tokens that are tried as starts.
+HIGH, STARTS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98), (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+# Fields of a policy whose only rule on probes is the give-up rule.
+ONLY_GIVE_UP = {
+    "eat_level_threshold_nats": 0.0,
+    "same_answer_samples": 0,
+    "eat_probe_interval_tokens": 1,
+    "eat_probe_placement": "sentence",
+    "eat_probe_max_rank": 0,
+    "eat_probe_max_margin_nats": 0.0,
 }
 
 
@@ -132,7 +146,7 @@ def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
 def loosened(rule: StoppingRule) -> StoppingRule:
     """Return the rule with every threshold loosened by a quarter and every token budget shortened by a tenth."""
     if rule.either:
-        return either(*(loosened(part) for part in rule.either))
+        return reduce(either, map(loosened, rule.either))
     entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
     for name in LOOSENED:
         if name in entropy:
@@ -144,6 +158,9 @@ def loosened(rule: StoppingRule) -> StoppingRule:
         )
     if "same_answer_samples" in entropy:
         entropy["same_answer_samples"] = max(1, int(entropy["same_answer_samples"] / LAXER))
+    if "give_up_tokens" in entropy:
+        entropy["give_up_tokens"] = int(SHORTER * entropy["give_up_tokens"])
+        entropy["give_up_eat_nats"] /= LAXER
     if "rpdi_threshold" in entropy:
         entropy["rpdi_threshold"] = 1 + (entropy["rpdi_threshold"] - 1) / LAXER
     if "soft_close_rank" in scheduler:
@@ -193,6 +210,27 @@ def same_answer(samples: int) -> StoppingRule:
             "eat_probe_max_rank": 0,
         },
     )
+
+
+def give_ups(
+    replay: Replay, requests: NDArray[np.intp], first: StoppingRule | None, floor_tokens: int
+) -> list[StoppingRule]:
+    """Return give-up rules for a policy with the rule `first`, with thresholds from these requests' values.
+
+    A policy has one set of probes, so a give-up rule reads those of `first` if it reads any. floor_tokens: floor of the
+    policy, before which no rule ends thinking.
+    """
+    episodes = replay.episodes
+    levels = _quantiles(replay.eat_nats[np.isin(episodes.owner, requests)], HIGH)
+    starts = np.quantile(episodes.natural_tokens[requests], STARTS)
+    shared = {k: v for part in (first.parts if first else ()) if part.family in PROBED for k, v in part.entropy.items()}
+    alphas = (shared["ema_alpha"],) if "ema_alpha" in shared else ALPHAS
+    found = []
+    for alpha, start, level in product(alphas, dict.fromkeys(max(1, floor_tokens, int(s)) for s in starts), levels):
+        moving = {"ema_alpha": alpha, "eat_warmup_samples": math.ceil(4 / alpha)}
+        thresholds = {"give_up_tokens": start, "give_up_eat_nats": level}
+        found.append(StoppingRule(GIVE_UP, ONLY_GIVE_UP | moving | shared | thresholds))
+    return found
 
 
 def paired(rules: Mapping[str, Iterable[StoppingRule]], most: int) -> dict[str, list[StoppingRule]]:

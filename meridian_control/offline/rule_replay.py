@@ -286,7 +286,7 @@ class Replay:
         request, in nats, [requests]; NaN for none."""
         episodes = self.episodes
         first = np.full(len(episodes.ids), np.nan)
-        asked = self._subset(*_probing(rule))
+        asked = self._subset(*self._probing(rule))
         asked = asked[np.isfinite(self.eat_nats[asked])]
         # The boundaries are in reverse order, so each request's earliest boundary is written last.
         asked = asked[episodes.sample_tokens[episodes.sample[asked]] >= from_tokens][::-1]

@@ -838,7 +838,7 @@ def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    for name in ("calibration", "statistics"):
+    for name in ("calibration", "separation", "statistics"):
         monkeypatch.delitem(sys.modules, f"meridian_control.offline.{name}")
         monkeypatch.delattr(f"meridian_control.offline.{name}")
     result = run(tmp_path / "a.trace")
