@@ -49,7 +49,7 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "holdout_share": (0.0, 0.02, 0.5),
     "max_loss": (0.01, 0.2, 1.0),
     "same_answer_samples": (0, 0, 0, 1, 2, 4),
-    "give_up_tokens": (0, 0, 1, 10, 30),
+    "give_up_tokens": (0, 1, 10, 30),
     "give_up_eat_nats": (0.1, 1.0, 3.0),
     "report_interval_steps": (0, 0, 1, 2, 5),
     "lease_ms": (100, 500, 3000, 30000),
@@ -59,6 +59,8 @@ NEAR: dict[str, tuple[Any, ...]] = {
     "near_repeated_tokens": (0, 0, 0, 720),
     "entropy_collapse_ratio": (0.0, 0.5, 2.0),
 }
+# Fields of the entropy section that are drawn from a copy of the generator, so that existing seeds keep their policies.
+ASIDE = tuple(name for name in EntropyPolicy.model_fields if name.startswith("give_up"))
 GLOBS = ("", "", "*", "m*", "a", "[ab]", "b?", "?")
 
 
@@ -85,6 +87,8 @@ def _section(rng: random.Random, section: type[Section], extreme: float, only: t
         if name == "lease_ms" and section is not FallbackPolicy:
             # The books expect caps without a lease of their own.
             continue
+        if name in ASIDE and name not in only:
+            continue
         if (name in NEAR or info.annotation is bool or get_origin(info.annotation) is Literal) and (
             not only or name in only
         ):
@@ -105,8 +109,11 @@ def _override(rng: random.Random, extreme: float) -> dict[str, Any]:
     if rng.random() < 0.2:
         drawn["engine_labels"] = {"zone": rng.choice("ab")}
     drawn["scheduler"] = _section(rng, SchedulerPolicy, extreme, PER_REQUEST["scheduler"])
-    drawn["entropy"] = _section(rng, EntropyPolicy, extreme, PER_REQUEST["entropy"])
-    drawn["loop"] = _section(random.Random(rng.getstate()[1][0]), LoopPolicy, extreme)
+    others = tuple(name for name in PER_REQUEST["entropy"] if name not in ASIDE)
+    drawn["entropy"] = _section(rng, EntropyPolicy, extreme, others)
+    aside = random.Random(rng.getstate()[1][0])
+    drawn["loop"] = _section(aside, LoopPolicy, extreme)
+    drawn["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
     return drawn
 
 
@@ -121,6 +128,7 @@ def draw(rng: random.Random, extreme: float = 0.0, **sections: Any) -> Policy:
         # Drawn from a copy of the generator, so that existing seeds keep their other sections.
         aside = random.Random(rng.getstate()[1][0])
         values["loop"] = _section(aside, LoopPolicy, extreme)
+        values["entropy"] |= _section(aside, EntropyPolicy, extreme, ASIDE)
         if rng.random() < 0.4:
             values["override"] = [_override(rng, extreme) for _ in range(rng.randint(1, 3))]
         for name, fixed in sections.items():
