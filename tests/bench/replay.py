@@ -18,7 +18,7 @@ from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import same_answer
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import TooFewRequests, halved
-from meridian_control.offline.rule_replay import CAP, SAME, StoppingRule, Stops
+from meridian_control.offline.rule_replay import CAP, GIVE_UP, SAME, StoppingRule, Stops
 from meridian_control.offline.statistics import Interval, percentiles, resampled
 from meridian_control.offline.trace_file import FileError
 from tests.bench import program, replay_data, replay_report
@@ -195,6 +195,14 @@ class Evaluation:
                 interval = figures.accuracy_interval
                 yield Row(family, figures.saved, figures.accuracy_change, interval, times, str(best.rule))
 
+    def second_threshold(self, found: Sequence[Calibration]) -> Iterator[Row]:
+        """Yield the give-up rule of the first split together with the rule that it acts with, on the half that chose
+        neither."""
+        if (second := found[0].second) is not None:
+            figures, times = second.together.held_out, sum(c.second is not None and c.second.in_force for c in found)
+            interval = figures.accuracy_interval
+            yield Row(GIVE_UP, figures.saved, figures.accuracy_change, interval, times, str(second.together.rule))
+
     def consensus(self) -> Iterator[Row]:
         if (siblings := self.recording.siblings) is not None:
             at, right = replay_data.consensus(siblings, SIBLINGS, TIMES)
@@ -226,6 +234,7 @@ def evaluate(recording: Recording, options: Options) -> Findings:
         *made.caps(),
         *made.same_answers(in_force),
         *made.families(found[first][0], in_force[first]),
+        *made.second_threshold(found[first]),
         *made.consensus(),
     ]
     return Findings(

@@ -184,6 +184,19 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "finds no rule on 2 of 2 splits" in page
 
 
+def test_a_second_threshold_has_a_row(tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"eat": "noise", "rank": "noise", "same": "noise"}
+    requests = [traces.hopeless(n, **kinds) if n % 10 < 4 else traces.made_up(n, **kinds) for n in range(140)]
+    trace = traces.write(tmp_path / "mine.trace", traces.records(requests))
+    labels = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    found = evaluate(replay_data.own(trace, labels), options(max_loss=0.1))
+    row = rows(found)["give up"]
+    assert row.saved > 0.05
+    assert row.accuracy_change >= -0.1
+    assert row.recommended
+    assert row.note.startswith("EAT >= ")
+
+
 def test_without_data_the_program_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
     replay.run(replay.parse([]))
     lines = capsys.readouterr().out.splitlines()

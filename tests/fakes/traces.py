@@ -95,6 +95,22 @@ def made_up(
     return request
 
 
+def hopeless(number: int, **kinds: Any) -> MadeUp:
+    """Return a long request whose EAT and end-marker ranks stay high, and whose answer is never right."""
+    request = made_up(number, **kinds)
+    rng = np.random.default_rng((number, 2))
+    longer = made_up(number + 10_000, **kinds).rows[:-4]
+    rows = longer + request.rows
+    # The end marker stays unlikely until the end itself.
+    request.rows = [(phase, flags, nats, rank if flags & FLAG_END else 3000) for phase, flags, nats, rank in rows]
+    request.natural_right, request.probes, tokens = False, {}, 0
+    for phase, flags, *_ in request.rows:
+        tokens += phase == THINK and not flags & FLAG_MARKER
+        if flags & SENTENCE:
+            request.probes[tokens] = (float(rng.uniform(2.2, 3.0)), 1)
+    return request
+
+
 def _eat(rng: np.random.Generator, kind: str, low: bool) -> float:
     if kind == "blind":
         return float(rng.exponential(0.01))

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
-from meridian_control.decisions.request_table import THINK, RequestTable
+from meridian_control.decisions.request_table import RequestTable
 from meridian_control.decisions.signals import add_eat_sample
-from meridian_control.decisions.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, loosened
@@ -38,29 +37,13 @@ STRICT = Goal(max_loss=0.1, strict=True)
 ONLY_EAT = {"rank": "noise", "same": "noise"}
 
 
-def hopeless(number: int, **kinds: Any) -> traces.MadeUp:
-    """Return a long request whose EAT and end-marker ranks stay high, and whose answer is never right."""
-    request = traces.made_up(number, **kinds)
-    rng = np.random.default_rng((number, 2))
-    longer = traces.made_up(number + 10_000, **kinds).rows[:-4]
-    rows = longer + request.rows
-    # The end marker stays unlikely until the end itself.
-    request.rows = [(phase, flags, nats, rank if flags & FLAG_END else 3000) for phase, flags, nats, rank in rows]
-    request.natural_right, request.probes, tokens = False, {}, 0
-    for phase, flags, *_ in request.rows:
-        tokens += phase == THINK and not flags & FLAG_MARKER
-        if flags & traces.SENTENCE:
-            request.probes[tokens] = (float(rng.uniform(2.2, 3.0)), 1)
-    return request
-
-
 def is_hopeless(request: traces.MadeUp) -> bool:
     return min(eat for eat, _ in request.probes.values()) > 2.1
 
 
 def mixed(count: int, **kinds: Any) -> list[traces.MadeUp]:
     """Return requests of which four in ten are hopeless."""
-    return [hopeless(n, **kinds) if n % 10 < 4 else traces.made_up(n, **kinds) for n in range(count)]
+    return [traces.hopeless(n, **kinds) if n % 10 < 4 else traces.made_up(n, **kinds) for n in range(count)]
 
 
 def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, hold_ms: int = 50) -> Replay:
