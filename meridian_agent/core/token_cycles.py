@@ -211,6 +211,11 @@ class LoopWatch:
         if not repeats_from:
             self._repeats.clear()
 
+    def forget(self, slot: int) -> None:
+        """Forget the tokens of a request that has ended."""
+        self._tails.pop(slot, None)
+        self._repeats.pop(slot, None)
+
     def look(
         self, by_slot: Mapping[int, LiveRequest], slots: int
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
@@ -225,8 +230,7 @@ class LoopWatch:
         for slot in range(self._turn, slots, self._interval):
             live = by_slot.get(slot)
             if live is None or live.own_state.phase is not Phase.THINK or live.ending is not None:
-                self._tails.pop(slot, None)
-                self._repeats.pop(slot, None)
+                self.forget(slot)
                 continue
             if self.repeats_from and (repeated := self._repeated(slot, live)) >= self.repeats_from:
                 repeats.append((slot, repeated))

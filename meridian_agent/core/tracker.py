@@ -232,6 +232,7 @@ class Tracker:
         self._last_ids = []
         del self.by_id[live.info.request_id]
         del self.by_slot[live.slot]
+        self.loops.forget(live.slot)
         self._count(live.state.phase, -1)
         self.due.pop(live, None)
         self.preempted.pop(live, None)

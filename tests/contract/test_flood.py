@@ -102,11 +102,11 @@ async def test_what_was_refused_is_not_kept_until_the_garbage_is_collected(tmp_p
         try:
             await flood.run(4)
             await until(lambda: not running.fleet.connections)
-            # `isinstance` would ask each object for its class, which makes some of torch's objects warn.
-            kept = [found for found in gc.get_objects() if type(found) is Session]
+            # The task of an ended call may still be under way. `isinstance` would ask each object for its class, which
+            # makes some of torch's objects warn.
+            await until(lambda: not any(type(found) is Session for found in gc.get_objects()))
         finally:
             gc.enable()
-        assert len(kept) == 0
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xfe/\xff", b"", b"/", b"/no.Such/Method", CONNECT.encode() + b"\xff"])
