@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # With PYTHONDONTWRITEBYTECODE each of the many processes would compile the same Python files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-SIDE_BY_SIDE := -n 3 --dist loadscope --no-loadscope-reorder
+SIDE_BY_SIDE := -n 4 --dist loadscope --no-loadscope-reorder
 PROTOS := $(wildcard proto/meridian/v1/*.proto)
 
 # `make` without a target prints the list of targets.
@@ -19,7 +19,7 @@ help: ## print this list of targets
 demo: $(VENV)/ready ## run a control plane and a real engine with live requests, and print a summary
 	$(BIN)/python -m tests.demo
 
-# Three processes run on two cores, because many tests wait; lint and type checks run at the same time.
+# Four processes run on two cores, because many tests wait; lint and type checks run at the same time.
 test: $(VENV)/ready ## run all tests, lint and type checks
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
