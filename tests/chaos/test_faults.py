@@ -218,7 +218,13 @@ def over(fault: Fault, reports: list[Report], began_s: float) -> bool:
 
 
 def ungoverned(reports: list[Report], began_s: float) -> list[Done]:
-    """Return the requests that began during a fault after the end of all leases."""
+    """Return the requests that began during a fault after the end of all leases.
+
+    On a busy machine the leases may have ended before the fault began. A report begins with the newest state before it.
+    """
     states = [seen for report in reports for seen in report.states]
-    since_s = next((at_s for at_s, state, _ in states if at_s > began_s and state == "DEGRADED"), float("inf"))
+    at_begin = next((state for at_s, state, _ in reversed(states) if at_s <= began_s), "")
+    later = [(at_s, state) for at_s, state, _ in states if at_s > began_s]
+    stays = at_begin == "DEGRADED" and all(state != "READY" for _, state in later)
+    since_s = began_s if stays else next((at_s for at_s, state in later if state == "DEGRADED"), float("inf"))
     return [done for done in finished(reports) if done.began_s > since_s]
