@@ -87,7 +87,8 @@ def test_the_margin_rule_ends_thinking_at_its_sentence_end(
     margins = [m[n][5] for m in measured for n in range(1, len(m)) if m[n - 1][1] & FLAG_SENTENCE and m[n][5] > 0]
     threshold = sorted(margins)[len(margins) // 2]
     expected = [first_near_end(m, threshold, in_a_row, 6) for m in measured]
-    rule = {"shadow": False, "margin_threshold_nats": threshold, "confirm_sentence_ends": in_a_row}
+    in_force = {"shadow": False, "holdout_share": 0.0}
+    rule = {**in_force, "margin_threshold_nats": threshold, "confirm_sentence_ends": in_a_row}
     before = dict(control.settled().ends)
     control.apply({"scheduler": {"min_think_tokens": 6}, "entropy": rule | {"rpdi_threshold": 0.0}})
     governed = paced(llm, CASES, GREEDY, settled)
