@@ -260,24 +260,20 @@ def summary(found: Findings) -> dict[str, Any]:
     """Return the last line; its thinking tokens include probes."""
     first, cost = found.first, found.probe_cost
     line: dict[str, Any] = {
-        "natural": _short(first.of(NATURAL)),
-        "fixed_budget": _short(first.of(EQUAL)),
-        "recommended": _short(first.of(RECOMMENDED)),
-        "oracle": _short(first.of(ORACLE)),
+        "natural": first.of(NATURAL).short(),
+        "fixed_budget": first.of(EQUAL).short(),
+        "recommended": first.of(RECOMMENDED).short(),
+        "oracle": first.of(ORACLE).short(),
     }
     if found.second is not None:
         second = found.second
-        line["second_task"] = {key: _short(second.of(name)) for key, name in SECOND.items() if second.has(name)}
+        line["second_task"] = {key: second.of(name).short() for key, name in SECOND.items() if second.has(name)}
     if found.third is not None:
         line["third_task"] = third_task.summary(found.third)
         line["loops"] = third_task.loops(found.third)
     line["probe_token_share"] = round(first.of(RECOMMENDED).probe_share, 4)
     line["probe_time_share"] = round(cost.time_share, 4) if cost is not None else None
     return line | {"seeds": found.seeds}
-
-
-def _short(result: Result) -> dict[str, float]:
-    return {"think_tokens": round(result.compute_tokens, 2), "accuracy": round(result.accuracy, 4)}
 
 
 def write(found: Findings, folder: Path) -> list[Path]:

@@ -68,6 +68,10 @@ class Result:
         """Return probe tokens as a share of all tokens decoded for these requests."""
         return self.probe_tokens / (self.compute_tokens + self.answer_tokens)
 
+    def short(self) -> dict[str, float]:
+        """Return the arm's figures for the benchmark's last line; thinking tokens include probes."""
+        return {"think_tokens": round(self.compute_tokens, 2), "accuracy": round(self.accuracy, 4)}
+
     def plain(self) -> dict[str, Any]:
         return asdict(self) | {"compute_tokens": self.compute_tokens, "probe_share": self.probe_share}
 

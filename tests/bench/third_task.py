@@ -127,16 +127,10 @@ def answered(completions: Sequence[Completion]) -> float:
 
 def summary(found: ThirdFindings) -> dict[str, Any]:
     """Return the task's part of the last line."""
-    short = {
-        key: {"think_tokens": round(r.compute_tokens, 2), "accuracy": round(r.accuracy, 4)}
-        for key, r in (
-            ("natural", found.of("natural")),
-            ("policy_of_the_first_task", found.of(FOREIGN)),
-            ("loop_breaker", found.of(LOOPS)),
-        )
-    }
     return {
-        **short,
+        "natural": found.of("natural").short(),
+        "policy_of_the_first_task": found.of(FOREIGN).short(),
+        "loop_breaker": found.of(LOOPS).short(),
         "recommended": found.recommended or "nothing",
         "answered_without_reserve": round(found.answered[NO_RESERVE], 4),
         "answered_with_reserve": round(found.answered[RESERVE], 4),
