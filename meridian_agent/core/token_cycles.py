@@ -199,10 +199,9 @@ class LoopWatch:
         # Repeated tokens from which on a request is reported; 0 if repeated tokens are not counted.
         self.repeats_from = 0
         self._turn = 0
-        # By slot: the request that has it, and the request's newest tokens.
-        self._tails: dict[int, tuple[LiveRequest, TokenTail]] = {}
-        # By slot: the request that has it, and the request's repeated tokens.
-        self._repeats: dict[int, tuple[LiveRequest, RepeatCount]] = {}
+        # The newest tokens, and the repeated tokens, of the request in each slot.
+        self._tails: dict[int, TokenTail] = {}
+        self._repeats: dict[int, RepeatCount] = {}
 
     def obey(self, find_loops: bool, repeats_from: int) -> None:
         """Look for cycles from now on if `find_loops` is set, and also count repeated tokens unless `repeats_from` is
@@ -236,24 +235,23 @@ class LoopWatch:
                 repeats.append((slot, repeated))
             if (cycle := self._tail(slot, live).cycle(KEPT_TOKENS)) is not None:
                 # Only where something repeats is the request's own count of tokens worked out.
-                cycle = self._tails[slot][1].cycle(live.state.text_run)
+                cycle = self._tails[slot].cycle(live.state.text_run)
                 if cycle is not None:
                     found.append((slot, *cycle))
         return found, repeats
 
     def _tail(self, slot: int, live: LiveRequest) -> TokenTail:
         """Return the newest tokens of a request, all that it has generated taken in."""
-        known = self._tails.get(slot)
-        if known is None or known[0] is not live:
-            known = self._tails[slot] = live, TokenTail()
-        known[1].take(live.ref.output_token_ids)
-        return known[1]
+        if slot not in self._tails:
+            self._tails[slot] = TokenTail()
+        tail = self._tails[slot]
+        tail.take(live.ref.output_token_ids)
+        return tail
 
     def _repeated(self, slot: int, live: LiveRequest) -> int:
         """Return the number of repeated tokens of a request; 0 until the count covers thinking alone."""
-        known = self._repeats.get(slot)
-        if known is None or known[0] is not live:
-            known = self._repeats[slot] = live, RepeatCount()
-        repeated = known[1].take(live.ref.output_token_ids)
+        if slot not in self._repeats:
+            self._repeats[slot] = RepeatCount()
+        repeated = self._repeats[slot].take(live.ref.output_token_ids)
         # Only a request that repeats enough of its tokens is asked for its own count of tokens.
         return repeated if repeated >= self.repeats_from and live.state.text_run >= REPEAT_WINDOW else 0
