@@ -11,6 +11,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -315,9 +316,13 @@ class Imported:
         return signature
 
 
+# The table names many attributes of one class, and to find a constructor's source takes milliseconds.
+_source = cache(inspect.getsource)
+
+
 def _sets(owner: type, name: str) -> bool:
     """Whether the class's own constructor sets this attribute."""
     constructor = vars(owner).get("__init__")
     return inspect.isfunction(constructor) and bool(
-        re.search(rf"self\.{name}\b(:[^=\n]+)?( =|\n)", inspect.getsource(constructor))
+        re.search(rf"self\.{name}\b(:[^=\n]+)?( =|\n)", _source(constructor))
     )

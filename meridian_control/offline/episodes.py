@@ -7,6 +7,7 @@ threshold. The columns have the values that a live session's `RequestTable` has 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from meridian_control.offline.trace_file import FileError, read
 from meridian_control.session.think_ends import FINISHED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
@@ -109,6 +110,58 @@ class _Request:
     finish: agent_pb2.FinishReason.ValueType | None = None
 
 
+# Type codes of the module `array`.
+INTEGER, FLOAT = "q", "d"
+TOKEN_COLUMNS = {
+    "phase": INTEGER,
+    "flags": INTEGER,
+    "entropy_nats": FLOAT,
+    "end_rank": INTEGER,
+    "end_logprob_nats": FLOAT,
+    "top_logprob_nats": FLOAT,
+}
+PROBE_COLUMNS = {
+    "think_tokens": INTEGER,
+    "eat_nats": FLOAT,
+    "cost_tokens": INTEGER,
+    "same_answer": INTEGER,
+    "empty_answer": INTEGER,
+}
+
+
+class _Columns:
+    """Rows of all reports, by column: the number of the row's request (-1 if it is not known), the number of the row's
+    report, and the values."""
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.owner, self.report = array(INTEGER), array(INTEGER)
+        self.values = {name: array(kind) for name, kind in kinds.items()}
+
+    def add(self, slots: Mapping[int, int], report: int, message: Any) -> None:
+        """Add a report's rows. Raises ValueError if the columns of the rows differ in length."""
+        count = len(message.slot)
+        self.owner.extend([slots.get(slot, -1) for slot in message.slot])
+        self.report.extend([report] * count)
+        for name, column in self.values.items():
+            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured.
+            values = getattr(message, name) or [math.nan if column.typecode == FLOAT else 0] * count
+            if len(values) != count:
+                raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
+            column.extend(values)
+
+    def grouped(self, numbers: NDArray[np.int64]) -> list[Any]:
+        """Return request number, report number and columns of all rows, grouped by request, in their original order.
+
+        `numbers` has the requests' new numbers; rows of requests with the new number -1 are left out.
+        """
+        owner, *rest = (np.array(column) for column in (self.owner, self.report, *self.values.values()))
+        # Rows without a known request have owner -1, which selects the last entry of `numbers`.
+        new = numbers[owner]
+        order = np.argsort(new, kind="stable")
+        order = order[new[order] >= 0]
+        return [new[order], *(column[order] for column in rest)]
+
+
 @dataclass
 class _Collector:
     """Collects the rows of all sessions in order, with request numbers in place of slots."""
@@ -117,9 +170,8 @@ class _Collector:
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     policy: policy_pb2.Policy | None = None
-    # For each report: the request numbers of the report's rows, the report's number for each row, and the columns.
-    tokens: list[list[Any]] = field(default_factory=list)
-    probes: list[list[Any]] = field(default_factory=list)
+    tokens: _Columns = field(default_factory=lambda: _Columns(TOKEN_COLUMNS))
+    probes: _Columns = field(default_factory=lambda: _Columns(PROBE_COLUMNS))
     # By session: the request in each slot, and the model that the engine serves.
     slots: dict[str, dict[int, int]] = field(default_factory=dict)
     served: dict[str, str] = field(default_factory=dict)
@@ -155,42 +207,11 @@ class _Collector:
         for opened in report.opened:
             slots.pop(opened.slot, None)
             self._open(session, opened)
-        if report.tokens.slot:
-            self.tokens.append(self._rows(slots, report.tokens, TOKEN_COLUMNS))
-        if report.probes.slot:
-            self.probes.append(self._rows(slots, report.probes, PROBE_COLUMNS))
+        self.tokens.add(slots, self.report, report.tokens)
+        self.probes.add(slots, self.report, report.probes)
         for closed in report.closed:
             if (request := slots.pop(closed.slot, None)) is not None:
                 self.requests[request].finish = closed.reason
-
-    def _rows(self, slots: dict[int, int], message: Any, columns: dict[str, Any]) -> list[Any]:
-        count = len(message.slot)
-        owner = np.fromiter((slots.get(slot, -1) for slot in message.slot), np.int64, count)
-        rows = [owner, np.full(count, self.report)]
-        for name, kind in columns.items():
-            # A sender that does not know a column leaves the column empty; NaN is a value that was not measured.
-            values = getattr(message, name) or [math.nan if kind is np.float64 else 0] * count
-            if len(values) != count:
-                raise ValueError(f"its columns must have one length; got {count} and {len(values)}")
-            rows.append(np.fromiter(values, kind, count))
-        return rows
-
-
-TOKEN_COLUMNS = {
-    "phase": np.int64,
-    "flags": np.int64,
-    "entropy_nats": np.float64,
-    "end_rank": np.int64,
-    "end_logprob_nats": np.float64,
-    "top_logprob_nats": np.float64,
-}
-PROBE_COLUMNS = {
-    "think_tokens": np.int64,
-    "eat_nats": np.float64,
-    "cost_tokens": np.int64,
-    "same_answer": np.int64,
-    "empty_answer": np.bool_,
-}
 
 
 def collect(paths: Iterable[Path], model: str = "") -> Episodes:
@@ -211,27 +232,13 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
     return _episodes(collector)
 
 
-def _grouped(chunks: list[list[Any]], columns: dict[str, Any], numbers: NDArray[np.int64]) -> list[Any]:
-    """Return request number, report number and columns of all rows, grouped by request, in their original order.
-
-    `numbers` has the requests' new numbers; rows of requests with the new number -1 are left out.
-    """
-    kinds = [np.int64, np.int64, *columns.values()]
-    parts = [np.concatenate([np.zeros(0, kind), *(c[i] for c in chunks)]) for i, kind in enumerate(kinds)]
-    # Rows without a known request have owner -1, which selects the last entry of `numbers`.
-    new = numbers[parts[0]]
-    order = np.argsort(new, kind="stable")
-    order = order[new[order] >= 0]
-    return [new[order], *(part[order] for part in parts[1:])]
-
-
 def _episodes(seen: _Collector) -> Episodes:
     everyone = np.append(np.arange(len(seen.requests)), -1)
-    reasons = _reasons(seen, _grouped(seen.tokens, TOKEN_COLUMNS, everyone))
+    reasons = _reasons(seen, seen.tokens.grouped(everyone))
     kept = [number for number, reason in enumerate(reasons) if not reason]
     numbers = np.full(len(everyone), -1)
     numbers[kept] = np.arange(len(kept))
-    owner, report, phase, flags, entropy, rank, end, top = _grouped(seen.tokens, TOKEN_COLUMNS, numbers)
+    owner, report, phase, flags, entropy, rank, end, top = seen.tokens.grouped(numbers)
     begins = np.searchsorted(owner, np.arange(len(kept) + 1))
     think = _within(begins, owner, _counted(phase, flags))
 
@@ -250,7 +257,7 @@ def _episodes(seen: _Collector) -> Episodes:
     running = np.concatenate([[0.0], np.cumsum(np.where(measured, entropy, 0.0)[measured])])
     place = np.cumsum(measured)
     count = _within(begins, owner, place)
-    samples = _samples(_grouped(seen.probes, PROBE_COLUMNS, numbers), owner * KEY + report, think)
+    samples = _samples(seen.probes.grouped(numbers), owner * KEY + report, think)
     return Episodes(
         ids=[seen.requests[number].request_id for number in kept],
         natural_tokens=think[begins[1:] - 1],
@@ -283,7 +290,8 @@ def _samples(rows: list[Any], row_keys: NDArray[np.int64], think: NDArray[np.int
     order = order[np.isfinite(eat[order])]
     arrived = think[np.searchsorted(row_keys, owner * KEY + report, "right")[order] - 1]
     names = ("sample_owner", "sample_tokens", "eat_nats", "cost_tokens", "same_answer", "empty_answer")
-    columns = zip(names, (owner, tokens, eat, *others), strict=True)
+    *others, empty = others
+    columns = zip(names, (owner, tokens, eat, *others, empty != 0), strict=True)
     return {name: column[order] for name, column in columns} | {"sample_arrived": arrived}
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy import special, stats  # type: ignore[import-untyped]
+from scipy import special  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +35,9 @@ class Interval:
 
 def harmful_bound(harmful: int, requests: int, confidence: float) -> float:
     """Return the one-sided Clopper-Pearson bound that the harmful share stays below with this confidence."""
-    test = stats.binomtest(harmful, requests, alternative="less")
-    return float(test.proportion_ci(confidence_level=confidence, method="exact").high)
+    if harmful == requests:
+        return 1.0
+    return float(special.betaincinv(harmful + 1, requests - harmful, confidence))
 
 
 def mean_bound(mean: float, count: int, confidence: float) -> float:

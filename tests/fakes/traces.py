@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,12 @@ def made_up(
     `eat`, `rank`, `margin` and `same` (equal trial answers in a row) say whether a signal `tells` when the answer is
     settled, is `blind` to it, or is `noise`; an empty `margin` is not measured.
     """
+    one = _made_up(number, seed, eat, rank, margin, forced=forced, same=same)
+    return replace(one, rows=list(one.rows), margins=list(one.margins), probes=dict(one.probes))
+
+
+@cache
+def _made_up(number: int, seed: int, eat: str, rank: str, margin: str, *, forced: bool, same: str) -> MadeUp:
     rng, margins = np.random.default_rng((seed, number)), np.random.default_rng((seed, number, 1))
     sentences = int(rng.integers(12, 40))
     settled = int(sentences * rng.uniform(0.3, 0.8))
@@ -136,10 +143,10 @@ def records(
 ) -> list[fleet_pb2.TraceRecord]:
     """Return one session in which these requests run, some at once, with one token a step."""
     made: list[fleet_pb2.TraceRecord] = []
+    time = Timestamp()
+    time.FromDatetime(datetime(2026, 5, 4, tzinfo=UTC))
 
     def add(**message: Any) -> fleet_pb2.TraceRecord:
-        time = Timestamp()
-        time.FromDatetime(datetime(2026, 5, 4, tzinfo=UTC))
         made.append(fleet_pb2.TraceRecord(time=time, engine_id="engine", session_id="s", **message))
         return made[-1]
 
@@ -149,6 +156,7 @@ def records(
     add(up=agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1)))
     waiting, live, free = list(requests), dict[int, tuple[MadeUp, int, int]](), list(range(at_once))
     due: list[tuple[int, int, int, MadeUp]] = []
+    have_margins = any(request.margins for request in requests)
     step = 1
     while waiting or live:
         step += 1
@@ -157,12 +165,13 @@ def records(
             slot, request = free.pop(0), waiting.pop(0)
             live[slot] = request, 0, 0
             report.opened.add(slot=slot, request_id=request.request_id, phase=agent_pb2.PHASE_THINK, model="m")
-        for slot in sorted(live):
+        slots = sorted(live)
+        _add_rows(report.tokens, slots, [live[slot][0].rows[live[slot][1]] for slot in slots])
+        for row, slot in enumerate(slots):
             request, at, tokens = live[slot]
             phase, flags, *_ = request.rows[at]
-            _add_row(report.tokens, slot, request.rows[at])
-            if any(r.margins for r in requests):
-                _add_margin(report.tokens, request.margins[at] if at < len(request.margins) else math.nan)
+            if have_margins:
+                _add_margin(report.tokens, row, request.margins[at] if at < len(request.margins) else math.nan)
             tokens += phase == THINK and not flags & FLAG_MARKER
             live[slot] = request, at + 1, tokens
             if phase == THINK and flags & SENTENCE:
@@ -178,20 +187,19 @@ def records(
     return made
 
 
-def _add_row(columns: agent_pb2.TokenColumns, slot: int, row: tuple[int, int, float, int]) -> None:
-    phase, flags, entropy, rank = row
-    columns.slot.append(slot)
-    columns.phase.append(phase)  # type: ignore[arg-type]
-    columns.flags.append(flags)
-    columns.entropy_nats.append(entropy)
-    columns.end_rank.append(rank)
-    columns.end_logprob_nats.append(-float(rank))
+def _add_rows(columns: agent_pb2.TokenColumns, slots: list[int], rows: list[tuple[int, int, float, int]]) -> None:
+    columns.slot.extend(slots)
+    phases, flags, entropies, ranks = zip(*rows, strict=True) if rows else ((), (), (), ())
+    columns.phase.extend(phases)
+    columns.flags.extend(flags)
+    columns.entropy_nats.extend(entropies)
+    columns.end_rank.extend(ranks)
+    columns.end_logprob_nats.extend([-float(rank) for rank in ranks])
 
 
-def _add_margin(columns: agent_pb2.TokenColumns, margin_nats: float) -> None:
-    """Give the newest row a margin."""
+def _add_margin(columns: agent_pb2.TokenColumns, row: int, margin_nats: float) -> None:
     columns.top_logprob_nats.append(-0.25)
-    columns.end_logprob_nats[-1] = -0.25 - margin_nats
+    columns.end_logprob_nats[row] = -0.25 - margin_nats
 
 
 def _add_probe(columns: agent_pb2.ProbeColumns, slot: int, tokens: int, eat: float, same: int) -> None:

@@ -141,7 +141,7 @@ class PostgresMachine(StoreMachine):
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_the_store_keeps_its_promises(kind: str, request: pytest.FixtureRequest) -> None:
     quick = settings(
-        max_examples=20,
+        max_examples=12,
         stateful_step_count=15,
         deadline=None,
         suppress_health_check=list(HealthCheck),

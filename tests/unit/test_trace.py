@@ -117,8 +117,8 @@ def live(requests: list[traces.MadeUp]) -> list[tuple[Any, ...]]:
         table.open(agent_pb2.RequestOpened(slot=0, phase=agent_pb2.PHASE_THINK))
         for at, row in enumerate(request.rows):
             columns = agent_pb2.TokenColumns()
-            traces._add_row(columns, 0, row)
-            traces._add_margin(columns, request.margins[at] if at < len(request.margins) else math.nan)
+            traces._add_rows(columns, [0], [row])
+            traces._add_margin(columns, 0, request.margins[at] if at < len(request.margins) else math.nan)
             table.add_tokens(columns)
             if table.boundary_now[0] and table.phase[0] == THINK:
                 ranks, ratio = table.boundary_ranks[0].tolist(), float(rpdi(table)[0])
