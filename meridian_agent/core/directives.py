@@ -308,14 +308,13 @@ class Directives:
             self.report(ending.decision_id, Outcome.SUPERSEDED, live)
 
     def close(self, live: LiveRequest) -> None:
-        """Report an outcome for every open decision about a request that has ended."""
+        """Report an outcome for every open decision about a request that has ended, but not for an eviction tier, which
+        waits until vLLM frees the blocks."""
         if live.ending is not None:
             if live.cap is None or live.cap.decision_id != live.ending.decision_id:
                 self.report(live.ending.decision_id, Outcome.REQUEST_GONE, live)
             live.drop_forced_end()
         self._close_cap(live, Outcome.REQUEST_GONE)
-        if (tier := live.take_tier()) is not None:
-            self.report(tier[0], Outcome.REQUEST_GONE)
         for decision_id, target, *_ in self.probes:
             if target is live:
                 self.report(decision_id, Outcome.REQUEST_GONE, live)
@@ -332,7 +331,8 @@ class Directives:
                 self._drop_ending(live, live.ending, report)
             if parts & CAPS:
                 self._drop_cap(live)
-            if parts & MEMORY and (tier := live.take_tier()) is not None:
+        for live in self._tracker.with_blocks() if parts & MEMORY else ():
+            if (tier := live.take_tier()) is not None:
                 self._let_go(tier[0], None, report)
         if parts & RULES:
             for decision_id, live, *_ in self.probes:

@@ -49,6 +49,7 @@ class RequestInfo:
     min_think_tokens: int | None = None
     traceparent: str = ""
     context_tokens: int = NEVER
+    remote_decode: bool = False
 
     @property
     def most_tokens(self) -> int:

@@ -39,9 +39,9 @@ class Overrides(NamedTuple):
     complaint: str
 
 
-def info_of(request: Any, model: str, markers: Markers, max_model_len: int) -> RequestInfo:
+def info_of(request: Any, model: str, markers: Markers, scheduler: Any) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
-    adapter. max_model_len: tokens of prompt and output that the engine allows."""
+    adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector."""
     lora, own = request.lora_request, read(request.sampling_params.extra_args)
     caps = own.max_think_tokens, budget_of(request.sampling_params, request.prompt_token_ids or (), markers)
     if own.complaint:
@@ -57,8 +57,13 @@ def info_of(request: Any, model: str, markers: Markers, max_model_len: int) -> R
         min_think_tokens=own.min_think_tokens,
         max_think_tokens=min((cap for cap in caps if cap is not None), default=None),
         traceparent=clean((request.trace_headers or {}).get("traceparent", "")),
-        context_tokens=max_model_len - request.num_prompt_tokens,
+        context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
+        remote_decode=scheduler.connector is not None and _is_for_another_engine(request.kv_transfer_params),
     )
+
+
+def _is_for_another_engine(kv_transfer_params: object) -> bool:
+    return isinstance(kv_transfer_params, dict) and kv_transfer_params.get("do_remote_decode") is True
 
 
 def read(extra_args: Mapping[str, object] | None) -> Overrides:

@@ -16,7 +16,7 @@ from meridian_agent.core.think_limit import limit_in, may_lengthen, watch_shadow
 from meridian_agent.core.token_cycles import LoopWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class Tracker:
@@ -32,6 +32,8 @@ class Tracker:
         self.default_reserve = 0
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
+        # Ended requests with an eviction tier, while a KV connector keeps their blocks.
+        self.unfreed: dict[str, LiveRequest] = {}
         # Requests that may need a forced token in the coming step, and preempted requests that wait. The requests are
         # the keys of a dict, which keeps the order of arrival; the order of a set would depend on memory addresses.
         self.due: dict[LiveRequest, None] = {}
@@ -237,6 +239,18 @@ class Tracker:
         self.due.pop(live, None)
         self.preempted.pop(live, None)
         self.record.closed.append((live.slot, reason))
+        if live.tier is not None:
+            self.unfreed[live.info.request_id] = live
+
+    def freeing(self, request_id: str) -> LiveRequest | None:
+        """Return the request whose blocks vLLM is about to free, which may have ended before; None if it is not
+        known."""
+        return self.by_id.get(request_id) or self.unfreed.pop(request_id, None)
+
+    def with_blocks(self) -> Iterator[LiveRequest]:
+        """Yield the live requests, and the ended ones whose blocks are not free yet."""
+        yield from self.by_id.values()
+        yield from self.unfreed.values()
 
     def take_record(self) -> StepRecord:
         """Return the finished record, with a step number above the previous record's, and begin a new record.

@@ -173,7 +173,7 @@ class Agent:
             # No step is under way, so settings that have arrived apply to this request already.
             self.mailbox.begin()
             self.take_arrived(scheduler)
-        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler.max_model_len)
+        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
         state = state_of_new(request, self.tracker.markers, self.tracker.supports_think_disable)
         if state is not None:
             self.tracker.enter(info, state, scheduler.current_step, request)
@@ -193,7 +193,7 @@ class Agent:
                 self.tracker.reread(live, state)
                 self.link.outbox.resync()
             elif request.sampling_params is not None and live is None:
-                info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler.max_model_len)
+                info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler)
                 waits = request_api.waits_preempted(request)
                 self.tracker.enter(info, state, scheduler.current_step, request, waits)
         if not adoption:
@@ -230,7 +230,7 @@ class Agent:
         """Unhash or note the KV blocks of a request before they go back to the pool."""
         if request.request_id in self.probing.placed:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
-        elif (live := self.tracker.by_id.get(request.request_id)) is not None:
+        elif (live := self.tracker.freeing(request.request_id)) is not None:
             self.blocks.freeing(scheduler, request, live, self.probing.under_way(live))
 
     # ------------------------------------------------------------------------------------------------------ each step
@@ -332,7 +332,7 @@ class Agent:
         record = self.tracker.record
         record.told = told
         record.step, record.kv_used = scheduler.current_step, scheduler.kv_cache_manager.usage
-        record.running, record.waiting = len(scheduler.running), len(scheduler.waiting)
+        record.running, record.waiting = scheduler.get_request_counts()
         record.prefill_tokens = self._prefills.popleft() if self._prefills else 0
         record.step_time_ms = self._step_time_ms()
         if not runner_output.req_ids and self._says_nothing(record, is_live):

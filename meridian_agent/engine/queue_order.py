@@ -158,7 +158,7 @@ class QueueOrder:
 
     def _admission_limit(self, scheduler: Any, hold: bool, reserved: int, placed: int) -> int | None:
         """Return the number of running requests to allow, None for vLLM's own limit. While admission is on hold, vLLM
-        may admit only probes and preempted answers."""
+        may admit only probes, preempted answers, and requests that hold their KV blocks already."""
         hold = hold and self._tracker.answering > 0
         if not (hold or reserved):
             return None
@@ -166,7 +166,8 @@ class QueueOrder:
         if reserved:
             limit = min(stock, stock - reserved + placed)
         if hold:
-            limit = min(limit, len(scheduler.running) + len(self.preempted_answers()) + placed)
+            ahead = scheduler_api.waiting_with_blocks(scheduler)
+            limit = min(limit, len(scheduler.running) + ahead + len(self.preempted_answers()) + placed)
         return limit if limit < stock else None
 
     def _token_limit(self, scheduler: Any, plan: DispatchPlan | None, probing: int) -> int | None:

@@ -44,6 +44,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         output_tokens=output_tokens,
         min_think_tokens=info.min_think_tokens,
         traceparent=info.traceparent,
+        remote_decode=info.remote_decode,
         max_think_tokens=info.max_think_tokens,
         forced=forced,
         preempted=preempted,

@@ -46,6 +46,12 @@ def admission_limit_name(scheduler: Any) -> str:
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
+def waiting_with_blocks(scheduler: Any) -> int:
+    """Return the number of waiting requests that hold KV blocks, such as requests whose KV comes from another engine.
+    vLLM admits these before all others if it has a queue for them."""
+    return len(getattr(scheduler, "kv_holding_waiting", ()))
+
+
 def wanted_tokens(scheduler: Any) -> tuple[int, list[int]]:
     """Return how many tokens of the next step the running requests take without any limit of the agent: first all
     requests together that are past their prompt, then a list with one number for each prompt that is computed in

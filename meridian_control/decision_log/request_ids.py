@@ -3,14 +3,14 @@
 from zlib import crc32
 
 # Prefixes that vLLM's server puts before the id that a client has given.
-PREFIXES = ("chatcmpl-", "cmpl-")
+PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 
 def shortened(request_id: str) -> set[str]:
     """Return the ids that a client may have given: `request_id` without vLLM's prefix, suffix, or both."""
     bare = request_id.rpartition("-")[0]
-    prefixed = (name for name in (request_id, bare) if name.startswith(PREFIXES))
-    return {bare, *(name.partition("-")[2] for name in prefixed)} - {"", request_id}
+    given = {name.removeprefix(prefix) for name in (request_id, bare) for prefix in PREFIXES}
+    return {bare, *given} - {"", request_id}
 
 
 def is_called(own: str, request_id: str) -> bool:

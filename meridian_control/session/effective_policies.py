@@ -71,7 +71,8 @@ class Groups:
         own = self.policy
         if own.override:
             own = own.of(self._who(opened))
-        in_force = has_control_group(own.entropy)
+        # The answer of a request that another engine continues is not seen here.
+        in_force = has_control_group(own.entropy) and not opened.remote_decode
         control = in_force and held_out(opened.request_id, own.entropy.holdout_share)
         begins = not (self._table.think_tokens[slot] or self._table.output_tokens[slot])
         self._table.set_arm(slot, control, in_force and (begins or (same_rules and bool(self._table.counted[slot]))))

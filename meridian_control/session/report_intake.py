@@ -16,7 +16,7 @@ from meridian_control.decisions.request_table import MAX_SLOTS, THINK
 from meridian_control.decisions.signals import add_eat_sample
 from meridian_control.decisions.table_columns import NO_CAP
 from meridian_control.session.merged_steps import ages_ms, step_of
-from meridian_control.session.think_ends import FINISHED, ThinkEnds
+from meridian_control.session.think_ends import FINISHED, ThinkEnds, is_continued
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -197,9 +197,10 @@ class Intake:
         return int(self._table.think_tokens[slot])
 
     def _is_cut(self, closed: agent_pb2.RequestClosed) -> bool:
-        """Whether a request finished before its thinking ended."""
+        """Whether a request finished before its thinking ended, and no other engine continues it."""
         table, slot = self._table, closed.slot
-        return closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
+        is_thinking = closed.reason in FINISHED and table.holds(slot) and bool(table.phase[slot] == THINK)
+        return is_thinking and not is_continued(table, slot)
 
     @property
     def _sample_ratio(self) -> float:

@@ -63,9 +63,10 @@ class ThinkEnds:
         return reason
 
     def count_answer(self, closed: agent_pb2.RequestClosed) -> None:
-        """Count the answer of a finished request; aborted requests are not counted."""
+        """Count the answer of a finished request. Aborted requests are not counted, nor are requests that another
+        engine continues."""
         slot, table, totals = closed.slot, self._table, self._totals
-        if not table.holds(slot) or closed.reason not in FINISHED:
+        if not table.holds(slot) or closed.reason not in FINISHED or is_continued(table, slot):
             return
         if think_tokens := int(table.think_tokens[slot]):
             totals.think_tokens.add(np.array([think_tokens]))
@@ -83,6 +84,12 @@ class ThinkEnds:
         usual = self._usual_answers
         is_long = len(usual) >= MIN_ANSWERS and length > LONG_ANSWER * statistics.median(usual)
         return "long" if is_long else "answered"
+
+
+def is_continued(table: RequestTable, slot: int) -> bool:
+    """Whether another engine continues a live request from its KV blocks."""
+    info = table.info[slot]
+    return info is not None and info.remote_decode
 
 
 def by_limit(flags: int) -> str:

@@ -6,12 +6,15 @@ Scheduler and connector are vLLM's own, with made-up results of steps. Engines w
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from meridian_agent.core.guard import Guard
+from meridian_agent.core.phases import Phase
 from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.engine.queue_order import QueueOrder
 from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, request_api
 from meridian_agent.vllm_adapter import kv_connectors as connectors
 from tests.engine import ENGINE_ARGS
@@ -195,3 +198,25 @@ def test_refused_ones_are_found_within_others() -> None:
     hisparse = type("HiSparseConnector", (), {})()
     several = type("MultiConnector", (), {"_connectors": [object(), hisparse]})()
     assert connectors.obstacle(several, ()) == "HiSparseConnector moves the KV of every request of a step"
+
+
+def test_admission_on_hold_leaves_room_for_requests_that_hold_their_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM admits a request whose KV has arrived before all others, so it must not take a preempted answer's place."""
+    monkeypatch.setenv(recorder.FOLDER, str(tmp_path))
+    from vllm.v1.request import RequestStatus
+
+    scheduler = scheduler_with("ExampleConnector")
+    answer = SimpleNamespace(state=SimpleNamespace(phase=Phase.OUTPUT), ref=request("answer", 40))
+    answer.ref.status = RequestStatus.PREEMPTED
+    queues = QueueOrder(SimpleNamespace(answering=1, preempted=[answer]), scheduler)  # type: ignore[arg-type]
+    arrived, new = request("arrived", 40), request("new", 40)
+    scheduler.kv_holding_waiting.add_request(arrived)
+    for one in (answer.ref, new):
+        scheduler.waiting.add_request(one)
+    scheduler.requests = {one.request_id: one for one in (arrived, answer.ref, new)}
+    (limit,) = queues.limits(scheduler, None, True, 0, [])
+    assert limit.value == 2
+    setattr(limit.owner, limit.name, limit.value)
+    assert set(scheduler.schedule().num_scheduled_tokens) == {"arrived", "answer"}

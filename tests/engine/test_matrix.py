@@ -31,7 +31,7 @@ CHOSEN = {
     "ngram": (*SIGNALS_AND_CAPS, "drafts"),
     "v2-async": SIGNALS_AND_CAPS,
     "marked-async": ("markers",),
-    "example": ("ExampleConnector", "steps of nothing"),
+    "example": ("ExampleConnector", "steps of nothing", "blocks that a connector keeps"),
     "nixl-and-example": ("MultiConnector",),
     "priority": ("priority policy",),
 }

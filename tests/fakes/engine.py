@@ -92,18 +92,24 @@ class FakeEngine:
         if ended or tr.ending is not None or (tr.cap is not None and tr.cap.shadow):
             self.directives.after_tokens(tr, ended)
 
-    def finish(self, name: str, reason: int = STOP) -> None:
+    def finish(self, name: str, reason: int = STOP, *, keeps_blocks: bool = False) -> None:
+        """End a request. keeps_blocks: a KV connector keeps the request's blocks until `free`."""
         tr = self.live[name]
-        if tr.tier is not None:
-            (decision_id, tier, shadow), tr.tier = tr.tier, None
-            shadowed = shadow and tier == Tier.UNREACHABLE
-            self.directives.report(decision_id, Outcome.SHADOWED if shadowed else Outcome.APPLIED)
-        self.abort(name, reason)
-
-    def abort(self, name: str, reason: int = ABORT) -> None:
-        tr = self.live[name]
+        if not keeps_blocks:
+            self.free(name)
         self.directives.close(tr)
         self.tracker.close(tr, reason)
+
+    def abort(self, name: str) -> None:
+        self.finish(name, ABORT)
+
+    def free(self, name: str) -> None:
+        """Free the blocks of a request that ends or has ended."""
+        tr = self.tracker.freeing(name)
+        if tr is not None and (decided := tr.take_tier()) is not None:
+            decision_id, tier, shadow = decided
+            shadowed = shadow and tier == Tier.UNREACHABLE
+            self.directives.report(decision_id, Outcome.SHADOWED if shadowed else Outcome.APPLIED)
 
     def take(self) -> StepRecord:
         """End the step and return its record."""

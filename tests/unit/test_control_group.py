@@ -213,7 +213,7 @@ def test_aborts_lengths_and_reentries() -> None:
     made.open(TREATED)
     made.step(5)
     made.agent.abort(CONTROL)
-    made.agent.engine.abort(TREATED, agent_pb2.FINISH_REASON_LENGTH)
+    made.agent.engine.finish(TREATED, agent_pb2.FINISH_REASON_LENGTH)
     made.step(2)
     told = counts(made)
     assert (told.control.aborts, told.control.lengths, told.treated.aborts, told.treated.lengths) == (1, 0, 0, 1)

@@ -143,7 +143,25 @@ def test_a_request_that_goes_takes_its_decisions_along() -> None:
     engine.accept(directives)
     engine.abort("a")
     engine.take()
-    assert engine.outcomes == {i: [Outcome.REQUEST_GONE] for i in (1, 2, 3, 4)}
+    assert engine.outcomes == {**{i: [Outcome.REQUEST_GONE] for i in (1, 2, 3)}, 4: [Outcome.APPLIED]}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tier_waits_for_blocks_that_a_connector_keeps(frozen: bool) -> None:
+    engine = FakeEngine()
+    engine.open("a")
+    directives = message()
+    directives.tiers.add(decision_id=1, slot=0, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
+    engine.accept(directives)
+    engine.finish("a", keeps_blocks=True)
+    engine.take()
+    assert engine.outcomes == {}
+    if frozen:
+        engine.directives.freeze()
+    engine.free("a")
+    engine.take()
+    assert engine.outcomes == {1: [Outcome.AGENT_OFF if frozen else Outcome.APPLIED]}
+    assert not engine.tracker.unfreed
 
 
 # ------------------------------------------------------------------------------------------------------------ plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -91,8 +92,36 @@ def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | 
         num_prompt_tokens=1,
         max_tokens=100,
         trace_headers=None,
+        kv_transfer_params=None,
     )
-    assert info_of(request, "m", MARKERS, 4096).max_think_tokens == cap
+    scheduler = SimpleNamespace(max_model_len=4096, connector=None)
+    assert info_of(request, "m", MARKERS, scheduler).max_think_tokens == cap
+
+
+@pytest.mark.parametrize(
+    ("connector", "transfer", "remote"),
+    [
+        (object(), {"do_remote_decode": True, "do_remote_prefill": False}, True),
+        (object(), {"do_remote_decode": False, "do_remote_prefill": True}, False),
+        (object(), ["do_remote_decode"], False),
+        (object(), None, False),
+        (None, {"do_remote_decode": True}, False),
+    ],
+)
+def test_another_engine_continues_what_a_connector_keeps_for_it(connector: Any, transfer: Any, remote: bool) -> None:
+    """Without a connector vLLM ignores what a client says of KV transfers."""
+    request = SimpleNamespace(
+        request_id="r",
+        lora_request=None,
+        sampling_params=params(None),
+        prompt_token_ids=None,
+        num_prompt_tokens=1,
+        max_tokens=100,
+        trace_headers=None,
+        kv_transfer_params=transfer,
+    )
+    scheduler = SimpleNamespace(max_model_len=4096, connector=connector)
+    assert info_of(request, "m", MARKERS, scheduler).remote_decode is remote
 
 
 # -------------------------------------------------------------------------------------------------------- on the wire
@@ -124,6 +153,7 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         effort=effort,
         min_think_tokens=floor,
         traceparent="",
+        remote_decode=False,
     )
     message = opened_message((0, info, 1, 0, 0, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message

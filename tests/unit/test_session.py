@@ -16,6 +16,7 @@ from meridian_control.fleet.status_messages import engine_view, request_views
 from meridian_control.session.counters import Totals
 from meridian_control.session.session import ACK_INTERVAL_S
 from meridian_control.session.think_ends import LONG_ANSWER, MIN_ANSWERS
+from tests.fakes.agent import Script
 from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
@@ -386,3 +387,27 @@ def test_what_is_shown() -> None:
     assert (a.tenant, a.slo_class, a.preempted, b.preempted) == ("tenant", "slo", False, True)
     assert math.isnan(b.rpdi)
     assert a.last_decision.kind in {"cap", "tier"}
+
+
+# ------------------------------------------------------------------------------------------------ several engines
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_request_that_another_engine_continues_has_no_answer_here(remote: bool) -> None:
+    """A prefill engine generates one token, and an engine that hands over at the end marker generates no answer."""
+    made = stream(policy(entropy={"shadow": False, "holdout_share": 0.5}))
+    for number in range(3):
+        made.agent.open(f"prefill{number}", Script(100, 100), remote_decode=remote)
+        made.agent.open(f"handover{number}", Script(0, 100), remote_decode=remote)
+    made.step(1)
+    table = made.session.table
+    assert table.counted[table.live].any() != remote
+    for name in list(made.agent.engine.live):
+        made.agent.engine.finish(name, agent_pb2.FINISH_REASON_LENGTH)
+    made.step(1)
+    assert not table.live.any()
+    totals = made.session.totals
+    assert totals.ends["natural"] == 3
+    assert {name: count for name, count in totals.answers.items() if count} == (
+        {} if remote else {"unended": 3, "empty_after_natural": 3}
+    )

@@ -63,7 +63,7 @@ def test_a_second_thinking_without_an_end_is_a_reentry() -> None:
     made = stream(HALF)
     made.open(TREATED, think=1000, answer=5, rethink_at=1)
     made.step(40)
-    made.agent.engine.abort(TREATED, agent_pb2.FINISH_REASON_LENGTH)
+    made.agent.engine.finish(TREATED, agent_pb2.FINISH_REASON_LENGTH)
     made.step()
     told = counts(made)
     assert side(told.forced_ends) == (1, 1, 0, 0)
@@ -85,7 +85,7 @@ def test_empty_answers_and_aborts(answer: int, reason: int | None, counted: tupl
     made.open(TREATED, think=30, answer=answer)
     made.step(30)
     if reason is not None:
-        made.agent.engine.abort(TREATED, reason)
+        made.agent.engine.finish(TREATED, reason)
         made.step()
     assert side(counts(made).forced_ends) == counted
 

@@ -863,6 +863,7 @@ class RequestOpened(_message.Message):
     EFFORT_FIELD_NUMBER: _builtins.int
     MIN_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    REMOTE_DECODE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
     request_id: _builtins.str
@@ -901,6 +902,10 @@ class RequestOpened(_message.Message):
     """
     traceparent: _builtins.str
     """W3C trace context that came with the request, if the engine itself writes traces; otherwise empty."""
+    remote_decode: _builtins.bool
+    """Whether another engine continues the request from its KV blocks: the engine has a KV connector, and the request's
+    kv_transfer_params set do_remote_decode. Its end on this engine is not the end of its answer.
+    """
     def __init__(
         self,
         *,
@@ -920,10 +925,11 @@ class RequestOpened(_message.Message):
         effort: _builtins.str = ...,
         min_think_tokens: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
+        remote_decode: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "effort", b"effort", "forced", b"forced", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "remote_decode", b"remote_decode", "request_id", b"request_id", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

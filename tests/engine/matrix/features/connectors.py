@@ -166,7 +166,34 @@ def empty(engine: Engine) -> None:
             engine.llm.llm_engine.step()
         assert engine.scheduler.requests
         waiting = sent[at_end:]
-        (connectors.folder_of(governed=True) / connectors.READ).touch()
-        engine.drain()
+        _read(engine)
     assert len(waiting) <= 2, f"{len(waiting)} reports of {EMPTY_STEPS} steps"
     assert sent[-1][0].kv_used == engine.scheduler.kv_cache_manager.usage == 0
+
+
+@feature("blocks that a connector keeps after a request's end are given up once it lets go", *EXAMPLE)
+def kept(engine: Engine) -> None:
+    engine.llm.llm_engine.reset_prefix_cache()
+    pool = engine.scheduler.kv_cache_manager.block_pool.blocks
+    block, prompt = engine.agent.block_size, engine.prompt()
+    before = engine.agent.blocks.reclaimed
+    run = engine.run({connectors.HELD: Ask(prompt, engine.endless(max_tokens=4 * block))})
+    run.until(lambda: len(run.tokens[connectors.HELD]) == 3 * block, settled=engine.settled)
+    (name,) = engine.agent.tracker.by_id
+    run.until(settled=engine.settled)
+    assert name in engine.agent.tracker.unfreed
+    (held,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+    full = held[: (len(prompt) + 4 * block - 1) // block]
+    assert all(pool[b].block_hash is not None for b in full), "the next turn may still begin on them"
+    _read(engine)
+    assert [pool[b].block_hash is not None for b in full] == [i < len(prompt) // block for i in range(len(full))]
+    assert engine.agent.blocks.reclaimed - before == len(full) - len(prompt) // block > 0
+    assert not engine.agent.tracker.unfreed
+
+
+def _read(engine: Engine) -> None:
+    """Let the connector free the blocks that it keeps, and step until vLLM has freed them."""
+    path = connectors.folder_of(governed=True) / connectors.READ
+    path.touch()
+    engine.drain()
+    path.unlink()
