@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 from vllm import SamplingParams
 
-from tests.engine import MAX_TOKENS, cases, chat
+from tests.engine import MAX_TOKENS, Run, cases, chat
 from tests.engine.policies import NEUTRAL
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from tests.engine.pacing import Settled
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
-def test_neutral_policy(llm: Any, agent: Any, control: Any, stock: list[list[int]]) -> None:
-    before = control.settled()
-    assert chat(llm, cases(), GREEDY) == stock
+def test_neutral_policy(llm: Any, agent: Any, control: Any, stock: list[list[int]], settled: Settled) -> None:
+    before, run = control.settled(), Run(llm)
+    for number, case in enumerate(cases()):
+        run.add(f"r{number}", case, GREEDY)
+    # The control plane keeps pace, so it decides about each request before the request has ended.
+    run.until(settled=settled)
+    assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
     after = control.settled()
     assert after.decisions["cap"] - before.decisions["cap"] == len(stock)
     # The first report of a stream may be a snapshot, which replaces the rows of its step.

@@ -71,8 +71,8 @@ def logprobs(engine: Engine) -> None:
 @feature("EAT probes: value, and two tokens each", *EVERYWHERE, *RANKS)
 def eat(engine: Engine) -> None:
     engine.control.apply(DENSE)
-    params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 250}
-    asks = [Ask(engine.prompt(i), params) for i in range(6)]
+    params = {"temperature": 0.0, "max_tokens": 40 if engine.slow else 250}
+    asks = [Ask(engine.prompt(i), params) for i in range(4 if engine.slow else 6)]
     with engine.watched() as seen, engine.looked_up() as looked_up:
         runs = engine.paced(asks)
     assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
