@@ -96,18 +96,21 @@ def _namespaces() -> str:
 
 VLLM = Need("vLLM", module("vllm"), "pip install -e '.[cpu]'", "tests/engine, tests/chaos, tests/soak, tests/sim")
 TRITON = Need("Triton", module("triton"), "pip install -e '.[cpu]'", "tests/bench/test_kernels.py")
-TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/test_chain.py")
+TOKENIZERS = Need("tokenizers", module("tokenizers"), "pip install -e '.[cpu]'", "tests/unit/project/test_chain.py")
 NVRTC = Need(
     "NVRTC, the compiler of CUDA source",
     _nvrtc,
     "pip install -e '.[dev]' on Linux",
-    "tests/unit/test_kernel_source.py",
+    "tests/unit/kernels/test_kernel_source.py",
 )
 COMPILER = Need(
-    "a C++ compiler", program(*COMPILERS), "apt-get install g++, or clang", "tests/unit/test_kernel_source.py"
+    "a C++ compiler", program(*COMPILERS), "apt-get install g++, or clang", "tests/unit/kernels/test_kernel_source.py"
 )
 CHROMIUM = Need(
-    "Chromium", program(*BROWSERS), "apt-get install chromium, or Google Chrome", "tests/contract/test_status_page.py"
+    "Chromium",
+    program(*BROWSERS),
+    "apt-get install chromium, or Google Chrome",
+    "tests/contract/control/status_page/test_status_page.py",
 )
 PROMTOOL = Need("promtool", program("promtool"), "apt-get install prometheus", "tests/deploy/test_generated.py")
 KUSTOMIZE = Need(

@@ -11,7 +11,7 @@ import asyncpg  # type: ignore[import-untyped]
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 
-from tests.contract.test_server import Process
+from tests.contract.control.app.test_server import Process
 from tests.fakes.linked import until
 from tests.processes import BUSY
 

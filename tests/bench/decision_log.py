@@ -24,7 +24,7 @@ from meridian_control.decision_log.journal import Journal
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.session.session import Session
 from meridian_control.telemetry.request_traces import Tracing
-from tests.contract.test_tracing import Collector
+from tests.contract.control.telemetry.test_tracing import Collector
 from tests.fakes.tables import policy
 from tests.unit.sessions import NOW, Stream
 

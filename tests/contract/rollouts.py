@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from tests.contract.test_server import Process
+    from tests.contract.control.app.test_server import Process
 
 RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
 OLD, NEW = parse_toml("fallback.lease_ms = 5000"), parse_toml("fallback.lease_ms = 6000")

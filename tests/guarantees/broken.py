@@ -73,11 +73,11 @@ def _new(guarantee: str, name: str, path: str, old: str, new: str, test: str) ->
 
 
 BROKEN: tuple[Broken, ...] = (
-    _known(STOCK, "a shadowed force is applied", "tests/unit/test_directives.py::test_a_shadowed_force"),
+    _known(STOCK, "a shadowed force is applied", "tests/unit/agent/core/test_directives.py::test_a_shadowed_force"),
     _known(
         STOCK,
         "a shadowed plan is obeyed",
-        "tests/unit/test_directives.py::test_shadowed_and_stock_plans_are_not_obeyed",
+        "tests/unit/agent/core/test_directives.py::test_shadowed_and_stock_plans_are_not_obeyed",
     ),
     _new(
         STOCK,
@@ -87,7 +87,7 @@ BROKEN: tuple[Broken, ...] = (
         "        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, False, cap.answer_reserve_tokens))\n",
         "tests/engine/test_equality.py::test_shadow",
     ),
-    _known(EXACT, "cap one token late", "tests/unit/test_directives_caps.py::test_caps_are_exact"),
+    _known(EXACT, "cap one token late", "tests/unit/agent/core/test_directives_caps.py::test_caps_are_exact"),
     _new(
         EXACT,
         "cap one token late on an engine",
@@ -99,7 +99,7 @@ BROKEN: tuple[Broken, ...] = (
     _known(
         EXACT,
         "a second token of an ending forgotten",
-        "tests/unit/test_directives_caps.py::test_two_token_endings_over_draft_rows",
+        "tests/unit/agent/core/test_directives_caps.py::test_two_token_endings_over_draft_rows",
     ),
     _new(
         MEASURED,
@@ -115,7 +115,7 @@ BROKEN: tuple[Broken, ...] = (
         SIGNALS,
         "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total\n",
         "    floats[0] = log_total - np.add.reduce(shifted, axis=1) / total + 1e-4\n",
-        "tests/unit/test_kernels.py",
+        "tests/unit/kernels/test_kernels.py",
     ),
     _new(
         MEASURED,
@@ -198,7 +198,7 @@ BROKEN: tuple[Broken, ...] = (
         RECLAIM,
         "    return {b for b in block_ids[kept:] if reference_count(b) == 1}\n",
         "    return set(block_ids[kept:])\n",
-        "tests/unit/test_reclaim.py",
+        "tests/unit/agent/core/test_reclaim.py",
     ),
     _new(
         KEPT,
@@ -206,17 +206,17 @@ BROKEN: tuple[Broken, ...] = (
         RECLAIM,
         "    kept = reachable_tokens // block_size\n",
         "    kept = 0\n",
-        "tests/unit/test_reclaim.py",
+        "tests/unit/agent/core/test_reclaim.py",
     ),
     _known(
         OUTCOMES,
         "no outcome for a replaced probe",
-        "tests/unit/test_directives.py::test_of_a_requests_probes_only_the_newest_waits",
+        "tests/unit/agent/core/test_directives.py::test_of_a_requests_probes_only_the_newest_waits",
     ),
     _known(
         OUTCOMES,
         "two outcomes for a superseded force",
-        "tests/unit/test_directives.py::test_a_second_force_is_superseded_by_the_one_under_way",
+        "tests/unit/agent/core/test_directives.py::test_a_second_force_is_superseded_by_the_one_under_way",
     ),
     _known(OUTCOMES, "no outcome for a replaced plan", "tests/sim/test_sim.py::test_seeds[0]"),
     _new(
@@ -225,7 +225,7 @@ BROKEN: tuple[Broken, ...] = (
         STORE,
         "            if (stored := await self.answered(request_id, policy)) is not None:\n",
         "            if (stored := await self.answered(request_id, policy)) is None and False:\n",
-        "tests/unit/test_store.py::test_a_request_id_stores_once",
+        "tests/unit/control/storage/test_store.py::test_a_request_id_stores_once",
     ),
     _new(
         DURABLE,
@@ -233,7 +233,7 @@ BROKEN: tuple[Broken, ...] = (
         "meridian_control/storage/database.py",
         "synchronous=FULL",
         "synchronous=OFF",
-        "tests/unit/test_store.py::test_durability_settings",
+        "tests/unit/control/storage/test_store.py::test_durability_settings",
     ),
     _new(
         DURABLE,
@@ -242,7 +242,7 @@ BROKEN: tuple[Broken, ...] = (
         "                await insert_revision(connection, stored, request_id)\n",
         "                await insert_revision(connection, stored, request_id)\n"
         "                await connection.rollback()\n",
-        "tests/unit/test_store.py::test_kill_loses_nothing_acknowledged",
+        "tests/unit/control/storage/test_store.py::test_kill_loses_nothing_acknowledged",
     ),
     _new(
         RECOVERS,
@@ -250,7 +250,7 @@ BROKEN: tuple[Broken, ...] = (
         GUARD,
         "            self.trip(hook, error)\n            return None\n",
         "            self.trip(hook, error)\n            raise\n",
-        "tests/unit/test_guard.py::test_the_first_failure_switches_off",
+        "tests/unit/agent/core/test_guard.py::test_the_first_failure_switches_off",
     ),
     _new(
         RECOVERS,
@@ -258,7 +258,7 @@ BROKEN: tuple[Broken, ...] = (
         GUARD,
         "        if self.fault and self.rest_s() == 0:\n",
         "        if False:\n",
-        "tests/unit/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
+        "tests/unit/agent/core/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
     ),
     _new(
         RECOVERS,
@@ -266,7 +266,7 @@ BROKEN: tuple[Broken, ...] = (
         GUARD,
         "        returns = not self.starting and recent <= len(RESTS_S)\n",
         "        returns, recent = not self.starting, min(recent, len(RESTS_S))\n",
-        "tests/unit/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
+        "tests/unit/agent/core/test_guard.py::test_it_comes_back_after_its_rest_and_in_the_end_no_more",
     ),
     _new(
         RECOVERS,
@@ -274,7 +274,7 @@ BROKEN: tuple[Broken, ...] = (
         OUTBOX,
         "        if self.snapshot_due or not self._streaming:\n",
         "        if False:\n",
-        "tests/contract/test_stream.py::test_the_snapshot_comes_first",
+        "tests/contract/agent/link/test_stream.py::test_the_snapshot_comes_first",
     ),
     _new(
         NO_WAIT,
@@ -291,7 +291,7 @@ BROKEN: tuple[Broken, ...] = (
         LEASE,
         "        return self._frozen_until > 0 and self.clock() < self._frozen_until\n",
         "        return self._frozen_until > 0\n",
-        "tests/contract/test_stream_leases.py::test_the_agent_thaws_by_itself",
+        "tests/contract/agent/link/test_stream_leases.py::test_the_agent_thaws_by_itself",
     ),
     _new(
         SETTINGS,
@@ -299,17 +299,17 @@ BROKEN: tuple[Broken, ...] = (
         STATE,
         "        if settings.scheduler_lease_ms:\n",
         "        return None\n        if settings.scheduler_lease_ms:\n",
-        "tests/unit/test_state.py::test_what_is_kept_comes_back",
+        "tests/unit/agent/link/test_state.py::test_what_is_kept_comes_back",
     ),
     _known(
         SETTINGS,
         "acknowledged before it holds",
-        "tests/contract/test_stream_settings.py::test_an_ack_waits_for_the_step_that_applies",
+        "tests/contract/agent/link/test_stream_settings.py::test_an_ack_waits_for_the_step_that_applies",
     ),
     _known(
         SETTINGS,
         "a refused revision sent again",
-        "tests/contract/test_stream_settings.py::test_a_refused_revision_is_not_sent_again_on_a_new_stream",
+        "tests/contract/agent/link/test_stream_settings.py::test_a_refused_revision_is_not_sent_again_on_a_new_stream",
     ),
     _new(
         UNSET,

@@ -2,7 +2,7 @@
 
 Some of these bugs were in the product once. Bugs that cannot happen in the simulator are not here. For example, the
 loss of a tier's outcome when its request is aborted takes a KV connector that keeps the blocks
-(`tests/unit/test_directives.py` has this case).
+(`tests/unit/agent/core/test_directives.py` has this case).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.offline.trace_file import TraceWriter, read
-from tests.contract.test_record import stream_of
+from tests.contract.control.fleet.test_record import stream_of
 from tests.fakes.agent import FakeAgent
 from tests.processes import Control, wait_for
 from tests.soak import asks, trace, watch

@@ -1,0 +1,241 @@
+"""Control planes as processes over one PostgreSQL: any of them answers for the whole fleet, also while one is dead and
+its engines move."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from meridian.v1 import fleet_pb2, policy_pb2
+
+from tests.contract.control.cluster.test_replicas import leased
+from tests.fakes.linked import LinkedEngine, until
+from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.postgres import Postgres
+
+
+@pytest.fixture
+def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
+    made = Replicated(tmp_path, postgres)
+    yield made
+    for process in made.processes:
+        process.kill()
+        assert "Traceback" not in process.log()
+
+
+async def test_any_replica_answers_for_all(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
+        first.open("here")
+        second.open("there", own_cap=7)
+        await first.steps_until(first.caps)
+        await second.steps_until(second.caps)
+        async with client(one) as asked, client(two) as other:
+            shown = await asked.engines()
+            assert not shown.unreachable_replicas
+            assert shown.engines == (await other.engines()).engines
+            assert [e.engine_id for e in shown.engines] == ["first", "second"]
+            assert len({e.replica for e in shown.engines}) == 2
+            assert [e.engine_id for e in (await asked.engines(local_only=True)).engines] == ["first"]
+            page = await asked.engines(page_size=1)
+            assert (await asked.engines(page_size=1, page_token=page.next_page_token)).engines == shown.engines[1:]
+            assert await asked.requests() == await other.requests() == ["here", "there"]
+            assert await asked.requests(engine_id="second") == ["there"]
+            assert await asked.requests(local_only=True) == ["here"]
+            watching = asked.fleet.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=50))
+            state = await watching.read()
+            assert [live.request_id for live in state.requests] == ["here", "there"]
+            assert [e.engine_id for e in state.engines] == ["first", "second"]
+            watching.cancel()
+            explained = policy_pb2.ExplainPolicyRequest(request_id="there")
+            values = {row.path: (row.value, row.origin) for row in (await asked.policy.ExplainPolicy(explained)).values}
+            assert values["scheduler.max_think_tokens"] == ("7", "request")
+            for fields in ({"local_only": True}, {"request_id": "nowhere"}):
+                message = policy_pb2.ExplainPolicyRequest(**{"engine_id": "second", **fields})  # type: ignore[arg-type]
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await asked.policy.ExplainPolicy(message)
+                assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_any_replica_tells_of_every_request(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
+        first.open("here")
+        second.open("there")
+        await first.steps_until(first.caps)
+        await second.steps_until(second.caps)
+        async with client(one) as asked, client(two) as other:
+            for each in (asked, other):
+                for request_id, engine_id in (("here", "first"), ("there", "second")):
+                    wanted = fleet_pb2.ExplainRequestRequest(request_id=request_id)
+                    told = await each.fleet.ExplainRequest(wanted)
+                    assert (told.life.engine_id, told.live.engine_id) == (engine_id, engine_id)
+                caps = await each.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(kind="cap"))
+                assert {d.request_id for d in caps.decisions} == {"here", "there"}
+                paged = await each.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(kind="cap", page_size=1))
+                assert paged.decisions == caps.decisions[:1]
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await asked.fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id="there", local_only=True))
+            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@asynccontextmanager
+async def stepping(*engines: LinkedEngine) -> AsyncIterator[None]:
+    """Let the engines make steps in the background."""
+
+    async def step() -> None:
+        while True:
+            for engine in engines:
+                engine.step()
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(step())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_a_recording_has_the_engines_of_all(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    with LinkedEngine([one.target], "first") as first, LinkedEngine([two.target], "second") as second:
+        async with client(one) as asked:
+            recording = asked.fleet.RecordTrace(fleet_pb2.RecordTraceRequest())
+            await recording.initial_metadata()
+            first.open("a")
+            second.open("b")
+            opened: dict[str, list[str]] = {}
+            async with stepping(first, second):
+                while len(opened) < 2:
+                    record = (await recording.read()).record
+                    if found := [*record.up.snapshot.requests, *record.up.step.opened]:
+                        opened.setdefault(record.engine_id, []).extend(o.request_id for o in found)
+            assert opened == {"first": ["a"], "second": ["b"]}
+            # A replica that starts later is recorded too.
+            three = await replicated.started()
+            with LinkedEngine([three.target], "third") as third:
+                third.open("c")
+                async with stepping(third):
+                    while (await recording.read()).record.engine_id != "third":
+                        pass
+            two.kill()
+            async with stepping(first):
+                while not (response := await recording.read()).unreachable_replicas:
+                    pass
+            assert response.record.engine_id in {"first", "third"}, "only live replicas are recorded"
+            recording.cancel()
+
+
+async def test_a_dead_replica_is_named_and_then_forgotten(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    with LinkedEngine([one.target], "stays"):
+        async with client(one) as asked:
+            await until_answer(lambda: _ids(asked), (["stays"], 0))
+            two.kill()
+            shown = await asked.engines()
+            assert [e.engine_id for e in shown.engines] == ["stays"], "the list is answered although a replica is dead"
+            assert len(shown.unreachable_replicas) == 1
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await asked.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest(engine_id="moved"))
+            complaint = f'no engine "moved" is connected; replicas that did not answer: {shown.unreachable_replicas[0]}'
+            assert raised.value.details() == complaint
+            await until_answer(lambda: _ids(asked), (["stays"], 0))
+
+
+async def _ids(asked: Client) -> tuple[list[str], int]:
+    shown = await asked.engines()
+    return [e.engine_id for e in shown.engines if e.state == CONNECTED], len(shown.unreachable_replicas)
+
+
+async def test_engines_spread_and_move_when_a_replica_is_killed(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    rng = random.Random(0)
+    names = [f"engine-{number:02}" for number in range(24)]
+    with ExitStack() as stack:
+        linked = [
+            stack.enter_context(LinkedEngine([one.target, two.target], name, shuffle=rng.shuffle)) for name in names
+        ]
+        async with client(one) as asked:
+            await until_answer(lambda: _names(asked), names)
+            spread = Counter((await asked.connected()).values())
+            (own,) = {e.replica for e in (await asked.engines(local_only=True)).engines}
+            assert len(spread) == 2
+            assert min(spread.values()) >= 6, "each replica has about half of the engines"
+            update = policy_pb2.UpdatePolicyRequest(policy=leased(500))
+            await asked.policy.UpdatePolicy(update)
+            two.kill()
+            await until(lambda: all(engine.link.lease.revision == 2 for engine in linked), 20)
+            await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=leased(600)))
+            await until(lambda: all(engine.link.lease.revision == 3 for engine in linked), 20)
+            assert {engine.link.lease.lease_s for engine in linked} == {0.6}
+            await until_answer(lambda: _names(asked), names)
+            assert set((await asked.connected()).values()) == {own}
+            for engine in linked:
+                revisions = [settings.revision for settings in engine.settings]
+                assert revisions == sorted(revisions), "revisions never go backwards"
+
+
+async def _names(asked: Client) -> list[str]:
+    return sorted(await asked.connected())
+
+
+async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicated) -> None:
+    await replicated.pair()
+    await replicated.started()
+    tokens: list[int] = []
+    for _ in range(2):
+        address, token = await until_leader(replicated, than=tokens[-1] if tokens else 0)
+        tokens.append(token)
+        (leading,) = [process for process in replicated.processes if process.target == address]
+        assert f"token {token}" in leading.log()
+        leading.kill()
+    _, last = await until_leader(replicated, than=tokens[-1])
+    assert [*tokens, last] == [1, 2, 3]
+
+
+async def until_leader(replicated: Replicated, than: int) -> tuple[str, int]:
+    """Wait for a leader with a token above `than`, and return its address and its token."""
+    async with asyncio.timeout(120):
+        while (found := await replicated.leader())[1] <= than:
+            await asyncio.sleep(0.1)
+    return found
+
+
+async def test_a_replica_that_ends_hands_over_at_once(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
+    address, token = await until_leader(replicated, than=0)
+    leading, other = (one, two) if address == one.target else (two, one)
+    assert await leading.terminate() == 0
+    assert await until_leader(replicated, than=token) == (other.target, token + 1)
+    # The database names the new leader before the new leader's log does.
+    await until(lambda: "is gone" in other.log())
+
+
+def test_addresses_behind_one_name_are_taken_at_random(replicated: Replicated) -> None:
+    """gRPC gets such address lists from DNS, and its own pick_first would connect all engines to the first address."""
+    one, two = asyncio.run(replicated.pair())
+    target = f"ipv4:{one.target},{two.target}"
+
+    async def spread() -> None:
+        with ExitStack() as stack:
+            for number in range(16):
+                stack.enter_context(LinkedEngine([target], f"engine-{number}"))
+            async with client(one) as asked:
+                await until_answer(lambda: _count(asked), 16)
+                assert min(Counter((await asked.connected()).values()).values()) >= 2
+
+    asyncio.run(spread())
+
+
+async def _count(asked: Client) -> int:
+    return len(await asked.connected())

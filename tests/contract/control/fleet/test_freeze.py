@@ -1,0 +1,378 @@
+"""The kill switch end to end: freezes in a real store, a real server, agents on their real link, and meridianctl."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import freeze_pb2, freeze_pb2_grpc
+
+from meridian_control.common.errors import NotFound
+from meridian_control.fleet.freeze_store import FreezeStore
+from meridian_control.session.freeze_state import Freeze, Match
+from meridian_control.storage.database import Database
+from tests.contract.control.app.test_server import Process
+from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, run
+from tests.fakes.linked import LinkedEngine, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.contract.streams import Control
+    from tests.postgres import Postgres
+
+NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ matches
+
+
+@pytest.mark.parametrize(
+    ("match", "matches"),
+    [
+        (Match(), True),
+        (Match(("rack-*",)), True),
+        (Match(("other", "rack-7")), True),
+        (Match(("other",)), False),
+        (Match(model="Qwen/*"), True),
+        (Match(model="llama"), False),
+        (Match(engine_labels=(("zone", "a"),)), True),
+        (Match(engine_labels=(("zone", "a"), ("tier", "x"))), False),
+        (Match(("rack-*",), "llama"), False),
+        (Match(("rack-*",), "Qwen/*", (("zone", "a"),)), True),
+    ],
+)
+def test_matches(match: Match, matches: bool) -> None:
+    assert match.matches("rack-7", "Qwen/Qwen3-8B", {"zone": "a"}) is matches
+
+
+# -------------------------------------------------------------------------------------------------------------- store
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
+    address: str = request.getfixturevalue("postgres").database()
+    return address
+
+
+class Stored:
+    """A freeze store whose clock the test sets."""
+
+    def __init__(self, database: Database) -> None:
+        self.now = NOW
+        self.told: list[tuple[Freeze, ...]] = []
+        self.store = FreezeStore(database, lambda: self.now, self.told.append)
+
+
+@asynccontextmanager
+async def stored(url: str) -> AsyncIterator[Stored]:
+    database = await Database.open(url)
+    try:
+        yield Stored(database)
+    finally:
+        await database.close()
+
+
+async def test_a_freeze_is_kept_until_its_time_is_over(url: str) -> None:
+    match = Match(("a*", "b"), "m", (("zone", "a"),))
+    async with stored(url) as one:
+        made = await one.store.add(match, NOW + MINUTE, "ann", "döner\n")
+        assert made == Freeze(1, match, "ann", "döner\n", NOW, NOW + MINUTE)
+        assert one.told == [(made,)]
+    async with stored(url) as again:
+        assert await again.store.look() == (made,), "a freeze outlives a restart"
+        again.now = NOW + MINUTE - timedelta(microseconds=1)
+        assert await again.store.look() == (made,)
+        again.now = NOW + MINUTE
+        assert await again.store.look() == ()
+        with pytest.raises(NotFound, match="freeze 1 is not in force"):
+            await again.store.thaw(1)
+
+
+async def test_thawing_ends_one_or_all(url: str) -> None:
+    async with stored(url) as one:
+        made = [await one.store.add(Match(), NOW + n * MINUTE, "", str(n)) for n in (1, 2, 3)]
+        assert [freeze.freeze_id for freeze in made] == [1, 2, 3]
+        assert [f.freeze_id for f in await one.store.thaw(2)] == [2]
+        assert [f.freeze_id for f in one.told[-1]] == [3, 1]
+        assert [f.freeze_id for f in await one.store.thaw(0)] == [3, 1]
+        assert one.told[-1] == ()
+        assert await one.store.thaw(0) == []
+        assert (await one.store.add(Match(), NOW + MINUTE, "", "")).freeze_id == 4, "freeze ids are not used again"
+
+
+async def test_two_at_once_have_two_numbers(url: str) -> None:
+    async with stored(url) as one, stored(url) as two:
+        stores = [one.store, two.store] * 4
+        made = await asyncio.gather(*(store.add(Match(), NOW + MINUTE, "", "") for store in stores))
+        assert sorted(freeze.freeze_id for freeze in made) == list(range(1, 9))
+
+
+# ------------------------------------------------------------------------------------------------------------- stream
+
+
+@asynccontextmanager
+async def freezing(target: str) -> AsyncIterator[freeze_pb2_grpc.FreezeServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield freeze_pb2_grpc.FreezeServiceStub(channel)
+
+
+def order(seconds: float = 600, **match: Any) -> freeze_pb2.FreezeRequest:
+    request = freeze_pb2.FreezeRequest(match=freeze_pb2.FreezeMatch(**match), reason="test")
+    request.duration.FromMilliseconds(int(seconds * 1000))
+    return request
+
+
+async def freeze(target: str, seconds: float = 600, **match: Any) -> freeze_pb2.StoredFreeze:
+    async with freezing(target) as stub:
+        return (await stub.Freeze(order(seconds, **match))).freeze
+
+
+async def thaw(target: str, freeze_id: int = 0) -> list[int]:
+    async with freezing(target) as stub:
+        return [f.freeze_id for f in (await stub.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id))).freezes]
+
+
+def confirmed(control: Control, engine_id: str = "engine") -> bool:
+    return bool(control.engine(engine_id).freeze.confirmed)
+
+
+async def test_a_recording_of_a_frozen_engine_begins_with_that(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        await freeze(control.target)
+        await engine.steps_until(lambda: confirmed(control))
+        recorded = [*control.fleet.record("")._waiting]
+        assert [r.up.WhichOneof("message") or r.down.WhichOneof("message") or "policy" for r in recorded] == [
+            "hello",
+            "freeze",
+            "freeze_status",
+            "policy",
+        ]
+        assert 0 < recorded[1].down.freeze.remaining_ms <= 600_000
+        assert recorded[2].up.freeze_status.frozen
+
+
+async def test_frozen_and_thawed(control: Control) -> None:
+    """While an engine is frozen nothing is decided, and every open decision gets its outcome; after the thaw the
+    control plane sends all decisions again."""
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+        made = await freeze(control.target)
+        await until(lambda: engine.link.mailbox.arrived)
+        assert not confirmed(control), "a freeze takes effect in the next step"
+        await engine.steps_until(lambda: confirmed(control))
+        shown = control.engine().freeze
+        assert (list(shown.freeze_ids), shown.end_time) == ([1], made.end_time)
+        engine.open("b")
+        told = len(engine.taken)
+        await engine.steps_until(lambda: control.names() == ["a", "b"])
+        await engine.steps_until(lambda: not control.engine().open_decisions)
+        assert not [d for d in engine.taken[told:] if d.caps or d.forces or d.tiers or d.HasField("plan")]
+        assert control.engine().outcomes["agent_off"]
+        seen = control.engine().token_events
+        await engine.steps_until(lambda: control.engine().token_events > seen)
+        assert await thaw(control.target) == [1]
+        await engine.steps_until(lambda: sorted(engine.caps()) == [(0, 600), (0, 600), (1, 600)])
+        assert not control.engine().HasField("freeze")
+        for name in list(engine.engine.live):
+            engine.engine.finish(name)
+        await engine.steps_until(lambda: not control.engine().open_decisions)
+        (connection,) = control.fleet.connections
+        assert connection.session.totals.unknown_outcomes == 0
+
+
+async def test_an_idle_engine_confirms_at_once(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
+        await freeze(control.target)
+        await until(lambda: confirmed(control))
+        assert engine.link.lease.frozen()
+        await thaw(control.target)
+        await until(lambda: not control.engine().HasField("freeze"))
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+
+
+async def test_only_what_matches_is_frozen(control: Control) -> None:
+    with (
+        LinkedEngine([control.target], "one", labels={"zone": "a"}) as one,
+        LinkedEngine([control.target], "two", labels={"zone": "b"}) as two,
+    ):
+        await until(lambda: len(control.fleet.connections) == 2)
+        await freeze(control.target, engine_labels={"zone": "b"})
+        await until(lambda: confirmed(control, "two"))
+        assert (one.link.lease.frozen(), two.link.lease.frozen()) == (False, True)
+        await freeze(control.target, engine_ids=["o*"])
+        await until(lambda: confirmed(control, "one"))
+        assert await thaw(control.target, 1) == [1]
+        await until(lambda: not two.link.lease.frozen())
+        assert one.link.lease.frozen()
+
+
+async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections)
+        await freeze(control.target, 600)
+        await freeze(control.target, 1)
+        await until(lambda: list(control.engine().freeze.freeze_ids) == [2, 1] and confirmed(control))
+        await until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
+        assert engine.link.lease.frozen()
+        await thaw(control.target, 1)
+        await until(lambda: not engine.link.lease.frozen())
+
+
+async def test_time_ends_a_freeze(control: Control) -> None:
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections)
+        await freeze(control.target, 1)
+        await until(lambda: confirmed(control))
+        await until(lambda: not control.engine().HasField("freeze"))
+        assert not engine.link.lease.frozen()
+
+
+async def test_a_restart_forgets_no_freeze(control: Control) -> None:
+    """Neither a restart of the control plane nor one of the engine ends a freeze. A thaw that comes while engine and
+    control plane are apart takes effect when they connect again."""
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.connections)
+        await freeze(control.target)
+        await until(lambda: confirmed(control))
+        await control.kill()
+        await until(lambda: not engine.link.lease.connected)
+        assert engine.link.lease.frozen()
+        await control.start()
+        await until(lambda: control.fleet.connections and confirmed(control))
+    with LinkedEngine([control.target]) as engine:
+        await until(engine.link.lease.frozen)
+        await control.kill()
+        await FreezeStore(control.store.database, control.fleet.clock, lambda _: None).thaw(0)
+        await control.start()
+        await until(lambda: not engine.link.lease.frozen())
+        await until(lambda: control.fleet.connections and not control.engine().HasField("freeze"))
+
+
+async def test_frozen_by_its_own_environment(control: Control) -> None:
+    """Neither the control plane nor time ends a freeze that the engine's own environment sets."""
+    engine = LinkedEngine([control.target])
+    engine.link.lease.freeze_for(float("inf"))
+    with engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.names() == ["a"] and control.engine().acked_revision == 1)
+        shown = control.engine().freeze
+        assert (shown.confirmed, list(shown.freeze_ids), shown.HasField("end_time")) == (True, [], False)
+        await freeze(control.target)
+        await engine.steps_until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
+        await thaw(control.target)
+        await engine.steps_until(lambda: not control.engine().freeze.freeze_ids and confirmed(control))
+        assert engine.link.lease.frozen()
+        assert not engine.caps()
+
+
+# ------------------------------------------------------------------------------------------------- service, meridianctl
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (order(0), "duration must be in [1, 604800] seconds; got 0"),
+        (order(604801), "duration must be in [1, 604800] seconds; got 604801"),
+        (order(engine_ids=[""]), "match.engine_ids[0] must not be empty"),
+        (order(engine_ids=["x" * 257]), "match.engine_ids[0] must have at most 256 characters; got 257"),
+        (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
+        (order(model="a\0"), "match.model must not contain the character U+0000"),
+        (freeze_pb2.FreezeRequest(), "duration must be in [1, 604800] seconds; got 0"),
+    ],
+)
+async def test_what_cannot_be_asked_for(control: Control, request_: freeze_pb2.FreezeRequest, said: str) -> None:
+    async with freezing(control.target) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Freeze(request_)
+        assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, said)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Thaw(freeze_pb2.ThawRequest(freeze_id=9))
+        assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.NOT_FOUND, "freeze 9 is not in force")
+
+
+async def test_meridianctl(control: Control) -> None:
+    server = control.target
+    with LinkedEngine([server], "rack-1", labels={"zone": "a"}), LinkedEngine([server], "rack-2") as two:
+        await until(lambda: len(control.fleet.connections) == 2)
+        result = await run("freeze", "--for", "10m", "--reason", "looks wrong", "--engine", "rack-*", server=server)
+        assert result.exit_code == OK, result.output
+        assert "2 of 2 connected engines confirmed" in result.output
+        result = await run("freezes", server=server)
+        assert "rack-*" in result.output
+        assert "looks wrong" in result.output
+        assert "ann" in result.output
+        assert (await run("engines", server=server)).output.count("frozen until") == 2
+        result = await run("thaw", "1", server=server)
+        assert (result.exit_code, result.output) == (OK, "freeze 1 has ended\n")
+        await until(lambda: not two.link.lease.frozen())
+        result = await run("freeze", "--for", "10m", "--reason", "x", "--label", "zone=a", server=server)
+        assert "1 of 1 connected engines confirmed" in result.output
+        assert not two.link.lease.frozen()
+        assert (await run("thaw", server=server)).output == "freeze 2 has ended\n"
+        assert (await run("thaw", server=server)).output == "no freeze is in force\n"
+        result = await run("thaw", "7", server=server)
+        assert (result.exit_code, result.stderr) == (FAILED, "NOT_FOUND: freeze 7 is not in force\n")
+        assert "rack" not in (await run("freezes", server=server)).output
+
+
+async def test_meridianctl_says_who_has_not_confirmed(control: Control) -> None:
+    """An engine that has live requests and makes no step cannot confirm a freeze."""
+    with LinkedEngine([control.target], "stuck") as stuck, LinkedEngine([control.target], "idle"):
+        stuck.open("a")
+        await until(lambda: len(control.fleet.connections) == 2)
+        command = ("freeze", "--for", "1m", "--reason", "x", "--wait", "0.5")
+        result = await run(*command, server=control.target)
+        assert result.exit_code == FAILED
+        assert "1 of 2 connected engines confirmed" in result.stdout
+        assert result.stderr == "stuck has not confirmed\n"
+
+
+@pytest.mark.parametrize("text", ["10", "m", "", "-1m", "1w", "1.5h"])
+async def test_meridianctl_refuses_times_it_cannot_read(text: str) -> None:
+    result = await run("freeze", "--for", text, "--reason", "x", server="127.0.0.1:1")
+    assert result.exit_code == INVALID
+
+
+# ----------------------------------------------------------------------------------------------------------- replicas
+
+
+@pytest.fixture
+def replicas(tmp_path: Path, postgres: Postgres) -> Iterator[list[Process]]:
+    address, folders = postgres.database(), [tmp_path / str(number) for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    processes = [Process(folder, "--store", address) for folder in folders]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+async def test_a_freeze_reaches_the_engines_of_every_replica(replicas: list[Process]) -> None:
+    one, two = replicas
+    await asyncio.gather(one.started(), two.started())
+    with LinkedEngine([two.target]) as engine:
+        await until(lambda: engine.link.lease.revision == 1)
+        await freeze(one.target)
+        await until(engine.link.lease.frozen)
+        two.kill()
+        await two.started()
+        await until(lambda: engine.link.lease.connected and engine.link.lease.frozen())
+        await thaw(one.target)
+        await until(lambda: not engine.link.lease.frozen())
+    for process in replicas:
+        assert await process.terminate() == 0
+        assert "Traceback" not in process.log()

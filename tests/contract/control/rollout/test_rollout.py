@@ -1,0 +1,365 @@
+"""Rollouts end to end: a real server over a real store, several agents on their real links, and a clock that the test
+moves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+
+from meridian_control.policy import directory as policy_dir
+from meridian_control.policy.formats import to_proto
+from tests.contract.control.app.test_server import Process
+from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, run
+from tests.contract.rollouts import (
+    ABORTED,
+    ALL,
+    CANARY,
+    COMPLETED,
+    NEW,
+    PAUSED,
+    RUNNING,
+    Control,
+    Engine,
+    controlling,
+    refusal,
+    starting,
+)
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
+        yield running
+
+
+# ----------------------------------------------------------------------------------------------------- step by step
+
+
+async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None:
+    with Engine(control, "a", "canary-1") as a, Engine(control, "b", "main") as b:
+        for engine in (a, b):
+            await engine.has(1)
+        made = await control.begin(CANARY, ALL, author="ann", reason="why")
+        assert (made.rollout_id, made.state, made.step, made.candidate_revision) == (1, RUNNING, 1, 2)
+        await a.has(2)
+        with Engine(control, "new-a", "canary-2") as new_a, Engine(control, "new-b", "main") as new_b:
+            await new_a.has(2)
+            await new_b.has(1)
+            assert [s.revision for s in new_a.settings] == [2], "a new engine gets its revision at once"
+            assert (await control.ticks(2)).step == 1
+            assert (await control.in_force()).revision == b.link.lease.revision == 1
+            found = await control.ticks(1)
+            assert (found.step, found.state) == (2, RUNNING)
+            assert (found.candidate_engines, found.other_engines) == (2, 2)
+            for engine in (b, new_b):
+                await engine.has(2)
+            assert (await control.in_force()).revision == 1
+            found = await control.ticks(2)
+            assert found.state == COMPLETED
+            assert [event.event for event in found.events] == ["started", "advanced", "completed"]
+            current = await control.in_force()
+            assert (current.revision, current.author, current.policy.fallback.lease_ms) == (2, "ann", 6000)
+            await control.ticks(2)
+            assert [s.revision for s in b.settings] == [1, 2], "no revision is sent twice"
+
+
+async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control: Control) -> None:
+    with Engine(control, "b", "main") as b:
+        with Engine(control, "a", "canary") as a:
+            await b.has(1)
+            await control.begin(CANARY, ALL)
+            await a.has(2)
+            await control.ticks(1)
+        await until(lambda: control.fleet.departed)
+        found = await control.ticks(6)
+        assert (found.step, found.waiting_for) == (1, "1 engines to connect again")
+        assert (await control.ticks(2)).step == 2, "no guardrail keeps the rollout from going on"
+
+
+async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:
+    await control.begin(CANARY)
+    complaint = (grpc.StatusCode.FAILED_PRECONDITION, "rollout 1 is active: abort it, or wait until it ends")
+    for validate_only in (True, False):
+        update = policy_pb2.UpdatePolicyRequest(policy=to_proto(NEW), validate_only=validate_only)
+        assert await refusal(control.policy.UpdatePolicy(update)) == complaint
+        back = policy_pb2.RollbackPolicyRequest(revision=1, validate_only=validate_only)
+        assert await refusal(control.policy.RollbackPolicy(back)) == complaint
+        assert await refusal(control.stub.StartRollout(starting(ALL, validate_only=validate_only))) == complaint
+    await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+    update = policy_pb2.UpdatePolicyRequest(policy=to_proto(NEW))
+    assert (await control.policy.UpdatePolicy(update)).revision.revision == 4
+
+
+async def test_from_nobody_to_everybody(control: Control) -> None:
+    with Engine(control, "a", "x") as a, Engine(control, "b", "x") as b:
+        await a.has(1)
+        await b.has(1)
+        await control.begin({"percent": 0.0, "bake_s": 2.0}, ALL)
+        await control.ticks(2)
+        assert (a.link.lease.revision, b.link.lease.revision) == (1, 1)
+        assert (await control.ticks(1)).step == 2
+        await a.has(2)
+        await b.has(2)
+        assert (await control.ticks(2)).state == COMPLETED
+
+
+async def test_pause_and_resume(control: Control) -> None:
+    with Engine(control, "a", "canary") as a:
+        await a.has(1)
+        await control.begin(CANARY, ALL)
+        await a.has(2)
+        await control.ticks(2)
+        request = rollout_pb2.PauseRolloutRequest(author="eve", reason="lunch", request_id="p")
+        paused = (await control.stub.PauseRollout(request)).rollout
+        assert (paused.state, paused.events[-1].author, paused.events[-1].reason) == (PAUSED, "eve", "lunch")
+        assert (await control.ticks(20)).step == 1
+        resumed = (await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest(etag=paused.etag))).rollout
+        assert (await control.stub.PauseRollout(request)).rollout.state == resumed.state == RUNNING, "a repeated call"
+        stale = rollout_pb2.AbortRolloutRequest(etag=paused.etag)
+        code, text = await refusal(control.stub.AbortRollout(stale))
+        assert (code, text) == (
+            grpc.StatusCode.ABORTED,
+            'etag is "1-2", but rollout 1 has the etag "1-3"; read it again',
+        )
+        assert (await control.ticks(3)).step == 2
+
+
+async def test_abort(control: Control) -> None:
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, author="ann")
+        await a.has(2)
+        await b.has(1)
+        aborted = (await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest(author="eve"))).rollout
+        assert (aborted.state, aborted.rollback_revision) == (ABORTED, 3)
+        for engine in (a, b):
+            await engine.has(3)
+            assert engine.settings[-1].lease_ms == 5000
+        assert (await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))).rollout == aborted
+        current = await control.in_force()
+        assert (current.revision, current.author, current.reason) == (3, "eve", "rollout 1 aborted")
+        over = (grpc.StatusCode.NOT_FOUND, "no rollout is active")
+        assert await refusal(control.stub.PauseRollout(rollout_pb2.PauseRolloutRequest())) == over
+        assert await refusal(control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())) == over
+        assert await refusal(control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())) == over
+
+
+# --------------------------------------------------------------------------------------------- restarts and replicas
+
+
+async def test_a_restart_in_the_middle(control: Control) -> None:
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "main") as b:
+        await control.begin(CANARY, ALL, guardrails={"nacks": 0})
+        await a.has(2)
+        await b.has(1)
+        await control.ticks(2)
+        await control.kill()
+        await until(lambda: not a.link.lease.connected and not b.link.lease.connected)
+        await control.start()
+        await until(lambda: a.link.lease.connected and b.link.lease.connected and len(a.settings) == 3)
+        assert ([s.revision for s in a.settings], b.link.lease.revision) == ([1, 2, 2], 1) or a.settings[
+            0
+        ].revision == 2
+        found = await control.ticks(4)
+        assert (found.step, found.state) == (2, RUNNING)
+        await b.has(2)
+        assert (await control.ticks(2)).state == COMPLETED
+
+
+async def test_an_engine_whose_labels_change_keeps_what_it_has(control: Control) -> None:
+    with Engine(control, "a", "canary") as a:
+        await control.begin(CANARY)
+        await a.has(2)
+        a.labels = {"pool": "main"}
+        a.link.restart()
+        await until(lambda: len(a.settings) >= 2 and a.link.lease.connected)
+        assert a.settings[-1].revision == 2
+
+
+async def test_two_replicas(postgres_address: str) -> None:
+    """One replica drives the rollout and the engines of both replicas follow; then the other replica drives it to its
+    end."""
+    async with controlling(postgres_address) as one, controlling(postgres_address, leads=False) as two:
+        with Engine(one, "a", "main") as a, Engine(two, "b", "canary") as b, Engine(two, "c", "main") as c:
+            # In a real fleet another module lists the engines of all replicas.
+            for control in (one, two):
+                control.rollouts._engines = lambda: [*one.fleet.engines(), *two.fleet.engines()]
+            for engine in (a, b, c):
+                await engine.has(1)
+            await one.begin(CANARY, {"percent": 0.0, "bake_s": 2.0}, ALL)
+            await b.has(2)
+            assert (await two.ticks(20)).step == 1, "a replica that does not lead drives no rollout"
+            assert (await one.ticks(3)).step == 2
+            one.leads, two.leads = False, True
+            two.now = one.now
+            assert (await two.ticks(3)).step == 3
+            for engine in (a, b, c):
+                await engine.has(2)
+            assert (await two.ticks(2)).state == (await one.ticks(1)).state == COMPLETED
+            await two.begin(CANARY, ALL, guardrails={"nacks": 0})
+            await b.has(3)
+            await one.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+            for engine in (a, b, c):
+                await engine.has(4)
+
+
+@pytest.fixture
+def postgres_address(postgres: Any) -> str:
+    return str(postgres.database())
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    made = Process(tmp_path)
+    yield made
+    made.kill()
+
+
+async def test_the_program_drives_a_rollout_although_it_is_killed(process: Process) -> None:
+    await process.started()
+    with Engine(process, "a", "canary") as a, Engine(process, "b", "main") as b:
+        await a.has(1)
+        await b.has(1)
+        async with grpc.aio.insecure_channel(process.target) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+            await stub.StartRollout(starting(CANARY, {**ALL, "bake_s": 1.0}))
+        await a.has(2)
+        process.kill()
+        await process.started()
+        await b.has(2)
+        async with grpc.aio.insecure_channel(process.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+            async def state() -> int:
+                return (await stub.GetRollout(rollout_pb2.GetRolloutRequest(), wait_for_ready=True)).rollout.state
+
+            async with asyncio.timeout(120):
+                while await state() != COMPLETED:
+                    await asyncio.sleep(0.1)
+        assert (a.settings[-1].revision, b.settings[-1].revision) == (2, 2)
+    assert await process.terminate() == 0
+    assert "Traceback" not in process.log()
+
+
+async def test_a_directory_waits_for_the_end(
+    control: Control, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_dir, "POLL_MS", 200)
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    (folder / "meridian.toml").write_text("fallback.lease_ms = 7000")
+    await control.begin(ALL)
+    directory = policy_dir.PolicyDirectory(folder, control.store, control.fleet.set_policy, control.clock)
+    assert (await directory.begin()).revision == 1, "the directory can be opened while a rollout is active"
+    watching = asyncio.create_task(directory.watch())
+
+    def complaints() -> list[str]:
+        return [r.message for r in caplog.records if r.levelno == logging.ERROR and "active" in r.message]
+
+    await until(complaints)
+    # Later polls of the directory log no further error.
+    await asyncio.sleep(0.5)
+    await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+    while (await control.in_force()).policy.fallback.lease_ms != 7000:
+        await asyncio.sleep(0.02)
+    watching.cancel()
+    assert complaints() == [
+        f"{folder / 'meridian.toml'} is not put in force: rollout 1 is active: abort it, or wait until it ends"
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+async def test_a_checked_start(control: Control) -> None:
+    checked = await control.stub.StartRollout(starting(CANARY, author="ann", validate_only=True))
+    assert [(c.path, c.before, c.after) for c in checked.changes] == [("fallback.lease_ms", "5000", "6000")]
+    assert (checked.rollout.rollout_id, checked.rollout.stable_revision, checked.rollout.author) == (0, 1, "ann")
+    assert (await refusal(control.get()))[0] is grpc.StatusCode.NOT_FOUND
+    done = await control.stub.StartRollout(starting(CANARY, author="ann", request_id="a"))
+    assert done.changes == checked.changes
+    assert await control.stub.StartRollout(starting(CANARY, author="ann", request_id="a", etag="stale")) == done
+
+
+BAD: list[tuple[Any, str]] = [
+    (rollout_pb2.StartRolloutRequest(), "policy must be set"),
+    (rollout_pb2.StartRolloutRequest(policy=policy_pb2.Policy()), "plan must be set"),
+    (starting(), "step must have 1 to 32 entries; got []"),
+    (starting({"bake_s": 5.0}), 'step[0] must have engine_labels or percent; got {"bake_s": 5.0}'),
+    (starting(ALL, guardrails={"reentry_rate": -1.0}), "guardrails.reentry_rate must be >= 0; got -1.0"),
+    (starting(ALL, on_violation="no"), "on_violation must be 'rollback' or 'halt'; got \"no\""),
+    (starting(ALL, author="\0"), "author must not contain the character U+0000"),
+    (starting(ALL, request_id="x" * 129), "request_id must have at most 128 characters; got 129"),
+]
+
+
+@pytest.mark.parametrize(("request_", "complaint"), BAD, ids=[complaint for _, complaint in BAD])
+@pytest.mark.parametrize("validate_only", [False, True])
+async def test_starts_that_are_refused(control: Control, request_: Any, complaint: str, validate_only: bool) -> None:
+    request_.validate_only = validate_only
+    assert await refusal(control.stub.StartRollout(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
+    assert (await control.in_force()).revision == 1
+
+
+async def test_list(control: Control) -> None:
+    for number in range(3):
+        await control.begin(ALL, reason=f"n{number}")
+        await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+    first = await control.stub.ListRollouts(rollout_pb2.ListRolloutsRequest(page_size=2))
+    rest = await control.stub.ListRollouts(rollout_pb2.ListRolloutsRequest(page_token=first.next_page_token))
+    assert [r.reason for r in (*first.rollouts, *rest.rollouts)] == ["n2", "n1", "n0"]
+    assert (first.next_page_token, rest.next_page_token) == ("2", "")
+    assert (await control.get()).rollout_id == 3
+    assert (await control.get(2)).reason == "n1"
+
+
+# -------------------------------------------------------------------------------------------------------- meridianctl
+
+
+async def test_meridianctl(control: Control, tmp_path: Path) -> None:
+    policy, steps = tmp_path / "policy.toml", tmp_path / "steps.toml"
+    policy.write_text("fallback.lease_ms = 6000")
+    steps.write_text('[[step]]\nengine_labels = {pool = "canary*"}\n[[step]]\npercent = 25\n[guardrails]\nnacks = 2')
+
+    async def ctl(*arguments: object) -> Any:
+        return await run("rollout", *arguments, server=control.target)
+
+    checked = await ctl("start", "-f", policy, "--steps", steps, "--dry-run", "--diff")
+    assert checked.stdout.endswith(f"{policy} and {steps}: valid, nothing started\n")
+    assert "fallback.lease_ms" in checked.stdout
+    started = await ctl("start", "-f", policy, "--steps", steps, "--reason", "why")
+    assert started.exit_code == OK
+    assert [line.split() for line in started.stdout.splitlines()[:3]] == [
+        ["rollout", "1"],
+        ["state", "running"],
+        ["revisions", "1", "→", "2"],
+    ]
+    await control.ticks(6)
+    shown = await ctl("status")
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert ["waits", "for", "an", "engine", "to", "connect"] in lines
+    assert ["1", "100", "%", "of", "pool=canary*", "600", "5", "s"] in lines
+    assert ["2", "25", "%", "600"] in lines
+    assert ["nacks", "0", "2", "0"] in lines
+    for command, state in (("pause", "paused"), ("resume", "running"), ("abort", "aborted")):
+        done = await ctl(command, "--reason", "so")
+        assert (done.exit_code, done.stdout.splitlines()[1].split()) == (OK, ["state", state])
+    waited = await ctl("status", 1, "--wait", "-o", "json")
+    assert (waited.exit_code, waited.stderr) == (FAILED, "rollout 1 is aborted\n")
+    assert '"state": "ROLLOUT_STATE_ABORTED"' in waited.stdout
+    listed = await ctl("list")
+    assert listed.stdout.splitlines()[1].split()[:6] == ["1", "aborted", "1", "of", "2", "2"]
+    again = await ctl("abort")
+    assert (again.exit_code, again.stderr) == (FAILED, "NOT_FOUND: no rollout is active\n")
+    steps.write_text("[[step]]\npercent = 101\n")
+    bad = await ctl("start", "-f", policy, "--steps", steps)
+    assert (bad.exit_code, bad.stderr) == (INVALID, "step[0].percent must be in [0, 100]; got 101\n")

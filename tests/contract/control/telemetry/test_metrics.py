@@ -1,0 +1,222 @@
+"""The metrics in a scrape of a real control plane: the catalogue lists all of them, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from meridian.v1 import fleet_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.rollout.state import GuardrailReading
+from meridian_control.telemetry.catalogue import CATALOGUE
+from meridian_control.telemetry.control_group_metrics import control_group
+from meridian_control.telemetry.fleet_metrics import of_limit
+from tests.contract.control.app.test_server import Process
+from tests.contract.rollouts import ALL, CANARY, starting
+from tests.fakes.control import utc_now
+from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from prometheus_client.metrics_core import Metric
+
+    from meridian_control.telemetry.catalogue_entry import Entry
+
+OURS = ("meridian_", "grpc_")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Process]:
+    process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+def scraped(process: Process) -> dict[str, Metric]:
+    """Return Meridian's metric families by the names under which they are exposed."""
+    found = {}
+    for family in text_string_to_metric_families(process.metrics()):
+        if family.name.startswith(OURS) and not family.name.endswith("_created"):
+            found[f"{family.name}_total" if family.type == "counter" else family.name] = family
+    return found
+
+
+def value(process: Process, name: str, **labels: str) -> float:
+    """Return the sum of the samples with this name and these labels."""
+    samples = [s for family in scraped(process).values() for s in family.samples if s.name == name]
+    return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+
+async def test_what_is_scraped_is_what_the_catalogue_lists(own: Process) -> None:
+    await own.started()
+    with LinkedEngine([own.target], "listed") as engine:
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        families = await asyncio.to_thread(scraped, own)
+    assert set(families) == set(CATALOGUE)
+    for name, family in families.items():
+        entry = CATALOGUE[name]
+        assert (family.type, family.documentation) == (entry.kind, entry.text)
+        labels = {label for s in family.samples for label in s.labels} - {"le"}
+        assert labels <= set(entry.labels), name
+
+
+@pytest.mark.parametrize("entry", list(CATALOGUE.values()), ids=lambda e: e.name)
+def test_names_follow_the_fields_conventions(entry: Entry) -> None:
+    assert entry.name.endswith("_total") == (entry.kind == "counter")
+    assert not entry.name.endswith(("_ms", "_us", "_kib", "_percent", "_count", "_sum", "_bucket"))
+
+
+async def test_an_engine_and_its_agent(own: Process) -> None:
+    await own.started()
+    with LinkedEngine([own.target], "measured") as engine:
+        engine.link.outbox.reports_dropped = 3
+        engine.open("a")
+        await engine.steps_until(engine.caps)
+        await engine.steps_until(lambda: value(own, "meridian_outcomes_total", kind="plan", outcome="applied"))
+        of = {"engine": "measured"}
+        assert value(own, "meridian_engine_state", **of, state="ready") == 1
+        assert value(own, "meridian_engine_state", **of, state="stale") == 0
+        assert value(own, "meridian_engine_revision", **of) == value(own, "meridian_policy_revision") == 1
+        assert value(own, "meridian_engine_requests", **of, phase="think", state="generating") == 1
+        assert value(own, "meridian_engine_requests", **of) == 1
+        assert value(own, "meridian_decisions_total", kind="cap") == 1
+        assert value(own, "meridian_decision_staleness_steps_count") > 0
+        assert value(own, "meridian_engine_info", **of, model="m") == 1
+    await until(lambda: value(own, "meridian_engine_state", **of, state="stale") == 1)
+    assert value(own, "meridian_engine_state", **of) == 1
+    assert value(own, "meridian_engines") == 0
+    assert value(own, "meridian_stream_ends_total") == 1
+
+
+async def test_efforts_that_are_not_known(own: Process) -> None:
+    """The metric has one series, whatever clients write."""
+    await own.started()
+    with LinkedEngine([own.target], "measured") as engine:
+        engine.open("first", effort="low")
+        await engine.steps_until(engine.caps)
+        for effort in ("high", "turbo", "a" * 100, "\u2028"):
+            engine.open(f"r{len(effort)}", effort=effort)
+        await engine.steps_until(lambda: value(own, "meridian_unknown_efforts_total") == 3)
+    (sample,) = (s for s in scraped(own)["meridian_unknown_efforts_total"].samples if s.name.endswith("_total"))
+    assert sample.labels == {}
+
+
+async def test_a_rollout(own: Process) -> None:
+    await own.started()
+    assert value(own, "meridian_rollout_state") == 0
+    async with grpc.aio.insecure_channel(own.target) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        with LinkedEngine([own.target], "staged"):
+            await stub.StartRollout(starting(CANARY, ALL, guardrails={"degraded_engines": 2, "nacks": 0}))
+            assert value(own, "meridian_rollout_state", state="running") == 1
+            assert value(own, "meridian_rollout_state") == value(own, "meridian_rollout_step") == 1
+            assert value(own, "meridian_rollout_steps") == 2
+            await until(lambda: value(own, "meridian_rollout_engines", policy="other") == 1)
+            assert value(own, "meridian_rollout_engines") == 1
+            read = [s for s in scraped(own)["meridian_rollout_guardrail_ratio"].samples if s.value == 0]
+            assert {s.labels["guardrail"] for s in read} == {"degraded_engines", "nacks"}
+            await stub.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))
+            assert value(own, "meridian_rollout_state", state="aborted") == 1
+            assert value(own, "meridian_rollout_state", state="running") == 0
+
+
+@pytest.mark.parametrize(("reading", "limit", "ratio"), [(30.0, 40.0, 0.75), (2, 0, math.inf), (0, 0, 0.0)])
+def test_a_guardrail_beside_its_limit(reading: float, limit: float, ratio: float) -> None:
+    assert of_limit(GuardrailReading(guardrail="nacks", value=reading, limit=limit, observations=1)) == ratio
+
+
+async def test_calls(own: Process) -> None:
+    await own.started()
+    service = {"grpc_service": "meridian.v1.PolicyService", "grpc_method": "GetPolicy"}
+    async with grpc.aio.insecure_channel(own.target) as channel:
+        stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        await stub.GetPolicy(policy_pb2.GetPolicyRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.GetPolicy(policy_pb2.GetPolicyRequest(revision=99))
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await channel.unary_unary("/no.such.Service/Method")(b"")  # type: ignore[arg-type]
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watching.read()
+        watch = {"grpc_service": "grpc.health.v1.Health", "grpc_method": "Watch", "grpc_type": "server_stream"}
+        assert value(own, "grpc_server_msg_sent_total", **watch) == 1
+        watching.cancel()
+        await until(lambda: value(own, "grpc_server_handled_total", **watch, grpc_code="CANCELLED") == 1)
+    assert value(own, "grpc_server_started_total", **service) == 2
+    assert value(own, "grpc_server_handled_total", **service, grpc_code="OK") == 1
+    assert value(own, "grpc_server_handled_total", **service, grpc_code="NOT_FOUND") == 1
+    assert value(own, "grpc_server_msg_received_total", **service) == 2
+    assert value(own, "grpc_server_msg_sent_total", **service) == 1
+    assert value(own, "grpc_server_handling_seconds_count", **service) == 2
+    assert value(own, "grpc_server_started_total", grpc_service="no.such.Service") == 0
+
+
+def test_the_control_group_in_metrics() -> None:
+    fleet = Fleet(utc_now)
+    experiment = fleet.experiments.of(3, policy(entropy={"shadow": False}))
+    experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
+    experiment.judged, experiment.harmful, experiment.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
+    told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5, drift_evidence_ratio=0.25)
+    told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
+    older = fleet_pb2.Savings(evidence_ratio=9.0)
+    told.spills.value, told.spills.low, told.spills.high = 0.2, 0.1, 0.3
+    experiment.forced_ends.ends, experiment.natural_ends.aborts = 6, 1
+    values = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told, older])))
+    ends = dict(values["meridian_compared_ends_total"])
+    assert (ends["forced", "ended"], ends["natural", "abort"], ends["natural", "ended"]) == (6, 1, 0)
+    assert dict(values["meridian_spill_difference_ratio"]) == {("value",): 0.2, ("low",): 0.1, ("high",): 0.3}
+    assert values["meridian_long_answer_difference_ratio"] == []
+    assert dict(values["meridian_arm_requests_total"]) == {("treated",): 0, ("control",): 7}
+    assert dict(values["meridian_arm_think_tokens_total"])["control",] == 700
+    assert dict(values["meridian_arm_events_total"])["treated", "abort"] == 2
+    verdicts = dict(values["meridian_control_group_verdicts_total"])
+    assert verdicts == {("harmless",): 4, ("harmful",): 1, ("unjudged",): 2}
+    assert values["meridian_control_group_shadow_saved_tokens_total"] == [((), 40)]
+    assert dict(values["meridian_saved_ratio"]) == {("value",): 0.3, ("low",): 0.1, ("high",): 0.5}
+    assert values["meridian_harm_ratio"] == []
+    assert values["meridian_harm_evidence_ratio"] == [((), 0.5)]
+    assert values["meridian_drift_evidence_ratio"] == [((), 0.25)]
+    assert values["meridian_entropy_withdrawn"] == [((), False)]
+    told.ClearField("drift_evidence_ratio")
+    undescribed = dict(control_group(fleet, fleet_pb2.GetSavingsResponse(savings=[told])))
+    assert undescribed["meridian_drift_evidence_ratio"] == []
+    assert dict(control_group(fleet, None))["meridian_saved_ratio"] == []
+
+
+async def test_a_stream_of_reports(own: Process) -> None:
+    await own.started()
+    connect = {"grpc_method": "Connect", "grpc_type": "bidi_stream"}
+    with LinkedEngine([own.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: engine.caps() and value(own, "meridian_reports_total"))
+        assert value(own, "grpc_server_started_total", **connect) == 1
+        assert value(own, "grpc_server_msg_received_total", **connect) > value(own, "meridian_reports_total") > 0
+        assert value(own, "grpc_server_msg_sent_total", **connect) > 2
+    await until(lambda: value(own, "grpc_server_handled_total", **connect) == 1)
+
+
+async def test_health_on_a_port_of_its_own(own: Process) -> None:
+    port = own.metrics_port + 1
+    own.options = ("--health-listen", f"127.0.0.1:{port}")
+    await own.started()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        response = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await policy_pb2_grpc.PolicyServiceStub(channel).GetPolicy(policy_pb2.GetPolicyRequest())
+        watching = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        ending = asyncio.create_task(own.terminate())
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watching.cancel()
+        assert await ending == 0

@@ -1,0 +1,251 @@
+"""The second threshold of a calibration: a give-up rule if hopeless requests can be told, and none if it harms."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from meridian_control.cli.main import app
+from meridian_control.decisions.request_table import RequestTable
+from meridian_control.decisions.signals import add_eat_sample
+from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.calibration_report import report, second_threshold
+from meridian_control.offline.candidates import give_ups, loosened
+from meridian_control.offline.correctness import from_labels, from_probes
+from meridian_control.offline.episodes import collect
+from meridian_control.offline.halves import first_half
+from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, RANK, Replay, StoppingRule, either
+from meridian_control.offline.statistics import harmful_bound
+from meridian_control.policy import formats as forms
+from meridian_control.policy import model as schema
+from meridian_control.policy import schema as sections
+from meridian_control.policy.schema import RankCondition
+from tests.fakes import traces
+from tests.unit.control.offline.test_calibration import sentence_ends
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WIDE = Goal(max_loss=0.1)
+# The best rule leaves some of the allowed loss to the second threshold.
+STRICT = Goal(max_loss=0.1, strict=True)
+# Only EAT tells.
+ONLY_EAT = {"rank": "noise", "same": "noise"}
+
+
+def is_hopeless(request: traces.MadeUp) -> bool:
+    return min(eat for eat, _ in request.probes.values()) > 2.1
+
+
+def mixed(count: int, **kinds: Any) -> list[traces.MadeUp]:
+    """Return requests of which four in ten are hopeless."""
+    return [traces.hopeless(n, **kinds) if n % 10 < 4 else traces.made_up(n, **kinds) for n in range(count)]
+
+
+def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, hold_ms: int = 50) -> Replay:
+    folder.mkdir(exist_ok=True)
+    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)
+    base = schema.Policy(entropy=sections.EntropyPolicy(eat_hold_ms=hold_ms))
+    return Replay(episodes, judge if labelled else from_probes(episodes), base, delay_tokens=2)
+
+
+def give_up(tokens: int, nats: float, **fields: Any) -> StoppingRule:
+    entropy = {
+        "eat_level_threshold_nats": 0.0,
+        "ema_alpha": 0.4,
+        "eat_warmup_samples": 3,
+        "eat_probe_interval_tokens": 1,
+        "eat_probe_placement": "sentence",
+        "eat_probe_max_rank": 0,
+    }
+    return StoppingRule(GIVE_UP, entropy | {"give_up_tokens": tokens, "give_up_eat_nats": nats} | fields)
+
+
+# ----------------------------------------------------------------------------------------------------------- the replay
+
+
+def slow_stop(request: traces.MadeUp, rule: StoppingRule, since: int) -> tuple[int | None, int]:
+    """Return the thinking tokens of the probe at which a live table gives up, and the number of probes until then."""
+    table, fields, asked = RequestTable(4), rule.entropy, 0
+    table.live[0] = True
+    for tokens, _, _ in sentence_ends(request):
+        if tokens < since:
+            continue
+        asked += 1
+        add_eat_sample(table, 0, request.probes[tokens][0], fields["ema_alpha"], tokens)
+        warm = table.eat_count[0] >= fields["eat_warmup_samples"]
+        if warm and tokens >= fields["give_up_tokens"] and table.eat_ema_nats[0] >= fields["give_up_eat_nats"]:
+            return tokens, asked
+    return None, asked
+
+
+@pytest.mark.parametrize("hold_ms", [0, 50])
+@pytest.mark.parametrize(("fields", "since"), [({}, 197), ({"eat_level_threshold_nats": 0.1}, 0)])
+def test_where_a_give_up_rule_stops(tmp_path: Path, hold_ms: int, fields: dict[str, float], since: int) -> None:
+    """It stops where a live table gives up. If no other rule reads probes, they begin three tokens before the rule."""
+    requests = mixed(30)
+    replayed, rule = replay(tmp_path, requests, hold_ms=hold_ms), give_up(200, 1.2, **fields)
+    stops = replayed.stops(rule)
+    by_id, stopped = {request.request_id: request for request in requests}, 0
+    for number, request_id in enumerate(replayed.episodes.ids):
+        expected, asked = slow_stop(by_id[request_id], rule, since)
+        natural = replayed.episodes.natural_tokens[number]
+        if expected is not None and expected < natural - 6:
+            stopped += 1
+            late = stops.at_tokens[number] - expected
+            assert late == 0 if hold_ms else 2 <= late <= 4
+            assert asked <= stops.probes[number] <= asked + 1
+        elif expected is None:
+            assert stops.at_tokens[number] == np.inf
+    assert 8 <= stopped < 25
+
+
+def test_together_the_first_to_fire_stops_and_both_read_the_same_probes(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, mixed(30))
+    shared = {"ema_alpha": 1.0, "eat_warmup_samples": 1, "eat_level_threshold_nats": 0.1}
+    eat = StoppingRule(EAT_SENTENCE, {**give_up(0, 1.0, **shared).entropy, "eat_ema_variance_threshold": 1.0})
+    given_up = give_up(200, 2.3, **shared)
+    rank = StoppingRule(RANK, {"rank_conditions": (RankCondition(max_ranks=(9,)),)})
+    both = either(either(rank, eat), given_up)
+    stops, parts = replayed.stops(both), [replayed.stops(part) for part in both.parts]
+    assert [part.family for part in both.parts] == [RANK, EAT_SENTENCE, GIVE_UP]
+    at = np.array([part.at_tokens for part in parts])
+    assert (stops.at_tokens == at.min(axis=0)).all()
+    first = at.argmin(axis=0)
+    assert set(first.tolist()) == {0, 1, 2}
+    assert (stops.right == np.array([part.right for part in parts])[first, np.arange(len(first))]).all()
+    assert (stops.probes <= replayed.stops(eat).probes).all(), "the probes count once"
+
+
+def test_candidates_read_the_probes_of_the_first_rule(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, mixed(30))
+    everyone = np.arange(30)
+    alone = give_ups(replayed, everyone, None, 0)
+    assert {rule.entropy["ema_alpha"] for rule in alone} == {0.2, 0.4}
+    assert {rule.entropy["eat_level_threshold_nats"] for rule in alone} == {0}
+    assert min(rule.entropy["give_up_tokens"] for rule in give_ups(replayed, everyone, None, 321)) == 321
+    eat = StoppingRule(EAT_SENTENCE, give_up(0, 1.0, ema_alpha=1.0, eat_level_threshold_nats=0.2).entropy)
+    together = give_ups(replayed, everyone, eat, 0)
+    for name in ("ema_alpha", "eat_warmup_samples", "eat_level_threshold_nats", "eat_probe_placement"):
+        assert {rule.entropy[name] for rule in together} == {eat.entropy[name]}
+
+
+def test_a_loosened_give_up_rule_begins_sooner_at_a_lower_level() -> None:
+    rule = give_up(1000, 1.5)
+    laxer = loosened(rule).entropy
+    assert (laxer["give_up_tokens"], laxer["give_up_eat_nats"]) == (900, 1.2)
+    assert str(rule) == "EAT >= 1.5 nats from 1000 tokens on"
+    assert rule.entropy["give_up_tokens"] == 1000
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp_path: Path) -> None:
+    requests = mixed(140, **ONLY_EAT)
+    replayed = replay(tmp_path, requests)
+    found = calibrate(replayed, STRICT)
+    assert found.recommended is not None
+    assert found.second is not None
+    figures, first = found.second.together.held_out, found.recommended.held_out
+    assert (found.second.proved, found.second.in_force) == (True, True)
+    assert figures.harm_bound == harmful_bound(figures.harmful, figures.requests, 0.95) <= 0.1
+    assert figures.saved > first.saved + 0.02
+    assert found.second.given_up >= 5
+    assert found.second.together.fit.harm_bound <= 0.1
+    entropy = found.policy.entropy
+    assert (entropy.shadow, entropy.give_up_shadow) == (False, False)
+    assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
+    assert entropy.give_up_eat_nats == found.second.rule.entropy["give_up_eat_nats"]
+    assert found.policy.scheduler.min_think_tokens <= entropy.give_up_tokens
+    told = second_threshold(found, replayed, STRICT)
+    assert f"gives up {found.second.given_up} of {figures.requests} requests. Both cost at most" in told
+    assert told.endswith("which is within the allowed 10.0.")
+    written = json.loads(json.dumps(report(found, replayed, STRICT), allow_nan=False))["second_threshold"]
+    assert (written["proved"], written["rule"]) == (True, str(found.second.rule))
+    assert written["together"]["held_out"]["harm_bound"] == figures.harm_bound
+
+
+def test_what_is_not_proved_on_the_other_half_stays_in_shadow(tmp_path: Path) -> None:
+    """In the second half the requests with a high EAT are right in the end, which the first half cannot tell."""
+    requests = mixed(140, **ONLY_EAT)
+    for request in requests:
+        if not first_half(request.request_id) and is_hopeless(request):
+            request.natural_right, request.settled_tokens = True, max(request.probes)
+    replayed = replay(tmp_path, requests)
+    found = calibrate(replayed, STRICT)
+    assert found.second is not None
+    assert found.second.together.held_out.harm_bound > 0.1 >= found.second.together.fit.harm_bound
+    assert (found.second.proved, found.second.in_force) == (False, False)
+    entropy = found.policy.entropy
+    assert (entropy.shadow, entropy.give_up_shadow) == (not found.confirmed, True)
+    assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
+    told = second_threshold(found, replayed, STRICT)
+    assert "which exceeds the allowed 10.0, so the second threshold stays in shadow: the loss is not proved" in told
+
+
+def test_alone_it_may_be_in_force_while_every_other_rule_is_off(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, mixed(140, eat="noise", rank="noise", same="noise"))
+    found = calibrate(replayed, WIDE)
+    assert (found.recommended, found.confirmed) == (None, False)
+    assert found.second is not None
+    assert found.second.in_force
+    assert found.second.together.held_out.saved > 0.05
+    entropy = found.policy.entropy
+    assert (entropy.shadow, entropy.give_up_shadow, entropy.eat_probe_interval_tokens) == (False, False, 1)
+    assert (entropy.eat_level_threshold_nats, entropy.rpdi_threshold, entropy.rank_conditions) == (0, 0, ())
+    assert found.policy.scheduler.soft_think_tokens == 0
+    told = second_threshold(found, replayed, WIDE)
+    assert " of the thinking and gives up " in told
+    assert ". It costs at most " in told
+
+
+def test_requests_that_become_right_late_are_not_given_up(tmp_path: Path) -> None:
+    """EAT is high until just before the end, and the answer is right in the end."""
+    requests = mixed(100)
+    for request in filter(is_hopeless, requests):
+        request.natural_right, request.settled_tokens = True, max(request.probes)
+    base = schema.Policy(entropy=sections.EntropyPolicy(give_up_tokens=7, give_up_shadow=False))
+    replayed = replay(tmp_path, requests)
+    replayed.base = base
+    found = calibrate(replayed, WIDE)
+    assert found.second is None
+    assert (found.policy.entropy.give_up_tokens, found.policy.entropy.give_up_shadow) == (0, True)
+    assert report(found, replayed, WIDE)["second_threshold"] is None
+    told = second_threshold(found, replayed, WIDE)
+    assert "none that saves more keeps the upper bound of the harm within 10.0%" in told
+    assert told.endswith("the bound needs at least 29 requests in each half.")
+
+
+def test_too_few_requests_prove_nothing(tmp_path: Path) -> None:
+    """With 70 requests in a half, no bound is within one per cent, however well the rule tells hopeless requests."""
+    replayed = replay(tmp_path, mixed(140))
+    assert calibrate(replayed, Goal()).second is None
+
+
+def test_the_proxy_cannot_judge_it(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, mixed(60), labelled=False)
+    found = calibrate(replayed, WIDE)
+    assert found.second is None
+    assert "without labels" in second_threshold(found, replayed, WIDE)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A second threshold that is in force alone is a success, and the written policy has it."""
+    requests = mixed(140, eat="noise", rank="noise", same="noise")
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels, out = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "policy.toml"
+    given = ["calibrate", trace, "--labels", labels, "--max-loss", 0.1, "--out", out]
+    result = CliRunner().invoke(app, list(map(str, given)), env={"NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.stdout.split())
+    assert "Nothing is recommended" in told
+    assert "Second threshold, for thinking that will not converge: EAT >= " in told
+    entropy = forms.load(out).entropy
+    assert entropy.give_up_tokens > 0
+    assert (entropy.shadow, entropy.give_up_shadow) == (False, False)

@@ -1,0 +1,296 @@
+"""Drift: EAT on live requests is compared with the calibration, and a change is found soon and without false alarms."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path  # noqa: TC003
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from meridian_control.cluster.harm_guard import FALSE_ALARM_RATE, Watch, _drift
+from meridian_control.common.inference import ShiftTest
+from meridian_control.fleet import savings
+from meridian_control.offline.calibrated_policy import policy_of
+from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.candidates import single_rules
+from meridian_control.offline.rule_replay import EAT_SENTENCE, RANK, either
+from meridian_control.policy.drift_schema import EatBin, bin_of
+from tests.fakes.tables import policy
+from tests.unit.control.offline.test_calibration import made as requests_that_separate
+from tests.unit.control.offline.test_calibration import replay
+from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meridian_control.policy.model import Policy
+
+FLOOR = 8
+BINS = 5
+
+
+def described(samples: Sequence[float]) -> tuple[EatBin, ...]:
+    """Return the description that a calibration on these samples writes."""
+    ordered = sorted(samples)
+    edges = sorted({ordered[-(-len(ordered) * number // BINS) - 1] for number in range(1, BINS + 1)})
+    counts = [sum(before < x <= edge for x in ordered) for before, edge in zip([-1.0, *edges], edges, strict=False)]
+    return tuple(EatBin(max_nats=edge, requests=count) for edge, count in zip(edges, counts, strict=True))
+
+
+def eat(rng: random.Random, times: float = 1.0) -> float:
+    """Draw an EAT sample in nats, with a median of 0.37 before it is multiplied."""
+    return times * rng.lognormvariate(-1.0, 0.8)
+
+
+def rules(reference: Sequence[EatBin], **entropy: Any) -> Policy:
+    """Return a policy whose EAT rule hardly ever fires, with a description of EAT."""
+    told = [{"max_nats": each.max_nats, "requests": each.requests} for each in reference]
+    fields = {**CALIBRATED, "eat_warmup_samples": 1, "eat_level_threshold_nats": 1e-6, "holdout_share": 0.0}
+    return policy(scheduler={"min_think_tokens": FLOOR}, entropy={**fields, "eat_reference": told, **entropy})
+
+
+# ------------------------------------------------------------------------------------------------------------ the test
+
+
+def live(test: ShiftTest, reference: tuple[EatBin, ...], samples: Sequence[float]) -> float:
+    counts = [0] * len(reference)
+    for sample in samples:
+        counts[bin_of(reference, sample)] += 1
+    return test.add(counts) * FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("calibrated", [40, 100, 400])
+def test_twenty_clean_runs_of_2000_requests_raise_no_alarm(calibrated: int) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        reference = described([eat(rng) for _ in range(calibrated)])
+        test = ShiftTest([each.requests for each in reference])
+        assert max(live(test, reference, [eat(rng) for _ in range(20)]) for _ in range(100)) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "times", "within"), [(40, 0.1, 100), (40, 10.0, 100), (100, 0.3, 300), (100, 3.0, 300)]
+)
+def test_a_change_after_500_requests_is_found_within_the_stated_number(
+    calibrated: int, times: float, within: int
+) -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        reference = described([eat(rng) for _ in range(calibrated)])
+        test = ShiftTest([each.requests for each in reference])
+        for _ in range(50):
+            assert live(test, reference, [eat(rng) for _ in range(10)]) < 1
+        for _ in range(within // 10):
+            evidence = live(test, reference, [eat(rng, times) for _ in range(10)])
+        assert evidence >= 1
+
+
+def test_a_calibration_with_one_bin_tells_nothing() -> None:
+    test = ShiftTest([50])
+    assert [test.add([100]) for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+# --------------------------------------------------------------------------------------------------------- the counts
+
+
+def told_of(made: Stream) -> fleet_pb2.Savings:
+    """Return the counts under the rules in force."""
+    answer = fleet_pb2.GetSavingsResponse(savings=savings.messages(made.session._groups._experiments, None))
+    return savings.merged([answer]).savings[0]
+
+
+def seen(made: Stream) -> list[int]:
+    return made.session._groups._experiments.newest()[0].eat_samples
+
+
+REFERENCE = (EatBin(max_nats=0.1, requests=30), EatBin(max_nats=1.0, requests=40), EatBin(max_nats=2.0, requests=30))
+
+
+def run_one(made: Stream, values: dict[int, float], **fields: Any) -> None:
+    """Run one request whose EAT at a number of thinking tokens is the newest of `values`."""
+    made.open("a", 20, 1, eat_nats=lambda tokens: values[max(at for at in values if at <= tokens)], **fields)
+    while made.agent.engine.live:
+        made.step()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_each_request_counts_once_with_the_first_sample_that_a_rule_could_read(share: float) -> None:
+    made = stream(rules(REFERENCE, holdout_share=share))
+    for before, after in ((0.05, 0.5), (0.05, 0.5), (0.05, 5.0), (5.0, 0.05)):
+        run_one(made, {0: before, FLOOR - 2: after, FLOOR + 6: 0.3})
+    assert seen(made) == [1, 2, 1]
+    assert [each.calibrated for each in told_of(made).eat_samples] == [30, 40, 30]
+
+
+def test_requests_with_other_rules_another_floor_or_no_sample_do_not_count() -> None:
+    override = [
+        {"tenant": "other", "entropy": {"eat_warmup_samples": 3}},
+        {"tenant": "same", "entropy": {"ema_alpha": 1.0}},
+    ]
+    base = rules(REFERENCE)
+    made = stream(base.model_copy(update={"override": policy(override=override).override}))
+    for fields in ({"tenant": "other"}, {"min_think_tokens": FLOOR + 4}):
+        run_one(made, {0: 0.5}, **fields)
+    run_one(made, {0: math.nan})
+    assert seen(made) == [0, 0, 0]
+    run_one(made, {0: 0.5}, tenant="same")
+    run_one(made, {0: 0.5}, min_think_tokens=FLOOR)
+    assert seen(made) == [0, 2, 0]
+
+
+def test_rules_in_shadow_and_requests_from_before_the_rules_do_not_count() -> None:
+    made = stream(rules(REFERENCE, shadow=True))
+    made.open("a", 20, 1)
+    made.step(4)
+    made.apply(rules(REFERENCE))
+    made.step(40)
+    assert seen(made) == [0, 0, 0]
+    made.apply(rules(REFERENCE, shadow=True))
+    run_one(made, {0: 0.5})
+    assert seen(made) == [0, 0, 0]
+
+
+def test_a_request_counts_once_under_a_revision_with_the_same_rules() -> None:
+    made = stream(rules(REFERENCE))
+    made.open("a", 40, 1, eat_nats=lambda _: 0.5)
+    made.step(4)
+    same = rules(REFERENCE)
+    made.apply(same.model_copy(update={"telemetry": same.telemetry.model_copy(update={"report_interval_steps": 2})}))
+    made.step(60)
+    assert seen(made) == [0, 1, 0]
+
+
+def test_a_policy_without_a_description_is_not_compared() -> None:
+    made = stream(rules(()))
+    run_one(made, {0: 0.5})
+    assert seen(made) == []
+    watch = Watch()
+    watch.look({"alone": fleet_pb2.Savings(rules="r", since_revision=1, max_loss=1.0)})
+    assert watch.drift is None
+
+
+# ---------------------------------------------------------------------------------------------- EAT that goes bad
+
+
+def watched(seed: int, requests: int, bad_from: int) -> tuple[int | None, Stream]:
+    """Run requests, 20 at a time, whose EAT falls to a tenth from request `bad_from` on. Return the number of the last
+    request that had closed when the watch found drift, None if it did not."""
+    rng = random.Random(seed)
+    made, watch = stream(rules(described([eat(rng) for _ in range(100)]))), Watch()
+    for begin in range(0, requests, 20):
+        for number in range(begin, begin + 20):
+            value = eat(rng, 0.1 if number >= bad_from else 1.0)
+            made.open(f"r{number}", 12, 1, eat_nats=lambda _, value=value: value)
+        while made.agent.engine.live:
+            made.step()
+        watch.look({"alone": told_of(made)})
+        assert watch.drift is not None
+        if watch.drift >= 1:
+            return begin + 20, made
+    return None, made
+
+
+def test_signals_that_go_bad_after_200_requests_are_found_within_100_more() -> None:
+    for seed in range(3):
+        found, made = watched(seed, requests=300, bad_from=200)
+        assert found is not None
+        assert 200 < found <= 300
+        reason = _drift(told_of(made))
+        assert "have a first sample up to " in reason
+        assert "where the calibration had 20 of 100" in reason
+
+
+def test_a_run_whose_signals_stay_raises_no_alarm() -> None:
+    for seed in range(3):
+        assert watched(seed, requests=300, bad_from=10**9)[0] is None
+
+
+# -------------------------------------------------------------------------------------------------- several replicas
+
+
+def part(*counts: int, **fields: Any) -> fleet_pb2.Savings:
+    samples = [
+        fleet_pb2.EatSamples(max_nats=each.max_nats, calibrated=each.requests, seen=count)
+        for each, count in zip(REFERENCE, counts, strict=True)
+    ]
+    return fleet_pb2.Savings(**{"rules": "r", "since_revision": 3, "max_loss": 1.0, "eat_samples": samples, **fields})
+
+
+def test_the_watch_takes_each_sample_in_once_and_begins_anew_with_new_rules() -> None:
+    watch = Watch()
+    watch.look({"a": part(40, 1, 1), "b": part(10, 1, 0)})
+    first = watch.drift
+    assert first is not None
+    watch.look({"a": part(40, 1, 1), "b": part(10, 1, 0)})
+    assert watch.drift == first, "no new request, no new evidence"
+    watch.look({"a": part(90, 1, 1)})
+    assert watch.drift is not None
+    assert watch.drift > max(1, first)
+    watch.look({"a": part(1, 1, 1, since_revision=9)})
+    assert watch.drift < 1
+
+
+def test_samples_of_replicas_add_and_the_reason_names_the_bin_that_gained() -> None:
+    told = savings.merged(fleet_pb2.GetSavingsResponse(savings=[each]) for each in (part(1, 2, 30), part(4, 5, 60)))
+    assert [each.seen for each in told.savings[0].eat_samples] == [5, 7, 90]
+    assert "90 of 102 requests have a first sample above 1 nats, where the calibration had 30 of 100" in _drift(
+        told.savings[0]
+    )
+    assert "up to 0.1 nats" in _drift(part(9, 1, 1))
+    assert "from 0.1 to 1 nats" in _drift(part(1, 90, 1))
+
+
+# ------------------------------------------------------------------------------------------------------- calibration
+
+
+def test_calibration_describes_the_samples_that_its_rule_could_read(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, requests_that_separate(rank="noise"))
+    found = calibrate(replayed, Goal(max_loss=0.05))
+    assert found.recommended is not None
+    assert found.confirmed
+    assert found.recommended.rule.signals == {"EAT"}
+    bins = found.policy.entropy.eat_reference
+    assert len(bins) == BINS
+    floor = found.policy.scheduler.min_think_tokens
+    only_paragraphs = found.policy.entropy.eat_probe_placement == "paragraph"
+    episodes, samples = replayed.episodes, dict[int, float]()
+    for place, sample in enumerate(episodes.sample.tolist()):
+        is_probed = sample >= 0 and (episodes.paragraph[place] or not only_paragraphs)
+        if is_probed and episodes.sample_tokens[sample] >= floor - found.policy.entropy.eat_warmup_samples:
+            samples.setdefault(int(episodes.owner[place]), float(episodes.eat_nats[sample]))
+    assert sum(each.requests for each in bins) == len(samples)
+    counts = [0] * len(bins)
+    for value in samples.values():
+        counts[bin_of(bins, float(f"{value:.4g}"))] += 1
+    assert counts == [each.requests for each in bins]
+
+
+def test_a_rule_that_also_reads_ranks_is_not_described(tmp_path: Path) -> None:
+    replayed = replay(tmp_path, requests_that_separate())
+    eat_rule = single_rules(replayed, np.arange(30))[EAT_SENTENCE][-1]
+    requests = np.arange(len(replayed.episodes.ids))
+    described_alone = policy_of(replayed, eat_rule, {"EAT", RANK}, requests, requests)
+    assert len(described_alone.entropy.eat_reference) == BINS
+    rank_rule = single_rules(replayed, np.arange(30))[RANK][-1]
+    for rule in (rank_rule, either(eat_rule, rank_rule), None):
+        assert policy_of(replayed, rule, {"EAT", RANK}, requests, requests).entropy.eat_reference == ()
+    assert policy_of(replayed, eat_rule, {"EAT"}, requests, requests // 10).entropy.eat_reference == (), (
+        "too few groups"
+    )
+
+
+def test_a_recorded_stream_with_a_description_replays_byte_for_byte() -> None:
+    _, recorded = watched(5, requests=40, bad_from=20)
+    session = type(recorded.session)("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW)
+    replayed = []
+    for now, message in recorded.trace:
+        if isinstance(message, tuple):
+            replayed += session.on_policy(*message)
+        elif not isinstance(message, str):
+            replayed += session.on_message(message, now)
+    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
+    assert session._groups._experiments.newest()[0].eat_samples == seen(recorded)

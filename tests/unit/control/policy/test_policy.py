@@ -1,0 +1,365 @@
+"""The policy schema: what it accepts, the exact text of every refusal, and the three forms it converts between."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from meridian.v1 import policy_pb2
+from pydantic import AfterValidator, BaseModel
+from pydantic.fields import FieldInfo
+
+from meridian_control.common.errors import PolicyError
+from meridian_control.policy.drift_schema import EatBin
+from meridian_control.policy.formats import find, from_proto, load, parse_toml, to_proto, to_toml
+from meridian_control.policy.model import Override, Policy, Who
+from meridian_control.policy.model_section import ModelPolicy
+from meridian_control.policy.schema import (
+    EntropyPolicy,
+    FallbackPolicy,
+    KvMemoryPolicy,
+    RankCondition,
+    SchedulerPolicy,
+    TelemetryPolicy,
+)
+from meridian_control.policy.section import INT32_MAX, MAX_LEASE_MS, MIN_LEASE_MS
+
+CORPUS = Path(__file__).parents[3] / "data" / "policies"
+ACCEPTED = sorted(CORPUS.glob("accepted/*.toml"))
+REJECTED = sorted(CORPUS.glob("rejected/*.toml"))
+ERROR = "# error: "
+
+# Policies with texts that are too long for a file which people read.
+REJECTED_TEXT = [
+    (
+        f"model.m.closing_text = '{'x' * 2001}'",
+        f'model.m.closing_text must have at most 2000 characters; got "{"x" * 58}…',
+    ),
+    (
+        f"scheduler.max_think_tokens = {16**4500:#x}",
+        "scheduler.max_think_tokens must be in [1, 2147483647]; got a very long value",
+    ),
+    ("x = " + "[" * 5000, "f.toml: nested too deeply"),
+    (f"override = [{'{}, ' * 257}]", f"override must have at most 256 entries; got [{'{}, ' * 14}{{}}…"),
+    (
+        "".join(f"[model.m{n}]\n" for n in range(257)),
+        'model must have at most 256 entries; got {"m0": {}, "m1": {}, "m2": {}, "m3": {}, "m4": {}, "m5": {}…',
+    ),
+    (
+        "[[override]]\n" + "".join(f'engine_labels.l{n} = ""\n' for n in range(33)),
+        "override[0].engine_labels must have at most 32 entries; got "
+        '{"l0": "", "l1": "", "l2": "", "l3": "", "l4": "", "l5": ""…',
+    ),
+    (
+        f"entropy.rank_conditions = [{'{max_ranks = [5]}, ' * 17}]",
+        "entropy.rank_conditions must have at most 16 entries; got "
+        '[{"max_ranks": [5]}, {"max_ranks": [5]}, {"max_ranks": [5]}…',
+    ),
+    (
+        f"model.m.think_end_token_ids = [{'7, ' * 65}]",
+        f"model.m.think_end_token_ids must have at most 64 entries; got [{'7, ' * 19}7…",
+    ),
+]
+
+TOO_LONG = ["text", "number", "nesting", "overrides", "models", "labels", "conditions", "markers"]
+
+
+def complaints(text: str, source: str = "f.toml") -> list[str]:
+    with pytest.raises(PolicyError) as caught:
+        parse_toml(text, source)
+    assert str(caught.value) == "\n".join(map(str, caught.value.violations()))
+    return str(caught.value).split("\n")
+
+
+@pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
+def test_accepts(path: Path) -> None:
+    policy = load(path)
+    assert parse_toml(to_toml(policy)) == policy == from_proto(to_proto(policy))
+
+
+@pytest.mark.parametrize("path", REJECTED, ids=lambda path: path.stem)
+def test_rejects(path: Path) -> None:
+    text = path.read_text()
+    expected = [line.removeprefix(ERROR) for line in text.splitlines() if line.startswith(ERROR)]
+    assert complaints(text, path.name) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), REJECTED_TEXT, ids=TOO_LONG)
+def test_rejects_what_is_too_long(text: str, expected: str) -> None:
+    assert complaints(text) == [expected]
+
+
+def test_the_corpus_is_there() -> None:
+    assert len(ACCEPTED) >= 30
+    assert len(REJECTED) >= 60
+
+
+def test_defaults() -> None:
+    policy = parse_toml("")
+    assert policy == Policy() == from_proto(policy_pb2.Policy())
+    assert (policy.entropy.shadow, policy.scheduler.shadow, policy.kv_memory.shadow) == (True, False, False)
+    assert (policy.scheduler.max_think_tokens, policy.entropy.rpdi_window_tokens) == (32768, 512)
+
+
+# ------------------------------------------------------------------------------------------------------------- proto
+
+
+def test_proto_reports_what_json_would_hide() -> None:
+    message = policy_pb2.Policy()
+    message.entropy.ema_alpha = math.nan
+    message.scheduler.think_tpot_budget_ms = math.inf
+    message.model["NaN"].reasoning_parser = "NaN"
+    message.model["a.b"].think_end_token_ids.append(-5)
+    message.telemetry.MergeFromString(b"\xf8\x7f\x01")  # field 2047, from a newer client
+    with pytest.raises(PolicyError) as caught:
+        from_proto(message)
+    assert str(caught.value).split("\n") == [
+        "scheduler.think_tpot_budget_ms must be a finite number; got inf",
+        "entropy.ema_alpha must be a finite number; got nan",
+        'telemetry."field 2047" is not a known key',
+        'model."a.b".think_end_token_ids[0] must be in [0, 2147483647]; got -5',
+    ]
+
+
+def schema_of_model(model: type[BaseModel]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        nested = models_in(field.annotation)
+        found[name] = schema_of_model(nested[0]) if nested else None
+    return found
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in models_in(arg)]
+
+
+def schema_of_proto(message: Descriptor) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in message.fields:
+        nested = field.message_type
+        if nested is not None and nested.GetOptions().map_entry:
+            nested = nested.fields_by_name["value"].message_type
+        found[field.name] = None if nested is None else schema_of_proto(nested)
+    return found
+
+
+def test_proto_and_schema_have_the_same_fields() -> None:
+    assert schema_of_proto(policy_pb2.Policy.DESCRIPTOR) == schema_of_model(Policy)
+
+
+def test_every_field_is_described() -> None:
+    sections = [model for field in Policy.model_fields.values() for model in models_in(field.annotation)]
+    assert [name for s in sections for name, field in s.model_fields.items() if not field.description] == []
+
+
+# ------------------------------------------------------------------------------------------------------- round trips
+
+
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:  # noqa: PLR0911
+    if type(None) in get_args(field.annotation):
+        # An override's field is absent, or has a value that the section itself allows.
+        inner = FieldInfo.from_annotation(get_args(field.annotation)[0])
+        return values(inner).filter(lambda value: value != [])
+    if EatBin in models_in(field.annotation):
+        edges = st.lists(st.floats(0, 1e9), min_size=1, max_size=4, unique=True).map(sorted)
+        counts = st.integers(1, INT32_MAX)
+        return edges.flatmap(lambda found: st.tuples(*(st.tuples(st.just(edge), counts) for edge in found))).map(
+            lambda bins: [{"max_nats": edge, "requests": count} for edge, count in bins]
+        )
+    if any(isinstance(c, AfterValidator) for c in field.metadata):
+        return st.just(0) | st.integers(MIN_LEASE_MS, MAX_LEASE_MS)
+    limits = {name: getattr(c, name) for c in field.metadata for name in ("gt", "ge", "le") if hasattr(c, name)}
+    if field.annotation is int:
+        return st.integers(limits["ge"], limits["le"])
+    if field.annotation is float:
+        low = limits.get("gt", limits.get("ge"))
+        upper = limits.get("le")
+        return st.floats(low, upper, exclude_min="gt" in limits, allow_nan=False, allow_infinity=False)
+    if field.annotation is bool:
+        return st.booleans()
+    if field.annotation is str:
+        return st.text(max_size=50)
+    if get_origin(field.annotation) is Literal:
+        return st.sampled_from(get_args(field.annotation))
+    if field.annotation == Mapping[str, str]:
+        return st.dictionaries(st.text(), st.text(), max_size=2)
+    if models := models_in(field.annotation):
+        is_list = get_origin(field.annotation) is tuple
+        return st.lists(tables(models[0]), max_size=3) if is_list else tables(models[0])
+    if field.annotation == RankCondition.model_fields["max_ranks"].annotation:
+        return st.lists(st.integers(1, INT32_MAX), min_size=1, max_size=8)
+    return st.lists(st.integers(0, INT32_MAX), max_size=3)
+
+
+def tables(model: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for any subset of a section's keys."""
+    return st.fixed_dictionaries({}, optional={name: values(field) for name, field in model.model_fields.items()})
+
+
+SECTIONS = {name: field.annotation for name, field in Policy.model_fields.items() if not get_args(field.annotation)}
+MODEL = get_args(Policy.model_fields["model"].annotation)[1]
+TREES = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: tables(section) for name, section in SECTIONS.items()},
+        "model": st.dictionaries(st.text(), tables(MODEL), max_size=2),
+        "override": st.lists(tables(Override), max_size=2),
+    },
+)
+
+
+def test_a_low_cap_alone_lowers_the_floor() -> None:
+    scheduler = parse_toml("scheduler.max_think_tokens = 64").scheduler
+    assert (scheduler.min_think_tokens, scheduler.max_think_tokens) == (64, 64)
+
+
+@given(TREES)
+def test_round_trips(tree: Mapping[str, Any]) -> None:
+    scheduler = tree.get("scheduler", {})
+    assume(scheduler.get("min_think_tokens", 0) <= scheduler.get("max_think_tokens", 32768))
+    policy = Policy.model_validate(tree)
+    assert parse_toml(to_toml(policy)) == policy
+    wire = to_proto(policy).SerializeToString()
+    assert from_proto(policy_pb2.Policy.FromString(wire)) == policy
+
+
+# --------------------------------------------------------------------------------------------------------- overrides
+
+LOW = {"effort": "low", "scheduler": {"max_think_tokens": 100}}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "who", "expected"),
+    [
+        ({}, Who(), True),
+        ({"model": "Qwen/*"}, Who(model="Qwen/Qwen3-8B"), True),
+        ({"model": "qwen/*"}, Who(model="Qwen/Qwen3-8B"), False),
+        ({"tenant": "acme"}, Who(), False),
+        ({"tenant": "acme", "slo_class": "batch"}, Who(tenant="acme", slo_class="batch"), True),
+        ({"tenant": "acme", "slo_class": "batch"}, Who(tenant="acme", slo_class="chat"), False),
+        ({"effort": "[lm]*"}, Who(effort="medium"), True),
+        ({"engine_labels": {"zone": "a"}}, Who(engine_labels={"zone": "a", "gpu": "h"}), True),
+        ({"engine_labels": {"zone": "a"}}, Who(engine_labels={"zone": "b"}), False),
+    ],
+)
+def test_an_override_matches_when_all_its_patterns_do(patterns: dict[str, Any], who: Who, expected: bool) -> None:
+    changed = Policy.model_validate({"override": [patterns | {"scheduler": {"soft_close_rank": 3}}]}).of(who)
+    assert (changed.scheduler.soft_close_rank == 3) is expected
+
+
+@pytest.mark.parametrize(
+    ("who", "known"),
+    [
+        (Who(), True),
+        *((Who(effort=level), True) for level in ("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+        (Who(effort="turbo"), False),
+        (Who(effort="Low"), False),
+        # An override without an effort names none, and one for other tenants does not count.
+        (Who(effort="turbo", tenant="any"), False),
+        (Who(effort="ultra-3"), False),
+        (Who(effort="ultra-3", tenant="acme"), True),
+    ],
+)
+def test_an_effort_is_known_to_the_apis_or_to_an_override(who: Who, known: bool) -> None:
+    ultra = {"effort": "ultra*", "tenant": "acme", "scheduler": {"max_think_tokens": 9}}
+    anyone = {"tenant": "any", "scheduler": {"max_think_tokens": 8}}
+    assert Policy.model_validate({"override": [ultra, anyone]}).knows_effort(who) is known
+
+
+def test_later_overrides_win_field_by_field() -> None:
+    second = {"tenant": "a", "scheduler": {"soft_think_tokens": 7}, "entropy": {"shadow": False}}
+    third = {"tenant": "a", "scheduler": {"soft_think_tokens": 8}}
+    policy = Policy.model_validate({"override": [LOW, second, third]})
+    changed = policy.of(Who(tenant="a", effort="low"))
+    assert (changed.scheduler.max_think_tokens, changed.scheduler.soft_think_tokens) == (100, 8)
+    assert not changed.entropy.shadow
+    assert policy.of(Who(tenant="b")) is policy
+
+
+def test_where_floor_and_cap_cross_the_cap_wins() -> None:
+    policy = Policy.model_validate({"override": [LOW, {"scheduler": {"min_think_tokens": 300}}]})
+    assert policy.of(Who(effort="low")).scheduler.min_think_tokens == 100
+    assert policy.of(Who()).scheduler.min_think_tokens == 300
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return the paths of the working directory's and the user's policy files, neither of which exists yet."""
+    here, user = tmp_path / "here", tmp_path / "config" / "meridian"
+    here.mkdir()
+    user.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return here / "meridian.toml", user / "meridian.toml"
+
+
+def test_find_order(places: tuple[Path, Path], tmp_path: Path) -> None:
+    here, user = places
+    assert find(None) is None
+    user.touch()
+    assert find(None) == user
+    here.touch()
+    found = find(None)
+    assert found is not None
+    assert found.resolve() == here
+    explicit = tmp_path / "mine.toml"
+    explicit.touch()
+    assert find(explicit) == explicit
+
+
+def test_find_without_xdg(places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    user = tmp_path / ".config" / "meridian" / "meridian.toml"
+    user.parent.mkdir(parents=True)
+    user.touch()
+    assert find(None) == user
+
+
+def test_find_wants_an_explicit_file_to_exist(places: tuple[Path, Path]) -> None:
+    places[0].touch()
+    with pytest.raises(PolicyError, match=r"^nowhere\.toml: is not a file$"):
+        find(Path("nowhere.toml"))
+
+
+def test_load(tmp_path: Path) -> None:
+    path = tmp_path / "meridian.toml"
+    path.write_text("telemetry.report_interval_steps = 4")
+    assert load(path).telemetry.report_interval_steps == 4
+    path.write_text("=")
+    with pytest.raises(PolicyError, match=r"meridian\.toml: line 1, column 1: Invalid statement"):
+        load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(PolicyError, match=r"meridian\.toml: cannot be read: not UTF-8"):
+        load(path)
+    with pytest.raises(PolicyError, match=r"cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_the_message_says_of_each_field_what_the_schema_says() -> None:
+    text = (Path(__file__).parents[4] / "proto/meridian/v1/policy.proto").read_text()
+    models: list[type[BaseModel]] = [
+        SchedulerPolicy,
+        EntropyPolicy,
+        KvMemoryPolicy,
+        TelemetryPolicy,
+        FallbackPolicy,
+        ModelPolicy,
+    ]
+    for model in models:
+        body = re.search(rf"^message {model.__name__} {{\n(.*?)^}}", text, re.DOTALL | re.MULTILINE)
+        assert body is not None
+        said = dict[str, str]()
+        for comment, field in re.findall(r"((?: *//[^\n]*\n)+) *[\w. ]+ (\w+) = \d+;", body[1]):
+            said[field] = " ".join(line.strip(" /") for line in comment.splitlines())
+        assert said == {field: info.description for field, info in model.model_fields.items()}
