@@ -17,6 +17,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.request_info import clean
 from meridian_agent.vllm_adapter import required_api
 from meridian_agent.vllm_adapter.version import minor, vllm_version
 
@@ -49,6 +50,13 @@ _OF_REQUESTS = frozenset(
 _COVERED = frozenset({*ANSWERS, "build_connector_meta", *OF_FINISHED})
 # Connectors that take part in computing every request of a step, by class name, and what each does.
 TAKES_PART = {"HiSparseConnector": "moves the KV of every request of a step"}
+
+
+def named(config: Any) -> dict[str, str]:
+    """Return the fields of Hello that name an engine's KV connector and role; none if it has no connector."""
+    transfer = getattr(config, "kv_transfer_config", None)
+    fields = {name: getattr(transfer, name, None) for name in ("kv_connector", "kv_role")}
+    return {name: clean(value) for name, value in fields.items() if value}
 
 
 def obstacle(connector: Any, interface: Iterable[type]) -> str:

@@ -1,6 +1,6 @@
 """Formats engines, live requests, and comparisons with the control group as tables for a terminal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
@@ -9,13 +9,17 @@ from meridian_control.cli.console import add, new_table
 from meridian_control.common.enum_names import entropy_backend_name, outcome_name, phase_name, state_name
 
 
-def engine_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
+def engine_table(rows: Sequence[fleet_pb2.Engine]) -> Table:
+    """Return the engines; their KV connectors and roles have a column if an engine has a connector."""
     load_columns = ("step ms", "KV", "running", "waiting", "think", "answer")
-    shown = new_table("engine", "state", "model", "revision", "entropy", *load_columns)
+    has_connectors = any(e.kv_connector for e in rows)
+    columns = ("entropy", *(("KV connector",) if has_connectors else ()), *load_columns)
+    shown = new_table("engine", "state", "model", "revision", *columns)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
         load = (f"{e.step_time_ms:.1f}", f"{e.kv_used:.0%}", e.running, e.waiting, e.thinking, e.answering)
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *load)
+        connector = (f"{e.kv_connector} {e.kv_role}".strip(),) if has_connectors else ()
+        add(shown, e.engine_id, _engine_state(e), e.model, revision, _entropy(e), *connector, *load)
     return shown
 
 

@@ -37,6 +37,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         unknown_markers=hello.unknown_markers,
         entropy_backend=hello.entropy_backend,
         entropy_note=hello.entropy_note,
+        kv_connector=hello.kv_connector,
+        kv_role=hello.kv_role,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),
         token_events=session.totals.token_events,

@@ -671,6 +671,8 @@ class Hello(_message.Message):
     UNKNOWN_MARKERS_FIELD_NUMBER: _builtins.int
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
+    KV_CONNECTOR_FIELD_NUMBER: _builtins.int
+    KV_ROLE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine; it stays the same when the engine process restarts."""
     incarnation: _builtins.str
@@ -709,6 +711,12 @@ class Hello(_message.Message):
     """Backend that measures entropy on this engine."""
     entropy_note: _builtins.str
     """Reason why no faster backend measures entropy, or why none does; otherwise empty."""
+    kv_connector: _builtins.str
+    """Name of the engine's KV connector, as in vLLM's kv_transfer_config; empty if the engine has none."""
+    kv_role: _builtins.str
+    """The engine's role among the engines that it exchanges KV with, as in vLLM's kv_transfer_config: kv_producer,
+    kv_consumer or kv_both; empty if the engine has no KV connector.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels by which operators select the engine; from MERIDIAN_LABELS in the engine's environment."""
@@ -758,10 +766,12 @@ class Hello(_message.Message):
         unknown_markers: _builtins.str = ...,
         entropy_backend: Global___EntropyBackend.ValueType = ...,
         entropy_note: _builtins.str = ...,
+        kv_connector: _builtins.str = ...,
+        kv_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "capabilities", b"capabilities", "freeze", b"freeze", "recover_ms", b"recover_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms", "agent_version", b"agent_version", "block_size_tokens", b"block_size_tokens", "capabilities", b"capabilities", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "labels", b"labels", "last_fault", b"last_fault", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "recover_ms", b"recover_ms", "refused", b"refused", "revision", b"revision", "state", b"state", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recover_ms: _TypeAlias = _typing.Literal["recover_ms"]  # noqa: Y015
     _WhichOneofArgType__recover_ms: _TypeAlias = _typing.Literal["_recover_ms", b"_recover_ms"]  # noqa: Y015

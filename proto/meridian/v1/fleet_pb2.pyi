@@ -245,6 +245,8 @@ class Engine(_message.Message):
     ENTROPY_BACKEND_FIELD_NUMBER: _builtins.int
     ENTROPY_NOTE_FIELD_NUMBER: _builtins.int
     WITHDRAWN_FIELD_NUMBER: _builtins.int
+    KV_CONNECTOR_FIELD_NUMBER: _builtins.int
+    KV_ROLE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine, as in Hello."""
     incarnation: _builtins.str
@@ -305,6 +307,10 @@ class Engine(_message.Message):
     """Reason why the control plane itself has put the entropy rules of the engine's revision into shadow; empty if it has
     not.
     """
+    kv_connector: _builtins.str
+    """Name of the engine's KV connector, as in Hello."""
+    kv_role: _builtins.str
+    """The engine's role among the engines that it exchanges KV with, as in Hello."""
     @_builtins.property
     def connect_time(self) -> _timestamp_pb2.Timestamp:
         """Time when the engine's stream began."""
@@ -419,10 +425,12 @@ class Engine(_message.Message):
         entropy_backend: _agent_pb2.EntropyBackend.ValueType = ...,
         entropy_note: _builtins.str = ...,
         withdrawn: _builtins.str = ...,
+        kv_connector: _builtins.str = ...,
+        kv_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answering", b"answering", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "last_fault", b"last_fault", "model", b"model", "nack_error", b"nack_error", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "revision", b"revision", "running", b"running", "shadow", b"shadow", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,6 +69,8 @@ def _check_unnamed(engine: Engine, told: list[dict[str, Any]]) -> None:
 
 
 def _check(engine: Engine) -> None:
+    transfer, shown = engine.build.args["kv_transfer_config"], engine.control.engine()
+    assert (shown.kv_connector, shown.kv_role) == (transfer["kv_connector"], transfer["kv_role"])
     asks = _asks(engine)
     expected = [answer.tokens for (answer,) in engine.stock.ask(asks)]
     engine.control.apply(DENSE)
