@@ -185,8 +185,8 @@ class Lifecycle:
             unknown_markers=clean(self._told_unknown, MAX_FAULT),
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
-            **kv_connectors.named(config),
         )
+        hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)
         return hello

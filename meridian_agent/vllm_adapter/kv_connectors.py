@@ -52,11 +52,10 @@ _COVERED = frozenset({*ANSWERS, "build_connector_meta", *OF_FINISHED})
 TAKES_PART = {"HiSparseConnector": "moves the KV of every request of a step"}
 
 
-def named(config: Any) -> dict[str, str]:
-    """Return the fields of Hello that name an engine's KV connector and role; none if it has no connector."""
+def connector_and_role(config: Any) -> tuple[str, str]:
+    """Return the name and the role of an engine's KV connector; two empty texts if it has none."""
     transfer = getattr(config, "kv_transfer_config", None)
-    fields = {name: getattr(transfer, name, None) for name in ("kv_connector", "kv_role")}
-    return {name: clean(value) for name, value in fields.items() if value}
+    return clean(getattr(transfer, "kv_connector", None) or ""), clean(getattr(transfer, "kv_role", None) or "")
 
 
 def obstacle(connector: Any, interface: Iterable[type]) -> str:

@@ -14,12 +14,12 @@ from meridian_control.cluster.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.status_page.contents import newest_ends, plain
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, UNREACHABLE, run
-from tests.contract.control.cli.test_ctl import Control as FakeControl
-from tests.contract.control.cli.test_ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.control.cluster.test_whole_fleet import stepping
 from tests.contract.control.fleet.test_record import Recorder, replayed
 from tests.contract.control.telemetry.test_metrics import scraped, value
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, run
+from tests.contract.ctl import Control as FakeControl
+from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.secured import Clients, Secured, securing
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy

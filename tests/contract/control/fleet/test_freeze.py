@@ -16,7 +16,7 @@ from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.session.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, run
+from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
 from meridian_control.session.session import Session
-from tests.contract.control.cli.test_ctl import FakeFleet, run
+from tests.contract.ctl import FakeFleet, run
 from tests.contract.streams import Control, bad_slot, call_to, failure
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello

@@ -14,7 +14,7 @@ from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import to_proto
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, run
+from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.contract.rollouts import (
     ABORTED,
     ALL,

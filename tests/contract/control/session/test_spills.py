@@ -11,8 +11,8 @@ from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.core.step_signals import StepSignals
 from meridian_control.decisions.control_group import held_out
 from meridian_control.telemetry.control_group_metrics import control_group
-from tests.contract.control.cli.test_ctl import run
 from tests.contract.control.cluster.test_harm_guard import savings
+from tests.contract.ctl import run
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy

@@ -20,7 +20,7 @@ from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.session.freeze_state import Match
 from meridian_control.status_page.server import FILES, MAX_VIEWERS, StatusPage
-from tests.contract.control.cli.test_why import one_life
+from tests.contract.control.decision_log.test_why import one_life
 from tests.contract.streams import Control, controlling
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until

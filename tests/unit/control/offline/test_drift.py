@@ -20,8 +20,8 @@ from meridian_control.offline.candidates import single_rules
 from meridian_control.offline.rule_replay import EAT_SENTENCE, RANK, either
 from meridian_control.policy.drift_schema import EatBin, bin_of
 from tests.fakes.tables import policy
-from tests.unit.control.offline.test_calibration import made as requests_that_separate
-from tests.unit.control.offline.test_calibration import replay
+from tests.unit.control.offline.replays import made as requests_that_separate
+from tests.unit.control.offline.replays import replay
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
 
 if TYPE_CHECKING:

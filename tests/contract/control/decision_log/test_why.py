@@ -23,9 +23,9 @@ from meridian_control.decision_log import jsonl_file as files
 from meridian_control.decision_log.log import DecisionLog
 from meridian_control.policy import formats as forms
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.cli.test_ctl import FAILED, INVALID, OK, UNREACHABLE, engine, run
-from tests.contract.control.cli.test_ctl import Control as FakeControl
-from tests.contract.control.cli.test_ctl import control as fake_control  # noqa: F401 - a fixture
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, engine, run
+from tests.contract.ctl import Control as FakeControl
+from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy

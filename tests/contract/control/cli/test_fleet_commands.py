@@ -1,0 +1,135 @@
+"""`meridianctl engines`, `requests`, `top` and `wait` against a server whose fleet the test sets."""
+
+import asyncio
+import json
+import os
+import signal
+from asyncio.subprocess import PIPE
+from contextlib import suppress
+from pathlib import Path
+
+from meridian.v1 import agent_pb2, fleet_pb2
+
+from tests.contract.ctl import (
+    CONNECTED,
+    FAILED,
+    OK,
+    Control,
+    engine,
+)
+from tests.processes import MERIDIANCTL
+
+
+async def test_engines(control: Control) -> None:
+    control.fleet.engines = [engine("a[b]", 1, kv_used=0.25), engine("b", 0, nack_error="no", fault="tripped")]
+    listed = json.loads((await control("engines", "-o", "json")).stdout)
+    assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", "1", 0.25), ("b", "0", 0)]
+    first, second, reason = (await control("engines")).stdout.splitlines()[1:]
+    assert reason.startswith("b refused revision ")
+    assert reason.endswith(": no")
+    assert first.split()[:2] == ["a[b]", "connected"]
+    assert "25%" in first
+    assert "fault: tripped" in second
+    assert "0/1 refused" in second
+    control.fleet.engines = [engine("c", 1, unknown_markers="started without --reasoning-parser")]
+    *_, missing = (await control("engines")).stdout.splitlines()
+    assert missing == "c does not know its thinking markers: started without --reasoning-parser"
+
+
+async def test_engines_say_what_measures_entropy(control: Control) -> None:
+    torch, none = agent_pb2.ENTROPY_BACKEND_TORCH, agent_pb2.ENTROPY_BACKEND_NONE
+    control.fleet.engines = [
+        engine("a", 1, entropy_backend=torch, entropy_note="CuPy is not installed"),
+        engine("b", 1, entropy_backend=none, entropy_note="there are no entropy kernels for xpu"),
+        engine("c", 1, entropy_backend=agent_pb2.ENTROPY_BACKEND_CUDA),
+        engine("d", 1),
+    ]
+    said = (await control("engines")).stdout
+    assert "torch, slower" in " ".join(said.split())
+    assert "a measures entropy with torch: CuPy is not installed" in said.splitlines()
+    assert "b measures entropy with none: there are no entropy kernels for xpu" in said.splitlines()
+    assert sum("measures entropy" in line for line in said.splitlines()) == 2
+    listed = json.loads((await control("engines", "-o", "json")).stdout)
+    assert [e["entropy_backend"].rpartition("_")[2] for e in listed] == ["TORCH", "NONE", "CUDA", "UNSPECIFIED"]
+
+
+async def test_requests(control: Control) -> None:
+    last = fleet_pb2.LastDecision(decision_id=1, kind="force", reason="eat", outcome=agent_pb2.OUTCOME_APPLIED)
+    control.fleet.requests = [
+        fleet_pb2.LiveRequest(engine_id="a", request_id="r1", phase=agent_pb2.PHASE_THINK, entropy_nats=float("nan")),
+        fleet_pb2.LiveRequest(engine_id="b", request_id="r2", phase=agent_pb2.PHASE_OUTPUT, last_decision=last),
+    ]
+    listed = json.loads((await control("requests", "-o", "json")).stdout)
+    assert [(r["request_id"], r["entropy_nats"]) for r in listed] == [("r1", "NaN"), ("r2", 0.0)]
+    only = json.loads((await control("requests", "--engine", "b", "-o", "json")).stdout)
+    assert [r["request_id"] for r in only] == ["r2"]
+    first, second = (await control("requests")).stdout.splitlines()[1:]
+    assert first.split()[:3] == ["a", "r1", "think"]
+    assert second.strip().endswith("force eat applied")
+
+
+async def test_top_into_a_pipe_until_interrupted(control: Control) -> None:
+    control.fleet.engines = [engine("engine-7", 1)]
+    command = [*MERIDIANCTL, "top", "--interval-ms", "50"]
+    environment = {**os.environ, "MERIDIAN_SERVER": control.address, "FORCE_COLOR": "1", "COLUMNS": "80"}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            for _ in range(3):
+                await process.stdout.readuntil(b"engine-7")
+            process.send_signal(signal.SIGINT)
+            _, errors = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    assert (process.returncode, errors) == (OK, b"")
+
+
+async def test_wait_for_engines_that_lag(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [engine("a", 1), engine("b", 0), engine("gone", 0, state=0)]
+    waiting = asyncio.create_task(control("wait"))
+    done, _ = await asyncio.wait([waiting], timeout=0.5)
+    assert not done
+    control.fleet.engines[1].acked_revision = 1
+    result = await waiting
+    assert (result.exit_code, result.stdout) == (OK, "revision 1 is applied on all 2 connected engines\n")
+
+
+async def test_wait_times_out(control: Control) -> None:
+    control.fleet.engines = [engine("a", 2), engine("b", 1)]
+    result = await control("wait", "--revision", 2, "--timeout", 0)
+    assert (result.exit_code, result.stderr) == (FAILED, "b is at revision 1\n")
+
+
+async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [fleet_pb2.Engine(engine_id="e", state=CONNECTED, acked_revision=1)]
+    control.fleet.requests = [fleet_pb2.LiveRequest(engine_id="e", request_id="r")]
+    control.fleet.unreachable = ["b-1", "a-2"]
+    missing = "replicas that did not answer, so that their data is missing: a-2, b-1\n"
+    for command in ("engines", "requests"):
+        result = await control(command)
+        assert (result.exit_code, result.stderr) == (OK, missing)
+    result = await control("wait", "--timeout", 0)
+    assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of unreachable replicas may lag behind"
+
+
+async def test_wait_stops_at_a_refusal(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1), engine("b", 0, nack_error="unknown parser")]
+    result = await control("wait", "--revision", 1, "--timeout", 60)
+    assert (result.exit_code, result.stderr) == (FAILED, "b refused: unknown parser\n")
+
+
+async def test_wait_names_those_that_lag_beside_those_that_refused(control: Control) -> None:
+    control.fleet.engines = [engine("a", 0), engine("b", 0, nack_error="no")]
+    result = await control("wait", "--revision", 1)
+    assert (result.exit_code, result.stderr) == (FAILED, "b refused: no\na is at revision 0\n")
+
+
+async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control) -> None:
+    control.fleet.engines = [engine("b", 0, nack_error="old")]
+    result = await control("wait", "--revision", 2, "--timeout", 0)
+    assert result.stderr == "b is at revision 0\n"

@@ -1,0 +1,221 @@
+"""`meridianctl policy` against a real server over a real store."""
+
+import json
+from pathlib import Path
+
+import grpc
+import pytest
+from meridian.v1 import policy_pb2, policy_pb2_grpc
+from typer.testing import Result
+
+from meridian_control.cli.console import error_lines
+from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model_families import model_families
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, Control, run
+
+
+async def test_apply_then_get(control: Control, file: Path) -> None:
+    applied = await control("policy", "apply", "-f", file, "--reason", "two\nlines")
+    assert applied.exit_code == OK
+    word, revision, etag_word, etag = applied.stdout.split()
+    assert (word, revision, etag_word) == ("revision", "1", "etag")
+
+    as_toml = await control("policy", "get")
+    assert parse_toml(as_toml.stdout).fallback.lease_ms == 500
+    note = json.loads(as_toml.stdout.splitlines()[0].removeprefix("# "))
+    assert note == {"revision": 1, "etag": etag, "author": "ann", "reason": "two\nlines"}
+
+    as_json = json.loads((await control("policy", "get", "-o", "json")).stdout)
+    assert (as_json["etag"], as_json["policy"]["fallback"]["lease_ms"]) == (etag, 500)
+
+
+async def test_get_what_was_got_can_be_applied(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    file.write_text((await control("policy", "get")).stdout)
+    assert (await control("policy", "apply", "-f", file)).stdout.startswith("revision 2 ")
+
+
+async def test_get_before_anything_is_stored(control: Control) -> None:
+    result = await control("policy", "get")
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert result.stderr == "NOT_FOUND: no policy is stored yet\n"
+
+
+async def test_dry_run_changes_nothing(control: Control, file: Path) -> None:
+    result = await control("policy", "apply", "-f", file, "--dry-run")
+    assert (result.exit_code, result.stdout) == (OK, f"{file}: valid, nothing changed\n")
+    assert (await control("policy", "get")).exit_code == FAILED
+
+
+async def test_etag(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    stale = await control("policy", "apply", "-f", file, "--etag", "stale")
+    assert stale.exit_code == FAILED
+    assert stale.stderr.startswith('ABORTED: etag is "stale", but the policy in force has ')
+    assert (await control("policy", "apply", "-f", file, "--etag", "")).stdout.startswith("revision 2 ")
+
+
+@pytest.mark.parametrize("command", ["validate", "apply"])
+async def test_invalid_file_prints_every_line(control: Control, file: Path, command: str) -> None:
+    file.write_text("entropy.ema_alpha = 1.5\nentropy.ema_alfa = 1\n")
+    result = await control("policy", command, "-f", file)
+    assert (result.exit_code, result.stdout) == (INVALID, "")
+    assert result.stderr.splitlines() == [
+        "entropy.ema_alpha must be in (0, 1]; got 1.5",
+        "entropy.ema_alfa is not a known key",
+    ]
+
+
+async def test_a_familys_settings_go_into_a_policy(control: Control, file: Path) -> None:
+    listed = (await run("policy", "families", server="127.0.0.1:1")).stdout
+    rows = {line.split()[0]: line for line in listed.splitlines()[1:]}
+    assert list(rows) == list(model_families())
+    assert r'"\n\nConsidering the limited time by the user, ' in rows["qwen3"]
+    one = await control("policy", "families", "qwen3", "--model", "Qwen/Qwen3-8B")
+    assert one.exit_code == OK
+    assert "# Closing text: the authors' early_stopping_text, QwenLM/Qwen3 " in one.stdout
+    file.write_text("scheduler.max_think_tokens = 900\n" + one.stdout)
+    assert (await control("policy", "apply", "-f", file, "--etag", "")).exit_code == OK
+    stored = parse_toml((await control("policy", "get")).stdout)
+    assert stored.model == {"Qwen/Qwen3-8B": model_families()["qwen3"].settings}
+    unknown = await run("policy", "families", "nobody", server="127.0.0.1:1")
+    assert (unknown.exit_code, unknown.stdout) == (INVALID, "")
+    assert unknown.stderr.startswith("FAMILY must be one of qwen3, ")
+    assert unknown.stderr.endswith("; got nobody\n")
+
+
+async def test_validate_needs_no_server(file: Path) -> None:
+    result = await run("policy", "validate", "-f", file, server="127.0.0.1:1")
+    assert (result.exit_code, result.stdout) == (OK, f"{file}: valid\n")
+
+
+async def test_missing_file(control: Control, tmp_path: Path) -> None:
+    result = await control("policy", "apply", "-f", tmp_path / "no.toml")
+    assert result.exit_code == INVALID
+    assert result.stderr == f"{tmp_path / 'no.toml'}: cannot be read: No such file or directory\n"
+
+
+async def test_violations_from_the_server_print_one_line_each(control: Control) -> None:
+    policy = policy_pb2.Policy()
+    policy.entropy.ema_alpha = 1.5
+    policy.fallback.lease_ms = 1
+    request = policy_pb2.UpdatePolicyRequest(policy=policy)
+    async with grpc.aio.insecure_channel(control.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(request)
+    assert error_lines(caught.value) == [
+        "entropy.ema_alpha must be in (0, 1]; got 1.5",
+        "fallback.lease_ms must be in [100, 86400000]; got 1",
+    ]
+
+
+@pytest.mark.parametrize("command", [("policy", "get"), ("engines",), ("requests",), ("wait",)])
+async def test_unreachable(command: tuple[str, ...]) -> None:
+    result = await run(*command, server="127.0.0.1:1")
+    assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("UNAVAILABLE: ")
+
+
+async def test_usage_error(control: Control) -> None:
+    assert (await control("policy", "apply")).exit_code == INVALID
+    assert (await control("engines", "-o", "xml")).exit_code == INVALID
+
+
+async def applied(control: Control, file: Path, text: str, *options: object) -> Result:
+    file.write_text(text)
+    return await control("policy", "apply", "-f", file, *options)
+
+
+def rows(result: Result) -> list[list[str]]:
+    """Return the cells of a printed table, in which no cell contains a space."""
+    assert result.exit_code == OK
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+async def test_get_an_older_revision(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    assert parse_toml((await control("policy", "get", "--revision", 1)).stdout).fallback.lease_ms == 500
+    assert rows(await control("policy", "get", "--revision", 1, "-o", "table"))[1:] == [
+        ["fallback.lease_ms", "500", "30000"]
+    ]
+    missing = await control("policy", "get", "--revision", 7)
+    assert (missing.exit_code, missing.stderr) == (FAILED, "NOT_FOUND: policy revision 7 is not stored\n")
+
+
+async def test_apply_shows_what_changes(control: Control, file: Path) -> None:
+    change = ["fallback.lease_ms", "30000", "500"]
+    checked = await control("policy", "apply", "-f", file, "--dry-run", "--diff")
+    assert rows(checked)[:2] == [["field", "before", "after"], change]
+    assert checked.stdout.endswith(f"{file}: valid, nothing changed\n")
+    done = await control("policy", "apply", "-f", file, "--diff")
+    assert rows(done)[1] == change
+    assert "\nrevision 1 etag " in done.stdout
+
+
+async def test_apply_again_with_the_same_request_id(control: Control, file: Path) -> None:
+    first = await control("policy", "apply", "-f", file, "--request-id", "a")
+    again = await control("policy", "apply", "-f", file, "--request-id", "a")
+    assert first.stdout == again.stdout
+    other = await applied(control, file, "", "--request-id", "a")
+    assert other.exit_code == INVALID
+    assert other.stderr.startswith('request_id must be a new one; got "a"')
+
+
+async def test_history(control: Control, file: Path) -> None:
+    for number in range(3):
+        await control("policy", "apply", "-f", file, "--author", f"a{number}", "--reason", "why")
+    heading, *shown = rows(await control("policy", "history"))
+    assert heading == ["revision", "time", "author", "reason", "etag"]
+    assert [row[:4] for row in shown] == [[str(n + 1), "2026-05-04T03:02:01Z", f"a{n}", "why"] for n in (2, 1, 0)]
+    listed = json.loads((await control("policy", "history", "--limit", 2, "-o", "json")).stdout)
+    assert [revision["revision"] for revision in listed] == ["3", "2"]
+
+
+async def test_diff(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    assert rows(await control("policy", "diff", 1, 2))[1:] == [["fallback.lease_ms", "500", "30000"]]
+    listed = json.loads((await control("policy", "diff", "-o", "json")).stdout)
+    assert listed == [{"path": "fallback.lease_ms", "before": "500", "after": "30000"}]
+    assert (await control("policy", "diff", 0, 1)).stdout.split()[:4] == ["field", "defaults", "revision", "1"]
+
+
+async def test_rollback(control: Control, file: Path) -> None:
+    await control("policy", "apply", "-f", file)
+    await applied(control, file, "")
+    checked = await control("policy", "rollback", 1, "--dry-run", "--diff")
+    assert rows(checked)[1] == ["fallback.lease_ms", "30000", "500"]
+    assert checked.stdout.endswith("revision 1: valid, nothing changed\n")
+    assert (await control("policy", "rollback", 1)).stdout.startswith("revision 3 etag ")
+    assert json.loads((await control("policy", "get")).stdout.splitlines()[0][2:])["reason"] == "rollback to revision 1"
+    stale = await control("policy", "rollback", 1, "--etag", "stale")
+    assert (stale.exit_code, stale.stderr[:8]) == (FAILED, "ABORTED:")
+
+
+async def test_explain(control: Control, file: Path) -> None:
+    text = """
+        [[override]]
+        tenant = "acme"
+        engine_labels = {zone = "a"}
+        scheduler.max_think_tokens = 100
+        [[override]]
+        model = "m"
+        entropy.rank_conditions = [{max_ranks = [5, 7]}]
+    """
+    assert (await applied(control, file, text)).exit_code == OK
+    cap = "scheduler.max_think_tokens"
+    by_label = rows(await control("policy", "explain", "--tenant", "acme", "--label", "zone=a"))
+    assert [cap, "100", "override[0]"] in by_label
+    by_engine = await control("policy", "explain", "--engine", "e", "--tenant", "acme", "-o", "toml")
+    assert f"{cap} = 100  # override[0]\n" in by_engine.stdout
+    holds = parse_toml(by_engine.stdout)
+    assert holds.entropy.rank_conditions[0].max_ranks == (5, 7)
+    assert holds.scheduler.max_think_tokens == 100
+    plain = json.loads((await control("policy", "explain", "-o", "json")).stdout)
+    assert {"path": cap, "value": "32768", "origin": "default"} in plain
+    missing = await control("policy", "explain", "--engine", "x")
+    assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
+    bad = await control("policy", "explain", "--label", "zone")
+    assert (bad.exit_code, bad.stderr) == (INVALID, "--label must be NAME=VALUE; got zone\n")

@@ -1,0 +1,88 @@
+"""`meridianctl savings` against a server whose counts the test sets."""
+
+import json
+from typing import Any
+
+import numpy as np
+from meridian.v1 import fleet_pb2
+
+from meridian_control.fleet import spills
+from meridian_control.fleet.savings import estimate
+from meridian_control.session.arms import Ends
+from tests.contract.ctl import OK, Control, engine
+
+
+def compared(**fields: Any) -> fleet_pb2.Savings:
+    """Return counts of two arms of 100 requests, with the estimates that follow."""
+    treated = fleet_pb2.ArmCounts(requests=100, think_tokens=6000, think_tokens_squares=400_000.0, answers=80)
+    control = fleet_pb2.ArmCounts(requests=100, think_tokens=10_000, think_tokens_squares=1_100_000.0, aborts=3)
+    counts = {"since_revision": 4, "in_force": True, "max_loss": 0.01, "shadow_saved_tokens": 3900, **fields}
+    made = fleet_pb2.Savings(treated=treated, control=control, **counts)
+    made.treated.answer_tokens = 800
+    forced, natural = Ends(60, reentries=6, aborts=3), Ends(50, empty_answers=1)
+    forced.answer_tokens.add(np.array([70.0] * 42 + [500] * 12))
+    natural.answer_tokens.add(np.array([70.0] * 48 + [500] * 2))
+    made.forced_ends.CopyFrom(spills.message(forced))
+    made.natural_ends.CopyFrom(spills.message(natural))
+    estimate(made)
+    return made
+
+
+async def test_savings(control: Control) -> None:
+    row = compared(judged=100, judged_stops=60, harmful=2, evidence_ratio=0.25)
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row], unreachable_replicas=["b"])
+    result = await control("savings")
+    assert result.exit_code == OK
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "rules since revision 4, in force"
+    assert lines[2:4] == [
+        "treated 100 60.0 0.0% 10.0 0.0% 0.0% 0.0%",
+        "control 100 100.0 0.0% 0.0% 3.0% 0.0%",
+    ]
+    assert lines[5:7] == ["forced, treated 60 10.0% 20.0% 0.0% 5.0%", "natural, control 50 0.0% 4.0% 2.0% 0.0%"]
+    assert lines[4] == "end requests re-entries answer over 80 answer empty aborted"
+    saved, own, spilled, harm, evidence = lines[7:]
+    assert spilled.startswith("spilled after forced ends, against natural ends: +26.0 points (")
+    assert "; long answers alone: +16.0 points (" in spilled
+    assert saved.startswith("saved: 40.0% of the thinking (")
+    assert "4,000 tokens in all (" in saved
+    assert own == "shadow's own estimate: 39.0% of the thinking"
+    assert harm == "harm: 2.00% (2 of 100 requests), at most 6.16%; allowed 1.00%"
+    assert evidence.startswith("evidence of more harm: 0.25 ")
+    assert result.stderr == "replicas that did not answer, so that their data is missing: b\n"
+    as_json = json.loads((await control("savings", "-o", "json")).stdout)
+    assert as_json["savings"][0]["harm_ratio"]["value"] == 0.02
+
+
+async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
+    row = compared(judged=100, drift_evidence_ratio=0.5)
+    for edge, calibrated, seen in ((0.1234, 20, 90), (1.5, 60, 10)):
+        row.eat_samples.add(max_nats=edge, calibrated=calibrated, seen=seen)
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row])
+    result = await control("savings")
+    lines = " ".join(result.stdout.split())
+    shares = "90% (calibrated 25%) up to 0.123, 10% (calibrated 75%) up to 1.5"
+    assert f"first EAT sample of 100 requests, in nats: {shares} evidence of drift: 0.5 of the level" in lines
+
+
+async def test_savings_say_what_is_not_known(control: Control) -> None:
+    result = await control("savings")
+    assert result.stdout.startswith("No request counts: the entropy section is in shadow or off")
+    few = compared(unjudged=7, judged=3, judged_stops=0)
+    for field in ("saved_tokens", "spills"):
+        few.ClearField(field)
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(
+        savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
+    )
+    text = (await control("savings")).stdout
+    assert text.startswith("revision 9 put the entropy rules into shadow: it did harm\n")
+    assert "saved: not known yet, because an arm has too few requests" in text
+    assert "spilled after forced ends: not known yet, because a side has too few ends" in text
+    why = "no probe came at the places where rules would have ended thinking, 7 not judged for want of a probe"
+    assert f"harm: not measured, {why}" in text
+
+
+async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:
+    control.fleet.engines = [engine("a", 1, withdrawn="it did harm"), engine("b", 1, withdrawn="it did harm")]
+    text = (await control("engines")).stdout
+    assert text.splitlines()[-1] == "a, b: the control plane has put the entropy rules into shadow: it did harm"

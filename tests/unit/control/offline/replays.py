@@ -1,0 +1,38 @@
+"""Made-up requests and their replays, for the tests of calibration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meridian_control.offline.correctness import from_labels, from_probes
+from meridian_control.offline.episodes import collect
+from meridian_control.offline.rule_replay import (
+    Replay,
+)
+from meridian_control.policy import model as schema
+from tests.fakes import traces
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meridian_control.offline.calibration import Calibration
+    from meridian_control.policy.model import Policy
+
+REQUESTS = 120
+
+
+def made(count: int = REQUESTS, **kinds: str) -> list[traces.MadeUp]:
+    return [traces.made_up(n, **kinds) for n in range(count)]  # type: ignore[arg-type]
+
+
+def replay(folder: Path, requests: list[traces.MadeUp], labelled: bool = True, base: Policy | None = None) -> Replay:
+    folder.mkdir(exist_ok=True)
+    episodes = collect([traces.write(folder / "a.trace", traces.records(requests))])
+    judge = from_probes(episodes)
+    if labelled:
+        judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)
+    return Replay(episodes, judge, base or schema.Policy(), delay_tokens=2)
+
+
+def separating(found: Calibration) -> set[str]:
+    return {s.signal for s in found.separations if s.separates and s.signal not in ("entropy", "position")}

@@ -1,0 +1,137 @@
+"""`meridianctl calibrate`: what it prints and writes, and the files that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from typing import TYPE_CHECKING
+
+from typer.testing import CliRunner, Result
+
+from meridian_control.cli.main import app
+from meridian_control.policy import formats as forms
+from tests.fakes import traces
+from tests.fakes.tables import policy
+from tests.unit.control.offline.replays import made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+OK, FAILED, INVALID = range(3)
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)], env={"NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def test_the_command(tmp_path: Path) -> None:
+    requests = made()
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    out, plot, report = tmp_path / "policy.toml", tmp_path / "frontier.png", tmp_path / "report.json"
+    result = run(trace, "--labels", labels, "--out", out, "--plot", plot, "--report", report)
+    assert result.exit_code == OK, result.output
+    told = " ".join(result.stdout.split())
+    assert "fixed cap" in told
+    assert "RPDI does not separate right from wrong stops on this model and is left out" in told
+    assert "Best: " in told
+    assert "proxy" not in told
+    policy = forms.load(out)
+    assert not policy.entropy.shadow
+    found = json.loads(report.read_text())
+    assert found["policy"] == tomllib.loads(out.read_text())
+    assert found["recommended"]["held_out"]["saved"] > 0.25
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_what_is_proved(tmp_path: Path) -> None:
+    requests = made()
+    trace = traces.write(tmp_path / "a.trace", traces.records(requests))
+    labels, report = traces.write_labels(tmp_path / "labels.jsonl", requests), tmp_path / "report.json"
+    result = run(trace, "--labels", labels, "--report", report)
+    assert result.exit_code == OK
+    bound = json.loads(report.read_text())["recommended"]["held_out"]["harm_bound"]
+    assert (
+        f"The rule costs at most {100 * bound:.1f} points of accuracy with 95% confidence, which exceeds the allowed "
+        "1.0: the loss is not proved to be small, for which the other half needs at least 299 requests."
+    ) in " ".join(result.stdout.split())
+    assert json.loads(report.read_text())["proved"] is False
+    result = run(trace, "--labels", labels, "--strict", "--report", report)
+    assert result.exit_code == FAILED
+    told = " ".join(result.stdout.split())
+    assert "half of the allowed loss, with an upper bound of at most 1.0%. The policy stays in shadow." in told
+    result = run(trace, "--labels", labels, "--strict", "--max-loss", 0.1)
+    assert result.exit_code == OK
+    assert ", which is within the allowed 10.0." in " ".join(result.stdout.split())
+
+
+def test_the_command_says_how_many_groups_there_are(tmp_path: Path) -> None:
+    requests = made()
+    trace, labels = traces.write(tmp_path / "a.trace", traces.records(requests)), tmp_path / "labels.jsonl"
+    rows = [row | {"group": f"p{n % 14}"} for n, request in enumerate(requests) for row in request.labels()]
+    labels.write_text("\n".join(map(json.dumps, rows)))
+    told = " ".join(run(trace, "--labels", labels).stdout.split())
+    assert "The requests belong to 14 groups." in told
+    assert "for which the other half needs at least 299 groups." in told
+    rows = [row | {"group": "all"} for row in rows]
+    labels.write_text("\n".join(map(json.dumps, rows)))
+    result = run(trace, "--labels", labels)
+    assert result.exit_code == FAILED
+    assert result.stderr.startswith("5 groups of requests are needed in each half; there are 0, 1\n")
+
+
+def test_the_command_without_labels_says_that_it_uses_a_proxy(tmp_path: Path) -> None:
+    out = tmp_path / "policy.toml"
+    trace = traces.write(tmp_path / "a.trace", traces.records(made(60, eat="noise", rank="noise")))
+    result = run(trace, "--out", out)
+    assert result.exit_code == FAILED
+    told = " ".join(result.stdout.split())
+    assert "This is a proxy for accuracy" in told
+    assert "Nothing is recommended" in told
+    assert forms.load(out).entropy.shadow
+
+
+def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
+    recorded = policy(model={"m": {"eat_answer_prefix": "so "}})
+    halves = [made()[:60], made()[60:]]
+    paths = [
+        traces.write(tmp_path / f"{n}.trace", traces.records(half, policy=recorded)) for n, half in enumerate(halves)
+    ]
+    out, base = tmp_path / "policy.toml", tmp_path / "base.toml"
+    assert run(*paths, "--out", out).exit_code == OK
+    assert forms.load(out).model["m"].eat_answer_prefix == "so "
+    base.write_text("[fallback]\nlease_ms = 700\n")
+    result = run(*paths, "--out", out, "--base", base)
+    assert forms.load(out).fallback.lease_ms == 700
+    assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in " ".join(result.stdout.split())
+
+
+def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
+    good = traces.write(tmp_path / "a.trace", traces.records(made(4)))
+    bad = tmp_path / "b.trace"
+    bad.write_text("no")
+    result = run(bad)
+    assert (result.exit_code, result.stderr) == (
+        INVALID,
+        f"{bad}: at byte 0 (uncompressed) is not a trace: not gzip\n",
+    )
+    assert run(good, "--base", tmp_path / "none.toml").exit_code == INVALID
+    empty = traces.write(tmp_path / "c.trace", [])
+    result = run(empty)
+    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 0, 0\n")
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    for name in ("calibration", "separation", "statistics"):
+        monkeypatch.delitem(sys.modules, f"meridian_control.offline.{name}")
+        monkeypatch.delattr(f"meridian_control.offline.{name}")
+    result = run(tmp_path / "a.trace")
+    assert result.exit_code == FAILED
+    assert result.stderr == "calibrate needs scipy: pip install 'meridian-llm[calibrate]'\n"

@@ -1,0 +1,91 @@
+"""Whether an answer would have been right: labels, and the proxy without labels."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from meridian_control.offline.correctness import Judge, from_labels, from_probes
+from meridian_control.offline.episodes import collect
+from meridian_control.offline.trace_file import FileError
+from tests.fakes import traces
+from tests.unit.control.offline.replays import made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
+    judge = Judge(np.array([0, 0, 1]), np.array([10, 20, 5]), np.array([0.0, 1.0, 0.5]), np.array([1.0, 0.25]), False)
+    owner, tokens = np.array([0, 0, 0, 0, 1, 1]), np.array([1, 10, 11, 21, 5, 6])
+    assert judge.at(owner, tokens).tolist() == [0, 0, 1, 1, 0.5, 0.25]
+
+
+def test_the_proxy_is_the_last_unbroken_run(tmp_path: Path) -> None:
+    requests = made(30)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    judge = from_probes(episodes)
+    settled = {request.request_id: request.settled_tokens for request in requests}
+    for number, request_id in enumerate(episodes.ids):
+        here = judge.owner == number
+        right = judge.think_tokens[here] >= settled[request_id]
+        # By chance the run of right answers may begin a little before the request settled; it never begins later.
+        assert (judge.right[here][right] == 1).all()
+        assert judge.right[here].sum() < here.sum()
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ('{"request_id": "nobody", "correct": true}', "request_id 'nobody' is not in the trace"),
+        ("{", "is not JSON: "),
+        ("[]", "must be an object"),
+        ('{"request_id": 7, "correct": true}', "request_id must be a string; got 7"),
+        ('{"request_id": "x", "correct": "yes"}', "correct must be true, false or in [0, 1]; got 'yes'"),
+        ('{"request_id": "x", "correct": 1.5}', "correct must be true, false or in [0, 1]; got 1.5"),
+        ('{"request_id": "x", "correct": NaN}', "correct must be true, false or in [0, 1]; got nan"),
+        ('{"request_id": "x", "correct": 1, "think_tokens": -1}', "think_tokens must be an integer >= 0; got -1"),
+        ('{"request_id": "x", "correct": 1, "tokens": 1}', "['tokens'] are not known keys"),
+    ],
+)
+def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) -> None:
+    requests = made(3)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "", row, *lines[1:]]))
+    with pytest.raises(FileError) as raised:
+        from_labels(path, episodes)
+    assert str(raised.value).startswith(f"{path}:3: {complaint}")
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
+def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: str) -> None:
+    requests = made(3)
+    for request in requests:
+        request.request_id = prefix + request.request_id
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    full = from_labels(path, episodes)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["request_id"] = row["request_id"].removeprefix(prefix).rpartition("-")[0]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    again = from_labels(path, episodes)
+    assert (full.right == again.right).all()
+    assert (full.natural == again.natural).all()
+
+
+def test_a_request_with_half_its_labels_is_not_judged(tmp_path: Path) -> None:
+    requests = made(3)
+    episodes = collect([traces.write(tmp_path / "a.trace", traces.records(requests))])
+    path = tmp_path / "labels.jsonl"
+    natural_only = {"request_id": requests[0].request_id, "correct": 1}
+    cut_only = {"request_id": requests[1].request_id, "correct": 1, "think_tokens": 5}
+    path.write_text("\n".join(json.dumps(row) for row in (natural_only, cut_only, *requests[2].labels())))
+    judge = from_labels(path, episodes)
+    assert [episodes.ids[n] for n in np.flatnonzero(~np.isnan(judge.natural))] == [requests[2].request_id]
+    assert set(judge.owner.tolist()) == {episodes.ids.index(requests[2].request_id)}

@@ -1,0 +1,64 @@
+"""The bounds and the area that a calibration is judged by."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from meridian_control.offline.halves import first_half
+from meridian_control.offline.statistics import Area, harmful_bound, mean_bound
+
+
+def test_the_bound_on_harm() -> None:
+    # For 0 harmful of n the bound is 1 - (1 - confidence) ** (1 / n), the rule of three.
+    assert harmful_bound(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
+    assert harmful_bound(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
+    assert harmful_bound(5, 5, 0.95) == 1
+
+
+def test_the_bound_on_a_mean() -> None:
+    """Without harm the bound is the exact one; else it lies above the exact one for counts, and holds as often as it
+    should."""
+    assert mean_bound(0.0, 300, 0.95) == pytest.approx(harmful_bound(0, 300, 0.95))
+    assert mean_bound(0.03, 100, 0.95) > harmful_bound(3, 100, 0.95)
+    assert mean_bound(1.0, 10, 0.95) == 1
+    # The p-value of Learn then Test, computed here from its definition.
+    mean, count, bound = 0.1, 50, mean_bound(0.1, 50, 0.9)
+    entropy = mean * math.log(mean / bound) + (1 - mean) * math.log((1 - mean) / (1 - bound))
+    bentkus = math.e * sum(math.comb(count, k) * bound**k * (1 - bound) ** (count - k) for k in range(6))
+    assert min(math.exp(-count * entropy), bentkus) == pytest.approx(0.1)
+    rng = np.random.default_rng(5)
+    means = rng.beta(0.2, 1.8, (400, 60)).mean(axis=1)
+    assert np.mean([mean_bound(float(value), 60, 0.9) >= 0.1 for value in means]) >= 0.9
+
+
+def test_the_area_under_the_curve_counts_pairs() -> None:
+    rng = np.random.default_rng(1)
+    owner = np.repeat(np.arange(6), 7)
+    score, right = rng.integers(0, 5, len(owner)).astype(float), rng.random(len(owner)) < 0.4
+    weights = rng.integers(0, 3, (4, 6)).astype(float)
+    found = Area(score, right, owner, 6)(weights)
+    for sample, value in zip(weights, found, strict=True):
+        drawn = np.repeat(np.arange(len(owner)), sample[owner].astype(int))
+        ones, others = score[drawn][right[drawn]], score[drawn][~right[drawn]]
+        pairs = (ones[:, None] > others).mean() + (ones[:, None] == others).mean() / 2
+        assert value == pytest.approx(pairs)
+
+
+def test_the_area_is_the_same_whether_boundaries_or_scores_are_summed() -> None:
+    """With few distinct scores the area is computed from counts by score and owner."""
+    rng = np.random.default_rng(2)
+    owner = np.repeat(np.arange(5), 200)
+    score, right = rng.integers(0, 4, len(owner)).astype(float), rng.random(len(owner)) < 0.4
+    weights = rng.integers(0, 3, (6, 5)).astype(float)
+    counted, summed = Area(score, right, owner, 5), Area(score, right, owner, 5)
+    assert counted._counts
+    summed._counts.clear()
+    assert counted(weights) == pytest.approx(summed(weights))
+
+
+def test_the_halves_are_about_equal() -> None:
+    firsts = sum(first_half(f"chatcmpl-{n}") for n in range(1000))
+    assert 450 < firsts < 550
