@@ -279,10 +279,11 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
     def probed(**thresholds: Any) -> tuple[list[list[int]], list[list[tuple[int, float]]]]:
         """Return the tokens of each request, and the places and values of its EAT samples."""
         apply(give_up_shadow=False, **thresholds)
+        # A control plane that does not keep pace probes other places in each run.
         with records(agent) as seen:
-            tokens = chat(llm, CASES, GREEDY)
-        # `chat` numbers the requests in the order of the cases, and vLLM adds letters to the number.
-        ids = sorted(rows(seen), key=lambda request_id: int(request_id.partition("-")[0]))
+            tokens = paced(llm, CASES, GREEDY, settled)
+        # `paced` numbers the requests in the order of the cases, and vLLM adds letters to the number.
+        ids = sorted(rows(seen), key=lambda request_id: int(request_id.split("-")[1]))
         return tokens, [[(probe[2], probe[3]) for probe in probes(seen).get(i, [])] for i in ids]
 
     free, measured = probed(give_up_eat_nats=1e6)

@@ -393,8 +393,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "admission not held",
         QUEUES,
-        "        if hold:\n            limit = min(",
-        "        if False:\n            limit = min(",
+        "        if hold:\n            ahead = ",
+        "        if False:\n            ahead = ",
     ),
     Mutant(
         "a preemption not noticed as over",
