@@ -11,6 +11,7 @@ from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
 from tests.engine.policies import DENSE
 from tests.engine.recording import records
+from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,6 +155,32 @@ def read(engine: Engine) -> None:
         assert said.probes
         engine.check_probes(ask.prompt, tokens, said)
     _check_unnamed(engine, connectors.calls(governed=True)[since:])
+
+
+@feature("requests that another engine continues count neither as unended nor as empty answers", *NIXL)
+def continued(engine: Engine) -> None:
+    """The governed engine computes prompts, and the stock engine reads their KV from it and answers."""
+    params = {"temperature": 0.0, "max_tokens": 60}
+    asks = [Ask(engine.chat(prompt), params) for prompt in maze.prompts(4, seed=78)]
+    first = {"temperature": 0.0, "max_tokens": 1, "extra_args": {"kv_transfer_params": REMOTE_DECODE}}
+    # The first report of a stream is a snapshot, which leaves out requests that have ended.
+    engine.tokens([Ask(engine.prompt(), params)])
+    before = engine.control.settled()
+    kept = [answer.kv for (answer,) in engine.ask([Ask(ask.prompt, first) for ask in asks])]
+    assert all(kept)
+    assert engine.scheduler.requests, "vLLM keeps the blocks until they are read"
+    reading = [
+        Ask(ask.prompt, {**params, "extra_args": {"kv_transfer_params": kv}})
+        for ask, kv in zip(asks, kept, strict=True)
+    ]
+    answers = engine.stock.ask(reading)
+    engine.drain()
+    wait_for(lambda: engine.control.engine().token_events >= before.token_events + len(asks), 20, "the reports")
+    after = engine.control.settled()
+    assert after.answers == before.answers
+    assert after.open_decisions == 0
+    assert not engine.agent.tracker.unfreed
+    assert [a.tokens for (a,) in answers] == engine.tokens(asks)
 
 
 @feature("steps of nothing, while blocks wait to be read, are not reported", *EXAMPLE)
