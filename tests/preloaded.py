@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ PROGRAMS = {
 }
 # Environment variable with the folder of the servers' sockets. Without it, programs are started as usual.
 FOLDER = "MERIDIAN_TESTS_PRELOADED"
+# Seconds in which a server begins to listen.
+PATIENCE_S = 60.0
 
 
 class Servers:
@@ -83,7 +86,11 @@ def fork(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str], s
     if any(env.get(name) != os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHASHSEED")):
         return None
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(Path(os.environ[FOLDER], PROGRAMS[program[0]])))
+    path = Path(os.environ[FOLDER], PROGRAMS[program[0]])
+    deadline_s = time.monotonic() + PATIENCE_S
+    # On a busy machine the server may take a while until it listens.
+    while connection.connect_ex(str(path)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     return Forked(Connection(connection.detach()), (program, str(cwd), str(log), dict(env), stdin))
 
 
