@@ -142,13 +142,9 @@ def read(engine: Engine) -> None:
     kept = [answer.kv for (answer,) in engine.stock.ask([Ask(ask.prompt, first) for ask in asks])]
     assert all(kept)
     engine.control.apply(DENSE)
-    reading = [
-        Ask(ask.prompt, {**params, "extra_args": {"kv_transfer_params": kv}})
-        for ask, kv in zip(asks, kept, strict=True)
-    ]
     since, before = len(connectors.calls(governed=True)), _metrics(engine)
     with engine.watched() as seen:
-        runs = engine.paced(reading)
+        runs = engine.paced(_reading(asks, kept))
     assert _metrics(engine)["external_prefix_cache_hits"] > before["external_prefix_cache_hits"]
     assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
@@ -169,11 +165,7 @@ def continued(engine: Engine) -> None:
     kept = [answer.kv for (answer,) in engine.ask([Ask(ask.prompt, first) for ask in asks])]
     assert all(kept)
     assert engine.scheduler.requests, "vLLM keeps the blocks until they are read"
-    reading = [
-        Ask(ask.prompt, {**params, "extra_args": {"kv_transfer_params": kv}})
-        for ask, kv in zip(asks, kept, strict=True)
-    ]
-    answers = engine.stock.ask(reading)
+    answers = engine.stock.ask(_reading(asks, kept))
     engine.drain()
     wait_for(lambda: engine.control.engine().token_events >= before.token_events + len(asks), 20, "the reports")
     after = engine.control.settled()
@@ -218,6 +210,12 @@ def kept(engine: Engine) -> None:
     assert [pool[b].block_hash is not None for b in full] == [i < len(prompt) // block for i in range(len(full))]
     assert engine.agent.blocks.reclaimed - before == len(full) - len(prompt) // block > 0
     assert not engine.agent.tracker.unfreed
+
+
+def _reading(asks: list[Ask], kept: list[Any]) -> list[Ask]:
+    """Return the requests with the parameters by which their KV is read from the engine that computed it."""
+    transfers = [{"extra_args": {"kv_transfer_params": kv}} for kv in kept]
+    return [Ask(ask.prompt, {**ask.params, **transfer}) for ask, transfer in zip(asks, transfers, strict=True)]
 
 
 def _read(engine: Engine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,9 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.phases import NO_MARKERS, Markers
 from meridian_agent.core.request_info import MAX_TEXT, MAX_TOKENS, OPEN_TAIL_TOKENS, budget_of, info_of, read
 from meridian_agent.link.messages import opened_message
+
+if TYPE_CHECKING:
+    from meridian_agent.core.live_request import RequestInfo
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 
@@ -80,22 +83,27 @@ def test_a_budget_without_known_markers_or_without_the_field() -> None:
     assert budget_of(SimpleNamespace(extra_args=None), [START, TEXT], MARKERS) is None
 
 
-@pytest.mark.parametrize(
-    ("budget", "own", "cap"), [(7, 9, 7), (9, 7, 7), (9, None, 9), (None, 7, 7), (None, None, None)]
-)
-def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | None, cap: int | None) -> None:
+def told(sampling_params: Any, connector: Any = None, transfer: Any = None) -> RequestInfo:
+    """Return what the agent reports of a request with these sampling parameters and kv_transfer_params."""
     request = SimpleNamespace(
         request_id="r",
         lora_request=None,
-        sampling_params=params(budget, **({} if own is None else {CAP: own})),
+        sampling_params=sampling_params,
         prompt_token_ids=None,
         num_prompt_tokens=1,
         max_tokens=100,
         trace_headers=None,
-        kv_transfer_params=None,
+        kv_transfer_params=transfer,
     )
-    scheduler = SimpleNamespace(max_model_len=4096, connector=None)
-    assert info_of(request, "m", MARKERS, scheduler).max_think_tokens == cap
+    return info_of(request, "m", MARKERS, SimpleNamespace(max_model_len=4096, connector=connector))
+
+
+@pytest.mark.parametrize(
+    ("budget", "own", "cap"), [(7, 9, 7), (9, 7, 7), (9, None, 9), (None, 7, 7), (None, None, None)]
+)
+def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | None, cap: int | None) -> None:
+    made = params(budget, **({} if own is None else {CAP: own}))
+    assert told(made).max_think_tokens == cap
 
 
 @pytest.mark.parametrize(
@@ -110,18 +118,7 @@ def test_of_two_caps_the_smaller_is_the_requests(budget: int | None, own: int | 
 )
 def test_another_engine_continues_what_a_connector_keeps_for_it(connector: Any, transfer: Any, remote: bool) -> None:
     """Without a connector vLLM ignores what a client says of KV transfers."""
-    request = SimpleNamespace(
-        request_id="r",
-        lora_request=None,
-        sampling_params=params(None),
-        prompt_token_ids=None,
-        num_prompt_tokens=1,
-        max_tokens=100,
-        trace_headers=None,
-        kv_transfer_params=transfer,
-    )
-    scheduler = SimpleNamespace(max_model_len=4096, connector=connector)
-    assert info_of(request, "m", MARKERS, scheduler).remote_decode is remote
+    assert told(params(None), connector, transfer).remote_decode is remote
 
 
 # -------------------------------------------------------------------------------------------------------- on the wire

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from meridian_control.offline.correctness import from_labels, from_probes
 from meridian_control.offline.episodes import collect
-from meridian_control.offline.rule_replay import (
-    Replay,
-)
+from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import model as schema
 from tests.fakes import traces
 
