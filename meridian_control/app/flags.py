@@ -15,6 +15,7 @@ from meridian_control import __version__
 from meridian_control.access.rate_limits import CallLimits
 from meridian_control.access.server_tls import server_credentials
 from meridian_control.cluster.membership import own_host
+from meridian_control.common.addresses import split_address
 
 if TYPE_CHECKING:
     import grpc
@@ -75,14 +76,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--version", action="version", version=__version__)
     return p
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `:port` into host and port. Raises ValueError."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"an address must be host:port or :port; got {address!r}")
-    return host.strip("[]"), int(port)
 
 
 def bindable(address: str) -> str:

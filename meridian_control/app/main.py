@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
 
 from meridian_control.app.assembly import Parts, assemble
-from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser, split_address
+from meridian_control.app.flags import access_notice, bindable, listener, page_address, parser
+from meridian_control.common.addresses import split_address
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.decision_log.jsonl_file import decision_file
 from meridian_control.decision_log.log import DecisionLog

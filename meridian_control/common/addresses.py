@@ -1,0 +1,9 @@
+"""Splits the addresses that the programs of the control plane listen on. Pure."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port` or `:port` into host and port. Raises ValueError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"an address must be host:port or :port; got {address!r}")
+    return host.strip("[]"), int(port)

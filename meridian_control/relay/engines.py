@@ -1,0 +1,170 @@
+"""Talks to engines: chooses one, streams its chunks, and asks for the text of tokens and the length of the context.
+
+The module belongs to one event loop. It does not know how a request goes on after an engine has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+
+# Seconds for which an engine that refused a connection gets no request if another engine is there.
+SKIP_S = 2.0
+CONNECT_S = 5.0
+# Seconds for an answer that takes no generation.
+ANSWER_S = 5.0
+UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
+# The client session adds no headers by itself, since proxied requests pass as they are.
+JSON = {"Content-Type": "application/json"}
+
+
+class EngineFailed(Exception):  # noqa: N818 - the name states the condition
+    """An engine cannot be reached, has answered with an error, or its stream has broken.
+
+    broke: the stream had begun.
+    """
+
+    def __init__(self, message: str, broke: bool = False) -> None:
+        super().__init__(message)
+        self.broke = broke
+
+
+class Refused(Exception):  # noqa: N818 - the name states the condition
+    """An engine has answered that the request is wrong, with this status, content type and body."""
+
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+        super().__init__(f"status {status}")
+        self.status, self.content_type, self.body = status, content_type, body
+
+
+class Engines:
+    """The thinking engines, and what the relay knows of other engines.
+
+    newest_answering: the URL of the engine to which a request was handed over last, empty before the first handover.
+    """
+
+    def __init__(self, thinking: Sequence[str]) -> None:
+        self.newest_answering = ""
+        self._thinking = list(thinking)
+        self._under_way: Counter[str] = Counter()
+        self._skipped_until: dict[str, float] = {}
+        self._context_tokens: dict[str | None, int] = {}
+        # Each request has a connection of its own, because an engine may close an idle connection while the next
+        # request is on its way. Bodies pass as they are, and no client's cookie reaches another client's request.
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    def by_load(self) -> list[str]:
+        """Return the thinking engines: fewest requests first, engines that refused connections just now last."""
+        now = time.monotonic()
+        return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
+
+    @contextmanager
+    def counted(self, url: str) -> Iterator[None]:
+        """Count a request as under way, and note if the engine cannot be reached."""
+        self._under_way[url] += 1
+        try:
+            yield
+        except UNREACHABLE:
+            self._skipped_until[url] = time.monotonic() + SKIP_S
+            raise
+        finally:
+            self._under_way[url] -= 1
+
+    async def chunks(
+        self, url: str, path: str, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a stream until its regular end. Raises EngineFailed or Refused."""
+        begun = False
+        try:
+            with self.counted(url):
+                async with self.session.post(url + path, json=body, headers={**headers, **JSON}) as response:
+                    await _check(response)
+                    begun = True
+                    async for chunk in _events(response.content):
+                        yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}", begun) from error
+
+    async def text(self, url: str, model: str | None, tokens: Sequence[int], headers: Mapping[str, str]) -> str | None:
+        """Return the text of tokens; None if the engine does not say it. Raises EngineFailed if nothing listens."""
+        body = {"tokens": list(tokens)} | ({"model": model} if model else {})
+        answer = await self._answer("POST", f"{url}/detokenize", headers, body)
+        text = answer.get("prompt")
+        return text if isinstance(text, str) else None
+
+    async def context_tokens(self, url: str, model: str | None, headers: Mapping[str, str]) -> int:
+        """Return the length of the model's context in tokens. Raises EngineFailed if the engine does not say it."""
+        if model not in self._context_tokens:
+            answer = await self._answer("GET", f"{url}/v1/models", headers)
+            cards = answer.get("data") or []
+            found = {card.get("id"): card["max_model_len"] for card in cards if card.get("max_model_len")}
+            if not found:
+                raise EngineFailed("/v1/models names no max_model_len")
+            self._context_tokens[model] = found.get(model) or next(iter(found.values()))
+        return self._context_tokens[model]
+
+    async def _answer(
+        self, method: str, url: str, headers: Mapping[str, str], body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the JSON object that an engine answers, empty if it answers otherwise. Raises EngineFailed."""
+        try:
+            headers = {**headers, **JSON}
+            async with asyncio.timeout(ANSWER_S), self.session.request(method, url, json=body, headers=headers) as got:
+                answer = json.loads(await got.read()) if got.status == 200 else {}
+        except UNREACHABLE as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Raise EngineFailed or Refused unless the response is a stream."""
+    if response.status == 200:
+        return
+    body = b""
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            body = await response.read()
+    if 400 <= response.status < 500:
+        raise Refused(response.status, response.headers.get("Content-Type", "application/json"), body)
+    raise EngineFailed(f"status {response.status}: {body[:200].decode(errors='replace')}")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the JSON objects of server-sent events until `[DONE]`. Raises EngineFailed at an error event or a bare end.
+
+    The first chunk names all tokens of the prompt, so a line may be longer than the reader's own limit.
+    """
+    held = b""
+    async for part in content.iter_any():
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data and line.startswith(b"data:"):
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise EngineFailed(str(chunk["error"])[:200], broke=True)
+                yield chunk
+    raise EngineFailed("the stream ended without [DONE]", broke=True)

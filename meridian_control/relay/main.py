@@ -1,0 +1,112 @@
+"""Runs `meridian-relay`: reads the flags, and serves until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, disable_created_metrics, start_http_server
+from yarl import URL
+
+from meridian_control import __version__
+from meridian_control.common.addresses import split_address
+from meridian_control.relay.server import Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("meridian_control")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="meridian-relay", description="An OpenAI-compatible relay in front of engines that think and that answer."
+    )
+    p.add_argument("--listen", default="127.0.0.1:8000", help="address for clients: host:port, or :port for all hosts")
+    p.add_argument(
+        "--thinking",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="base URL of a thinking engine's OpenAI server, http://host:port; repeat the flag for each engine",
+    )
+    p.add_argument("--metrics-listen", default="127.0.0.1:9466", help="address of /metrics; empty switches it off")
+    p.add_argument("--think-end", default="</think>", help="text with which the model ends its thinking")
+    p.add_argument("--drain-s", type=float, default=30.0, help="seconds for requests under way after SIGTERM")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--version", action="version", version=__version__)
+    return p
+
+
+def engine_url(value: str) -> str:
+    """Return the base URL of an engine without a final slash. Raises ValueError."""
+    try:
+        url = URL(value)
+        usable = url.scheme in ("http", "https") and url.host and url.port and url.path in ("", "/")
+    except ValueError:
+        usable = False
+    if not usable or url.query_string or url.fragment or url.user:
+        raise ValueError(f"--thinking must be http://host:port or https://host:port; got {value!r}")
+    return value.rstrip("/")
+
+
+def address(flag: str, value: str) -> tuple[str, int]:
+    """Split the address that a flag gives into host and port. Raises ValueError, which names the flag."""
+    try:
+        return split_address(value)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def relay_of(args: argparse.Namespace) -> Relay:
+    """Return the relay that the flags describe. Raises ValueError."""
+    if not args.think_end:
+        raise ValueError("--think-end must not be empty; got ''")
+    if not 0 <= args.drain_s < float("inf"):
+        raise ValueError(f"--drain-s must be a number of seconds, at least 0; got {args.drain_s}")
+    return Relay(list(dict.fromkeys(map(engine_url, args.thinking))), args.think_end, REGISTRY, args.drain_s)
+
+
+def serve_metrics(listen: str) -> None:
+    """Serve /metrics on a thread of its own, unless the address is empty. Raises OSError or ValueError."""
+    if not listen:
+        return
+    host, port = address("--metrics-listen", listen)
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    try:
+        start_http_server(port, host or "0.0.0.0")
+    except OSError as error:
+        raise OSError(f"--metrics-listen: cannot listen on {listen}: {error.strerror}") from error
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Run a relay until a signal. Raises OSError or ValueError if the start fails."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    host, port = address("--listen", args.listen)
+    relay = relay_of(args)
+    serve_metrics(args.metrics_listen)
+    try:
+        port = await relay.start(host, port)
+        logger.info("listening on %s:%d, thinking engines %s", host, port, " ".join(args.thinking))
+        await stop.wait()
+        logger.info("shutting down: requests under way have %g s", args.drain_s)
+    finally:
+        await relay.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logger.setLevel(args.log_level.upper())
+    try:
+        asyncio.run(serve(args))
+    except (OSError, ValueError) as error:
+        print(f"meridian-relay: {error}", file=sys.stderr)
+        return 2
+    return 0

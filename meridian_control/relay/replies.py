@@ -1,0 +1,135 @@
+"""Writes what a client gets: chunks as they come, or one object in the end, both in vLLM's form."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from aiohttp import web_request
+
+REQUEST_ID = "X-Request-Id"
+USAGE = (
+    "prompt_tokens",
+    "total_tokens",
+    "completion_tokens",
+    "prompt_tokens_details",
+    "completion_tokens_details",
+)
+
+
+NO_ENGINE = "No engine could serve the request; the relay's log says why."
+
+
+class ClientGone(Exception):  # noqa: N818 - the name states the condition
+    """The client has closed its connection, so that this response reaches nobody."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__()
+        self.response = response
+
+
+def no_engine() -> dict[str, Any]:
+    """Return OpenAI's error object as vLLM writes it."""
+    return {"error": {"message": NO_ENGINE, "type": "BadGatewayError", "param": None, "code": 502}}
+
+
+def bad_gateway(request_id: str) -> web.Response:
+    return web.json_response(no_engine(), status=502, headers={REQUEST_ID: request_id})
+
+
+def chunk_of(
+    form: dict[str, Any], delta: dict[str, str], finish_reason: str | None = None, stop_reason: int | str | None = None
+) -> dict[str, Any]:
+    """Return a chunk with an answer's next text. form: id, object, created and model of the answer."""
+    choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    if finish_reason is not None:
+        choice["stop_reason"] = stop_reason
+    return {**form, "choices": [{**choice, "token_ids": None}]}
+
+
+class StreamedReply:
+    """Sends chunks to the client as server-sent events. Its methods raise ClientGone."""
+
+    def __init__(self, request: web_request.Request, request_id: str, usage_wanted: bool) -> None:
+        self._request, self._usage_wanted = request, usage_wanted
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", REQUEST_ID: request_id}
+        )
+
+    async def send(self, chunk: dict[str, Any]) -> None:
+        await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+
+    async def end(self, usage: dict[str, Any]) -> web.StreamResponse:
+        """End the stream after the usage chunk, if the client asked for it."""
+        if self._usage_wanted:
+            await self.send(usage)
+        await self._write("[DONE]")
+        return self._response
+
+    async def fail(self) -> web.StreamResponse:
+        """Return an error response, or end the stream with an error event if it has begun."""
+        if not self._response.prepared:
+            return bad_gateway(self._response.headers[REQUEST_ID])
+        await self.send(no_engine())
+        await self._write("[DONE]")
+        return self._response
+
+    async def _write(self, data: str) -> None:
+        try:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            await self._response.write(f"data: {data}\n\n".encode())
+        except ConnectionError as error:
+            raise ClientGone(self._response) from error
+
+
+class WholeReply:
+    """Collects chunks and answers with one chat completion."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._form: dict[str, Any] = {}
+        self._role = "assistant"
+        self._text = {"reasoning": "", "content": ""}
+        self._ending: dict[str, Any] = {}
+
+    async def send(self, chunk: dict[str, Any]) -> None:
+        choice = chunk["choices"][0]
+        self._form = self._form or chunk
+        self._role = choice["delta"].get("role") or self._role
+        for name in self._text:
+            self._text[name] += choice["delta"].get(name) or ""
+        if choice["finish_reason"] is not None:
+            self._ending = choice
+
+    async def end(self, usage: dict[str, Any]) -> web.StreamResponse:
+        message = {"role": self._role, "content": self._text["content"] or None}
+        message |= dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+        choice = {
+            "index": 0,
+            "message": message | {"reasoning": self._text["reasoning"] or None},
+            "logprobs": None,
+            "finish_reason": self._ending["finish_reason"],
+            "stop_reason": self._ending.get("stop_reason"),
+            "token_ids": None,
+            "routed_experts": None,
+        }
+        body = {
+            "id": self._form["id"],
+            "object": "chat.completion",
+            "created": self._form["created"],
+            "model": self._form["model"],
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": usage.get("system_fingerprint"),
+            "usage": {name: usage["usage"].get(name) for name in USAGE},
+        }
+        body |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
+        body |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params")) | {"metrics": usage.get("metrics")}
+        return web.json_response(body, headers={REQUEST_ID: self._request_id})
+
+    async def fail(self) -> web.StreamResponse:
+        return bad_gateway(self._request_id)

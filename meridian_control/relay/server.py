@@ -1,0 +1,150 @@
+"""Serves clients: eligible chat requests through an exchange, all other requests byte for byte from one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from meridian_control.relay.bodies import CHAT, carried
+from meridian_control.relay.engines import UNREACHABLE, Engines, Refused
+from meridian_control.relay.exchange import Exchange, NoEngineLeft
+from meridian_control.relay.metrics import RelayMetrics
+from meridian_control.relay.replies import REQUEST_ID, ClientGone, StreamedReply, WholeReply, no_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prometheus_client import CollectorRegistry
+
+    from meridian_control.relay.bodies import CarriedRequest
+
+logger = logging.getLogger(__name__)
+
+HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+# Headers that belong to the client's own request, and are wrong on one that the relay writes.
+OWN = {"host", "expect"}
+OF_THE_BODY = OWN | {"content-length", "content-type", "content-encoding", "accept-encoding", "x-request-id"}
+# Largest body of a chat request in bytes; images may be part of it.
+MAX_BODY = 1 << 30
+
+
+class Relay:
+    """The HTTP application. `start` binds its address; `stop` ends the requests under way."""
+
+    def __init__(self, thinking: Sequence[str], think_end: str, registry: CollectorRegistry, drain_s: float) -> None:
+        self._thinking, self._think_end = thinking, think_end
+        self._metrics = RelayMetrics(registry)
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_route("*", "/{path:.*}", self._any)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind the address and return the port. Raises OSError if the address cannot be bound."""
+        self._engines = Engines(self._thinking)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host or None, port).start()
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Accept no more requests, and let those under way finish for the drain time."""
+        await self._runner.cleanup()
+        await self._engines.close()
+
+    async def _any(self, request: web.Request) -> web.StreamResponse:
+        with self._metrics.in_flight.track_inprogress():
+            if request.method != "POST" or request.raw_path.partition("?")[0] != CHAT:
+                return await self._proxy(request, request.content if request.can_read_body else None)
+            body = await request.read()
+            eligible = carried(body, self._think_end)
+            return await (self._proxy(request, body) if eligible is None else self._exchange(request, eligible))
+
+    async def _exchange(self, request: web.Request, eligible: CarriedRequest) -> web.StreamResponse:
+        """Serve an eligible request, and count its result."""
+        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        reply = (
+            StreamedReply(request, request_id, eligible.usage_wanted) if eligible.streamed else WholeReply(request_id)
+        )
+        headers = passed(request.headers, OF_THE_BODY)
+        headers[REQUEST_ID] = request_id
+        exchange = Exchange(eligible, reply, self._engines, self._metrics, headers=headers, marker=self._think_end)
+        result = "failed"
+        try:
+            response = await exchange.serve()
+            result = exchange.result
+        except Refused as refused:
+            result = exchange.result
+            own = {"Content-Type": refused.content_type, REQUEST_ID: request_id}
+            response = web.Response(status=refused.status, body=refused.body, headers=own)
+        except NoEngineLeft:
+            response = await reply.fail()
+        except ClientGone as gone:
+            result, response = "client_gone", gone.response
+        except asyncio.CancelledError:
+            result = "client_gone"
+            raise
+        finally:
+            self._metrics.requests.labels(result).inc()
+        return response
+
+    async def _proxy(self, request: web.Request, body: bytes | aiohttp.StreamReader | None) -> web.StreamResponse:
+        """Pass a request on to the first engine that can be reached, and its response back."""
+        headers, failure = passed(request.headers, OWN), ""
+        for url in self._engines.by_load():
+            response: web.StreamResponse | None = None
+            try:
+                with self._engines.counted(url):
+                    async with self._engines.session.request(
+                        request.method,
+                        URL(url + request.raw_path, encoded=True),
+                        headers=headers,
+                        data=body,
+                        allow_redirects=False,
+                    ) as upstream:
+                        response = web.StreamResponse(
+                            status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
+                        )
+                        await response.prepare(request)
+                        async for part in upstream.content.iter_any():
+                            await response.write(part)
+                        return response
+            except UNREACHABLE as error:
+                failure = f"{url} cannot be reached: {error}"
+            except (aiohttp.ClientError, OSError) as error:
+                failure = f"{url} failed: {error}"
+                if response is not None:
+                    # The client learns from the broken connection that the response is not whole.
+                    if request.transport is not None:
+                        request.transport.abort()
+                    return response
+                break
+        logger.warning("%s %s: %s", request.method, request.path, failure)
+        return web.json_response(no_engine(), status=502)
+
+
+def passed(headers: Mapping[str, str], without: set[str]) -> CIMultiDict[str]:
+    """Return the headers that a proxy passes on, but for those in `without` (in lower case)."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    left_out = HOP_BY_HOP | named | without
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)

@@ -1,0 +1,300 @@
+"""The legs of a request one by one: bodies, limits, faults, clients that leave, and requests that pass as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from tests.contract.control.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
+from tests.fakes.vllm_server import CONTEXT, END, PROMPT, FakeVllm, Plan, Script
+from tests.processes import free_port
+
+SCRIPT = Script(
+    [b"so ", b"think ", b"more"], [b"\n\n", b"an", b"swer ", b"is ", "é".encode()[:1], "é".encode()[1:], b"!"]
+)
+THOUGHT, ANSWER = "so think more", "\n\nanswer is é!"
+KNOWN = 4  # the thinking and its end marker
+CHAT = "/v1/chat/completions"
+
+
+async def handed(home: FakeVllm, url: str, **instruction: Any) -> None:
+    home.usual = Plan(handover=handover(url, **instruction))
+
+
+def whole(answer: Any) -> tuple[str, str]:
+    return answer.text("reasoning"), answer.text("content")
+
+
+async def test_a_handover() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        own = {"meridian_tenant": "t", "meridian_max_think_tokens": 50}
+        fields = {"temperature": 0.5, "stop": ["nowhere"], "min_tokens": None, "vllm_xargs": own}
+        async with relayed.session.post(
+            relayed.url + CHAT, json=BODY | fields, headers={"X-Request-Id": "mine", "Authorization": "Bearer key"}
+        ) as response:
+            text = await response.text()
+            assert response.headers["X-Request-Id"] == "mine"
+        assert "meridian" not in text
+        (_, first), (path, second) = home.seen[0], answering.seen[0]
+        assert (first["kv_transfer_params"], first["return_token_ids"]) == ({"meridian_handover": True}, True)
+        assert path == "/v1/completions"
+        assert second.pop("prompt") == PROMPT + SCRIPT.tokens[:KNOWN]
+        assert second.pop("vllm_xargs") == {
+            "meridian_tenant": "t",
+            "meridian_handover": "ref-1",
+            "meridian_prompt_tokens": len(PROMPT),
+        }
+        assert second == {
+            "model": "m",
+            "temperature": 0.5,
+            "stop": ["nowhere"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "max_tokens": 100 - KNOWN,
+            "min_tokens": 0,
+            "kv_transfer_params": PARAMS,
+        }
+        for engine in (home, answering):
+            assert engine.headers[0]["authorization"] == "Bearer key"
+            assert engine.headers[0]["x-request-id"] == "mine"
+        chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line and line != "data: [DONE]"]
+        assert {(c["id"], c["object"], c["created"], c["model"]) for c in chunks} == {
+            ("chatcmpl-mine", "chat.completion.chunk", 1, "m")
+        }
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunks[0]["prompt_token_ids"] is None
+        assert {choice["token_ids"] for c in chunks[1:] for choice in c["choices"]} == {None}
+        assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+        assert relayed.results() == {"handed_over": 1}
+        assert relayed.value("meridian_relay_gap_seconds_count") == 1
+
+
+async def test_the_clients_chunks_are_those_of_the_engine() -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        for options in ({"include_usage": True}, None):
+            headers = {"X-Request-Id": "x"}
+            texts = []
+            for url in (home.url, relayed.url):
+                body = BODY | {"stream_options": options}
+                async with relayed.session.post(url + CHAT, json=body, headers=headers) as response:
+                    texts.append(await response.text())
+            assert texts[0] == texts[1]
+        assert relayed.results() == {"one_engine": 2}
+
+
+async def test_without_a_limit_the_context_is_the_limit() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        for _ in range(2):
+            assert whole(await relayed.ask(max_tokens=None)) == (THOUGHT, ANSWER)
+        assert answering.seen[1][1]["max_tokens"] == CONTEXT - len(PROMPT) - KNOWN
+
+
+@pytest.mark.parametrize(("params", "expires_ms"), [(None, 60_000), (PARAMS, 0)])
+async def test_no_transfer_without_parameters_or_after_half_of_the_lease(params: Any, expires_ms: float) -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url, params=params, expires_ms=expires_ms)
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+        assert "kv_transfer_params" not in answering.seen[0][1]
+        assert relayed.results() == {"recomputed": 1}
+
+
+async def test_no_token_is_left() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        answer = await relayed.ask(max_tokens=KNOWN)
+        assert (whole(answer), answer.ending()) == ((THOUGHT, ""), ("length", None))
+        assert answer.usage()["completion_tokens"] == KNOWN
+        assert (answering.seen, relayed.results()) == ([], {"one_engine": 1})
+
+
+@pytest.mark.parametrize("fault", ["refused", "status", "unreadable"])
+async def test_the_thinking_engine_finishes_what_nobody_else_continues(fault: str) -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        url = f"http://127.0.0.1:{free_port()}" if fault == "refused" else answering.url
+        await handed(home, url)
+        answering.usual = Plan(status=500)
+        if fault == "unreadable":
+            home.usual = Plan(handover="meridian-handover:{")
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+        path, body = home.seen[1]
+        assert (path, "kv_transfer_params" in body) == ("/v1/completions", False)
+        assert body["vllm_xargs"].get("meridian_handover") == (None if fault == "unreadable" else "ref-1")
+        assert relayed.results() == {"finished_on_thinking_engine": 1}
+
+
+async def test_broken_thinking_goes_on_at_the_newest_answering_engine() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        await relayed.ask()
+        home.usual = Plan(breaks_after=2)
+        answer = await relayed.ask(vllm_xargs={"meridian_max_think_tokens": 50})
+        assert whole(answer) == (THOUGHT, ANSWER)
+        _, body = answering.seen[1]
+        assert body["skip_special_tokens"] is False
+        assert body["vllm_xargs"] == {"meridian_max_think_tokens": 48, "meridian_prompt_tokens": len(PROMPT)}
+        assert relayed.results() == {"handed_over": 1, "one_engine": 1}
+        assert relayed.value("meridian_relay_resumed_total", stage="thinking") == 1
+
+
+async def test_a_request_without_text_begins_anew() -> None:
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = Plan(breaks_after=0)
+        answer = await relayed.ask()
+        assert (whole(answer), [path for path, _ in other.seen]) == ((THOUGHT, ANSWER), [CHAT])
+
+
+async def test_a_break_within_a_character_needs_no_detokenizer() -> None:
+    """The relay goes back to the last chunk with text if the engine does not say the text of tokens."""
+    within = SCRIPT.tokens.index(END) + 6
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        other.detokenizes = False
+        home.usual = Plan(breaks_after=within)
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+        assert len(other.seen[0][1]["prompt"]) == len(PROMPT) + within - 1
+        assert relayed.value("meridian_relay_resumed_total", stage="answer") == 1
+
+
+async def test_a_chunk_whose_end_marker_the_parser_misses() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        home.usual = Plan(sizes=[KNOWN], handover=handover(answering.url))
+        home.cuts_at_marker = True
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_all_engines_fail(streamed: bool) -> None:
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = other.usual = Plan(status=503)
+        answer = await relayed.ask(stream=streamed, stream_options=None)
+        assert answer.error is not None
+        assert (answer.status, answer.error["code"], answer.error["type"]) == (502, 502, "BadGatewayError")
+        home.usual = other.usual = Plan(breaks_after=2)
+        answer = await relayed.ask(stream=streamed, stream_options=None)
+        assert answer.error is not None
+        assert (answer.status, answer.error["code"]) == (200 if streamed else 502, 502)
+        assert relayed.results() == {"failed": 2}
+
+
+async def test_a_refusal_reaches_the_client() -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        home.usual = Plan(status=422)
+        answer = await relayed.ask()
+        assert (answer.status, answer.error) == (422, {"message": "refused"})
+        assert relayed.results() == {"one_engine": 1}
+
+
+async def test_one_json_object() -> None:
+    async with engines(SCRIPT, 3) as (home, answering, alone), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        bodies = []
+        for url in (alone.url, relayed.url):
+            body = BODY | {"stream": False, "stream_options": None}
+            async with relayed.session.post(url + CHAT, json=body, headers={"X-Request-Id": "x"}) as response:
+                bodies.append(await response.json())
+        assert bodies[0] == bodies[1]
+        assert list(bodies[0]) == list(bodies[1])
+        assert relayed.results() == {"handed_over": 1}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("after_handover", [True, False])
+async def test_a_client_that_leaves_ends_its_request(streamed: bool, after_handover: bool) -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        if after_handover:
+            await handed(home, answering.url)
+        engine = answering if after_handover else home
+        engine.plans.append(Plan(waits_after=1))
+        body = BODY | ({} if streamed else {"stream": False, "stream_options": None})
+        leaving = asyncio.create_task(relayed.session.post(relayed.url + CHAT, json=body))
+        await engine.waiting.wait()
+        leaving.cancel()
+        if streamed and not leaving.cancelled():
+            (await asyncio.gather(leaving, return_exceptions=True))
+        await relayed.session.close()
+        await engine.gone.wait()
+        await relayed.relay.stop()
+        assert relayed.results() == {"client_gone": 1}
+        assert relayed.value("meridian_relay_in_flight") == 0
+
+
+async def test_stop_lets_requests_finish() -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        home.usual = Plan(waits_after=1)
+        asking = asyncio.create_task(relayed.ask())
+        await home.waiting.wait()
+        stopping = asyncio.create_task(relayed.relay.stop())
+        await refused(relayed)
+        home.go.set()
+        assert whole(await asking) == (THOUGHT, ANSWER)
+        await stopping
+        assert relayed.results() == {"one_engine": 1}
+
+
+async def refused(relayed: Relayed) -> None:
+    """Wait until the relay accepts no connection."""
+    while True:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(relayed.url + "/v1/models"):
+                pass
+        except aiohttp.ClientConnectorError:
+            return
+
+
+async def test_other_requests_pass_byte_for_byte() -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        sent = bytes(range(256)) * 3000
+        headers = {"X-Odd": "é", "Authorization": "k", "Connection": "keep-alive, X-Hop", "X-Hop": "1"}
+        headers |= {"Content-Encoding": "gzip", "Accept-Encoding": "br", "User-Agent": "u", "Accept": "*/*"}
+        got = []
+        for url in (home.url, relayed.url):
+            async with relayed.session.request(
+                "PUT", URL(f"{url}/echo/a%2Fb?q=%20x", encoded=True), data=sent, headers=headers
+            ) as response:
+                assert (response.status, response.headers.getall("X-Two")) == (418, ["a", "b"])
+                assert response.content_type == "text/odd"
+                line, _, body = (await response.read()).partition(b"\n")
+                method, target, names = json.loads(line)
+                kept = [each for each in names if each[0] not in ("host", "connection", "x-hop")]
+                got.append((method, target, kept, body))
+        assert got[0] == got[1]
+        assert got[0][:2] == ("PUT", "/echo/a%2Fb?q=%20x")
+        assert got[0][3] == sent
+
+
+async def test_an_ineligible_chat_request_passes_as_it_is() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        answer = await relayed.ask(seed=3)
+        assert whole(answer) == (THOUGHT, ANSWER)
+        assert home.seen[0][1] == BODY | {"seed": 3}
+        assert relayed.results() == {}
+
+
+async def test_an_engine_that_refuses_connections_is_skipped() -> None:
+    absent = f"http://127.0.0.1:{free_port()}"
+    async with engines(SCRIPT, 1) as (home,), relaying(absent, home.url) as relayed:
+        for path in ("/v1/models", "/v1/models"):
+            async with relayed.session.get(relayed.url + path) as response:
+                assert response.status == 200
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+    async with relaying(absent) as relayed, relayed.session.get(relayed.url + "/v1/models") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (502, 502)
+
+
+async def test_the_engine_with_the_fewest_requests_is_next() -> None:
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = Plan(waits_after=1)
+        first = asyncio.create_task(relayed.ask())
+        await home.waiting.wait()
+        await relayed.ask()
+        assert (len(home.seen), len(other.seen)) == (1, 1)
+        home.go.set()
+        assert whole(await first) == whole(await ask(relayed.session, other.url))

@@ -1,0 +1,76 @@
+"""Text is cut at markers and stop strings alike, however it comes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meridian_control.relay.texts import MarkerSplit, ReceivedText, StopMatch, touches
+
+MARKER = "</think>"
+TEXT = st.lists(st.sampled_from(["a", "b", "ab", "<", "</", "think", ">", "</think>", " "]), max_size=12)
+
+
+@given(TEXT)
+def test_a_marker_may_be_cut_anywhere(parts: list[str]) -> None:
+    split, before, after = MarkerSplit(MARKER), "", ""
+    for part in parts:
+        thought, answer = split.feed(part)
+        before, after = before + thought, after + answer
+        assert MARKER not in before
+    before += split.flush()
+    thought, mark, answer = "".join(parts).partition(MARKER)
+    assert (before, after, split.over) == (thought, answer, bool(mark))
+
+
+@given(TEXT, st.lists(st.sampled_from(["a", "ba", "bab", " a", "b<"]), max_size=3), st.booleans())
+def test_stop_strings_are_found_wherever_text_is_cut(parts: list[str], stops: list[str], include: bool) -> None:
+    match, sent, found = StopMatch(stops, include), "", None
+    for part in parts:
+        text, found = match.feed(part)
+        sent += text
+        if found is not None:
+            break
+    else:
+        sent += match.flush()
+    text = "".join(parts)
+    ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    if not ends:
+        assert (sent, found) == (text, None)
+        return
+    end, stop = min(ends, key=lambda each: each[0])
+    assert found is not None
+    assert sent == text[: end if include else end - len(found)]
+    assert text[:end].endswith(found)
+    assert include or len(found) == len(stop) or text[:end].endswith(stop)
+
+
+def test_a_stop_string_may_begin_in_text_that_was_sent() -> None:
+    assert StopMatch(["abc"], include=False, before="xab").feed("cd") == ("", "abc")
+    assert StopMatch(["abc"], include=True, before="xab").feed("cd") == ("c", "abc")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "content", "full", "missing"),
+    [
+        ("abc", "", "abcd", "d"),
+        ("t", "", "<think>tht", "ht"),
+        ("abc", "", "\nabc d</think>e", " d</think>e"),
+        ("abc", "de", "abc</think>def", "f"),
+        ("abc", "de", "abc</think>\n\ndef", "f"),
+        ("", "ab", "abc", "c"),
+        ("abx", "", "abc", None),
+        ("abc", "x", "abc</think>def", None),
+    ],
+)
+def test_text_that_an_engine_held_back(reasoning: str, content: str, full: str, missing: str | None) -> None:
+    text = ReceivedText(MARKER, (), include=False)
+    text.note(reasoning, content)
+    assert text.missing(full) == missing
+
+
+@pytest.mark.parametrize(("stop", "found"), [("think", True), (">\n", True), ("a<", True), ("a</think>", True)])
+def test_stop_strings_that_a_marker_can_complete(stop: str, found: bool) -> None:
+    assert touches(stop, MARKER) is found
+    assert touches("\n\n", MARKER) is False
